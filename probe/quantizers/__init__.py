@@ -1,0 +1,1 @@
+"""Pure functions from tensor to tensor: grids, scales, rounding, observers, Hadamard."""

@@ -1,0 +1,79 @@
+"""Cutting a tensor into blocks along one axis, and putting it together again."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a tensor of `shape` is cut into rows of `size` along `axis`.
+
+    The last block of a line may be shorter: it is padded with zeros, which change neither its largest
+    magnitude nor any element of it, and the padding is dropped by `join`.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    size: int
+
+    @classmethod
+    def of(cls, x: Tensor, axis: int, size: int | None) -> "Blocks":
+        """The cut of `x`; a size of None is one block for the whole line. A 0-d tensor is a line of one."""
+        shape = tuple(x.shape) or (1,)
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(
+                f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}. "
+                f"Expected {-len(shape)} to {len(shape) - 1}."
+            )
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"block_size {size!r} is not a whole number of at least 1. OCP MX uses 32.")
+        line = shape[axis]
+        return cls(shape, axis % len(shape), max(1, line if size is None else min(size, line)))
+
+    @property
+    def count(self) -> int:
+        """Blocks in one line along the axis."""
+        return -(-self.shape[self.axis] // self.size)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of one number per block: `shape` with the axis replaced by the count of blocks."""
+        return (*self.shape[: self.axis], self.count, *self.shape[self.axis + 1 :])
+
+    def split(self, x: Tensor) -> Tensor:
+        """Rows of one block each, [blocks, size]; a view where the memory allows it."""
+        lines = x.reshape(self.shape).movedim(self.axis, -1)
+        padding = self.count * self.size - self.shape[self.axis]
+        if padding:
+            lines = torch.nn.functional.pad(lines, (0, padding))
+        return lines.reshape(-1, self.size)
+
+    def join(self, rows: Tensor) -> Tensor:
+        """The inverse of `split`, contiguous."""
+        lead = self.shape[: self.axis] + self.shape[self.axis + 1 :]
+        lines = rows.reshape(*lead, self.count * self.size)[..., : self.shape[self.axis]]
+        return lines.movedim(-1, self.axis).contiguous()
+
+    def join_scales(self, per_block: Tensor) -> Tensor:
+        """One number per block, [blocks, 1], in `scale_shape`."""
+        lead = self.shape[: self.axis] + self.shape[self.axis + 1 :]
+        return per_block.reshape(*lead, self.count).movedim(-1, self.axis).contiguous()
+
+    def split_scales(self, scales: Tensor) -> Tensor:
+        """The inverse of `join_scales`."""
+        return scales.movedim(self.axis, -1).reshape(-1, 1)
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """The sum over the last axis in one fixed order: halves are added until one element is left.
+
+    Every implementation that adds in this order gets the same bits, whatever its vector width.
+    """
+    while x.shape[-1] > 1:
+        if x.shape[-1] % 2:
+            x = torch.nn.functional.pad(x, (0, 1))
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x

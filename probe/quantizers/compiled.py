@@ -1,0 +1,119 @@
+"""When and how the fast twin is compiled: torch.compile makes one pass over memory of it (C++ or Triton).
+
+A compiler takes seconds, so nobody waits for one who has little to do: a kernel is compiled when the eager
+code has already worked about as long on the same kind of tensors as the compiler will take. A job is
+thereby never more than about twice as slow as if it had known its own size.
+"""
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probe.formats import Format
+from probe.quantizers.fast import mx_values
+
+#: Tensors below this many elements always run eagerly.
+LARGE = 2**20
+#: Elements of large tensors that run eagerly, per kernel, before that kernel is compiled: some 5 s of work.
+COMPILE_AFTER = 2**31
+
+Kernel = Callable[[Tensor, Tensor, Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """Everything that a kernel is specialised on; the count of blocks stays dynamic."""
+
+    format: Format
+    rule: str
+    rounding: str
+    block_size: int
+    dtype: torch.dtype
+    device: str
+
+
+_kernels: dict[KernelKey, Kernel | Exception] = {}
+_eager_elements: Counter[KernelKey] = Counter()
+_lock = threading.Lock()
+
+
+def worth_compiling(key: KernelKey, elements: int) -> bool:
+    """Whether a tensor of this size goes to the compiled kernel, counting it if it does not yet."""
+    if elements < LARGE:
+        return False
+    kernel = _kernels.get(key)
+    if isinstance(kernel, Exception):
+        return False
+    if kernel is not None:
+        return True
+    with _lock:
+        _eager_elements[key] += elements
+        return _eager_elements[key] > COMPILE_AFTER
+
+
+def run(key: KernelKey, x: Tensor, out: Tensor, noise: Tensor | None, *, required: bool) -> bool:
+    """Run the compiled kernel over rows; False, after one warning, where it cannot be had.
+
+    With `required` (the caller asked for it by name) that is a RuntimeError instead.
+    """
+    if x.shape[0] < 2:  # torch.compile specialises sizes 0 and 1
+        pad = torch.zeros(2 - x.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+        both = torch.cat([x, pad])
+        noise = None if noise is None else torch.cat([noise, torch.full_like(pad, 0.5, dtype=noise.dtype)])
+        result = torch.empty_like(both)
+        done = run(key, both, result, noise, required=required)
+        out.copy_(result[: x.shape[0]])
+        return done
+    with _lock:
+        kernel = _kernels.get(key)
+        if kernel is None:
+            kernel = _kernels[key] = _build(key)
+    if not isinstance(kernel, Exception):
+        rows = [tensor.detach() for tensor in (x, out, noise) if tensor is not None]
+        for tensor in rows:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        kernel(rows[0], rows[1], rows[2] if noise is not None else None)
+        return True
+    if required:
+        raise RuntimeError(_no_compiler(kernel, "Use implementation='eager' or 'auto'")) from kernel
+    return False
+
+
+def _build(key: KernelKey) -> Kernel | Exception:
+    """Compile for `key` and prove it on a small input, or keep the reason why that did not work."""
+    fmt, rule, rounding = key.format, key.rule, key.rounding
+
+    def kernel(x: Tensor, out: Tensor, noise: Tensor | None) -> None:
+        out.copy_(mx_values(x, fmt, rule, rounding, noise))
+
+    # Dynamo counts recompilations per code object; a copy for each kernel keeps them apart.
+    kernel.__code__ = kernel.__code__.replace(co_name=f"fake_quantize_{fmt.name}_{rule}_{rounding}")
+    compiled: Kernel = torch.compile(kernel, fullgraph=True)
+    trial = torch.linspace(-1, 1, 4 * key.block_size, device=key.device).to(key.dtype)
+    rows = [
+        trial.reshape(4, key.block_size),
+        torch.empty(4, key.block_size, dtype=key.dtype, device=key.device),
+    ]
+    if rounding == "stochastic":
+        rows.append(torch.full((4, key.block_size), 0.5, device=key.device))
+    for tensor in rows:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    try:
+        compiled(rows[0], rows[1], rows[2] if len(rows) > 2 else None)
+    except Exception as problem:
+        warnings.warn(_no_compiler(problem, "Going on without it: same bits, slower"), RuntimeWarning, stacklevel=5)
+        return problem
+    return compiled
+
+
+def _no_compiler(problem: Exception, advice: str) -> str:
+    reason = str(problem).strip().splitlines()[0][:200] if str(problem).strip() else type(problem).__name__
+    return (
+        f"torch.compile could not build a kernel here ({reason}). It needs a C++ compiler (g++ or clang) on the "
+        f"CPU, Triton on a GPU. {advice}."
+    )

@@ -1,0 +1,265 @@
+"""The fast twin of `reference.py`: the same bits from multiplications, additions and integer operations.
+
+No log2, frexp or ldexp. Scales are exponent fields put together as integers, multiplying by them is
+exact, and rounding is one addition and one subtraction: for y >= 0 with exponent e,
+
+    magic = 2^(e - mantissa_bits + M)        M = 23 for float32, 52 for float64
+    q     = (y + magic) - magic              nearest multiple of 2^(e - mantissa_bits), ties to even
+
+because y + magic lies in [magic, 2 magic), where the spacing of floats is just that step. The constant
+comes from the exponent bits of y, clamped from below at the smallest normal exponent of the format.
+
+The functions take and return rows of one block each and are written so that they run eagerly and compile
+(`compiled.py`) without change.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from probe.formats import Format
+from probe.quantizers.blocks import tree_sum
+from probe.quantizers.reference import BYTE_BIAS, NAN_BYTE, overflows_to_infinity
+
+#: Elements per piece of eager work, so that its temporaries stay in the cache.
+CHUNK = 2**18
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The floats that the arithmetic is done in, as bits."""
+
+    dtype: torch.dtype
+    integer: torch.dtype
+    mantissa_bits: int
+    bias: int
+    packing: tuple[str, str]
+
+    @cached_property
+    def exponent_mask(self) -> int:
+        """The bits of the exponent field; as a number it is +Inf."""
+        return (2 * self.bias + 1) << self.mantissa_bits
+
+    @cached_property
+    def sign_mask(self) -> int:
+        """The sign bit, as the negative integer that it is."""
+        return -(1 << (self.mantissa_bits + (2 * self.bias + 1).bit_length()))
+
+    @cached_property
+    def field_range(self) -> tuple[int, int]:
+        """The exponent fields, in place, of scale bytes 0 and 254."""
+        lowest = self.bias - BYTE_BIAS
+        return lowest << self.mantissa_bits, (lowest + 2 * BYTE_BIAS) << self.mantissa_bits
+
+    def bits(self, value: float) -> int:
+        """The bits of one number."""
+        as_float, as_integer = self.packing
+        return int(struct.unpack(as_integer, struct.pack(as_float, value))[0])
+
+
+FLOAT32 = Machine(torch.float32, torch.int32, 23, 127, ("<f", "<i"))
+FLOAT64 = Machine(torch.float64, torch.int64, 52, 1023, ("<d", "<q"))
+
+
+def machine_for(dtype: torch.dtype) -> Machine:
+    """float64 computes in float64; everything shorter is exact in float32."""
+    return FLOAT64 if dtype == torch.float64 else FLOAT32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The integers that one format, machine and scale rule come down to.
+
+    Every rule but mse is: the exponent of amax = F * 2^E, plus one when F passes a threshold. Adding
+    `carry` (all mantissa bits less the threshold) to the bits of amax carries into the exponent field
+    just then. `still_zero` is the largest amax, in bits, that keeps scale byte 0: below it F of a subnormal
+    amax is not what the mantissa field says, which only a format with max_exponent 0 can tell.
+    """
+
+    machine: Machine
+    carry: int
+    still_zero: int | None
+    max_exponent: int
+    min_exponent: int
+    magic: int
+    max: int
+
+    @classmethod
+    @cache
+    def of(cls, fmt: Format, machine: Machine, rule: str) -> "Plan":
+        """The plan of a format under a rule; mse starts from floor."""
+        ones = (1 << machine.mantissa_bits) - 1
+        last = {
+            "ceil": 1.0,
+            "rceil": fmt.max / 2.0**fmt.max_exponent,
+            "even": 2.0 - 2.0 ** -(fmt.mantissa_bits + 1) - 2.0**-machine.mantissa_bits,
+        }.get(rule, 2.0 - 2.0**-machine.mantissa_bits)
+        carry = ones - (machine.bits(last) & ones)
+        telling = carry and fmt.max_exponent == 0 and machine is FLOAT32
+        return cls(
+            machine,
+            carry,
+            machine.bits(last * 2.0**-BYTE_BIAS) if telling else None,
+            fmt.max_exponent << machine.mantissa_bits,
+            (fmt.min_exponent + machine.bias) << machine.mantissa_bits,
+            (machine.mantissa_bits - fmt.mantissa_bits) << machine.mantissa_bits,
+            machine.bits(fmt.max),
+        )
+
+
+def round_magnitudes_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
+    """Grid magnitudes, not yet saturated, for y = |x| / scale; overwrites y.
+
+    `x` gives the sign for `floor`, and stands in for a y that underflowed to zero.
+    """
+    machine = plan.machine
+    exponents = (y.view(machine.integer) & machine.exponent_mask).clamp_min_(plan.min_exponent)
+    magic = exponents.add_(plan.magic).view(machine.dtype)
+    if rounding == "half_even":
+        return y.add_(magic).sub_(magic)
+    nearest = (y + magic).sub_(magic)
+    step = magic * 2.0**-machine.mantissa_bits
+    if rounding == "half_away":
+        return torch.where(y - nearest == step * 0.5, nearest + step, nearest)
+    inward = torch.where(nearest > y, nearest - step, nearest)
+    if rounding == "toward_zero":
+        return inward
+    if rounding == "floor":
+        outward = (x < 0) & ((inward < y) | (y == 0))
+    else:
+        assert noise is not None
+        outward = noise < (y - inward) / step
+    return torch.where(outward, inward + step, inward)
+
+
+def with_sign_(magnitude: Tensor, x: Tensor, fmt: Format, machine: Machine) -> Tensor:
+    """Magnitudes with the sign of `x`, in place; integer grids have no -0."""
+    sign = x.view(machine.integer) & machine.sign_mask
+    if fmt.is_integer:
+        sign = torch.where(magnitude == 0, 0, sign)
+    magnitude.view(machine.integer).bitwise_or_(sign)
+    return magnitude
+
+
+def round_elements(y: Tensor, fmt: Format, rounding: str, noise: Tensor | None) -> Tensor:
+    """The twin of `reference.round_elements`, in float64."""
+    y = y.to(torch.float64)
+    bounded = y.abs().clamp_max_(4 * fmt.max)
+    magnitude = round_magnitudes_(bounded, y, Plan.of(fmt, FLOAT64, "floor"), rounding, noise)
+    over = magnitude > fmt.max
+    magnitude = magnitude.clamp_max(fmt.max)
+    if overflows_to_infinity(fmt):
+        if rounding == "toward_zero":
+            over = y.isinf()
+        elif rounding == "floor":
+            over = over & ((y < 0) | y.isinf())
+        magnitude = torch.where(over, torch.inf, magnitude)
+    return with_sign_(magnitude, y, fmt, FLOAT64)
+
+
+def scale_fields(amax: Tensor, plan: Plan) -> Tensor:
+    """The exponent fields, in place in the bits, of the shared scales: bytes 0 to 254."""
+    machine = plan.machine
+    bits = amax.view(machine.integer)
+    if plan.still_zero is not None:
+        bits = torch.where(bits > plan.still_zero, bits, 0)
+    if plan.carry:
+        bits = bits + plan.carry
+    return (bits & machine.exponent_mask).sub_(plan.max_exponent).clamp_(*machine.field_range)
+
+
+def powers(fields: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
+    """2^e and 2^-e for exponent fields; a field of 0 is the float32 subnormal 2^-127."""
+    half = 1 << (machine.mantissa_bits - 1)
+    mirrored = (2 * machine.bias << machine.mantissa_bits) - fields
+    return fields.clamp_min(half).view(machine.dtype), mirrored.clamp_min_(half).view(machine.dtype)
+
+
+def _saturated_(y: Tensor, x: Tensor, fmt: Format, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
+    """Rounded magnitudes, saturated by an integer minimum: positive floats order as their bits do."""
+    if plan.machine is FLOAT64:
+        y = y.clamp_max_(4 * fmt.max)  # a float64 block may be far above the largest scale
+    magnitude = round_magnitudes_(y, x, plan, rounding, noise)
+    magnitude.view(plan.machine.integer).clamp_max_(plan.max)
+    return magnitude
+
+
+def mx_elements(
+    x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(signed elements, scales, amax) of rows in a machine dtype."""
+    machine = machine_for(x.dtype)
+    plan = Plan.of(fmt, machine, rule)
+    magnitude = x.abs()
+    amax = magnitude.amax(-1, keepdim=True)
+    fields = scale_fields(amax, plan)
+    scale, inverse = powers(fields, machine)
+    if rule == "mse":
+        element, scale = _least_squares(x, magnitude, fields, fmt, plan, rounding, noise)
+    else:
+        element = _saturated_(magnitude.mul_(inverse), x, fmt, plan, rounding, noise)
+    return with_sign_(element, x, fmt, machine), scale, amax
+
+
+def _least_squares(
+    x: Tensor, magnitude: Tensor, first: Tensor, fmt: Format, plan: Plan, rounding: str, noise: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of the floor scale, one exponent above and one below: the first with the smallest squared error.
+
+    Differences are exact, their squares are exact in float64, and the sum has a fixed order.
+    """
+    machine = plan.machine
+    inverse_of_first = powers(first, machine)[1]
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for shift in (0, 1, -1):
+        fields = (first + (shift << machine.mantissa_bits)).clamp_(*machine.field_range)
+        scale, inverse = powers(fields, machine)
+        y = magnitude * inverse
+        element = _saturated_(y.clone(), x, fmt, plan, rounding, noise)
+        difference = (y - element).mul_(scale * inverse_of_first).to(torch.float64)
+        error = tree_sum(difference * difference)
+        if best is None:
+            best = element, scale, error
+            continue
+        better = error < best[2]
+        now = (element, scale, error)
+        best = (
+            torch.where(better, now[0], best[0]),
+            torch.where(better, now[1], best[1]),
+            torch.where(better, now[2], best[2]),
+        )
+    assert best is not None
+    return best[0], best[1]
+
+
+def mx_values(x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> Tensor:
+    """Quantize and dequantize rows of any float dtype; the values in that dtype."""
+    machine = machine_for(x.dtype)
+    elements, scale, amax = mx_elements(x.to(machine.dtype), fmt, rule, rounding, noise)
+    # amax - amax is 0, or NaN where the block has a NaN or Inf: its scale, and so all of it, is NaN.
+    values = elements.mul_(scale + (amax - amax))
+    if rule != "floor":  # only a scale above floor's can carry 2^128 (2^16 in float16) to Inf
+        limit = torch.finfo(x.dtype).max
+        values = values.clamp_(-limit, limit)
+    return values.to(x.dtype)
+
+
+def mx_blocks(x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(elements, scale bytes) of rows, for codes."""
+    machine = machine_for(x.dtype)
+    elements, scale, amax = mx_elements(x.to(machine.dtype), fmt, rule, rounding, noise)
+    bytes_ = (scale.view(machine.integer) >> machine.mantissa_bits) - (machine.bias - BYTE_BIAS)
+    finite = amax.isfinite()
+    return torch.where(finite, elements, 0.0), torch.where(finite, bytes_, NAN_BYTE)
+
+
+def fake_quantize_rows(x: Tensor, out: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> None:
+    """`mx_values` into `out`, eagerly, in pieces that stay in the cache."""
+    rows = max(1, CHUNK // x.shape[-1])
+    for start in range(0, x.shape[0], rows):
+        piece = slice(start, start + rows)
+        part = None if noise is None else noise[piece]
+        out[piece] = mx_values(x[piece], fmt, rule, rounding, part)
