@@ -44,9 +44,7 @@ def test_every_format_has_an_oracle() -> None:
 def test_every_code_decodes_as_gfloat_says(name: str) -> None:
     fmt = FORMATS[name]
     wrong = [
-        code
-        for code in range(2**fmt.bits)
-        if not equal(fmt.decode(code), gfloat.decode_float(GFLOAT[name], code).fval)
+        code for code in range(2**fmt.bits) if not equal(fmt.decode(code), gfloat.decode_float(GFLOAT[name], code).fval)
     ]
     assert wrong == []
 

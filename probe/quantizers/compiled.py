@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from probe.formats import Format
-from probe.quantizers.fast import mx_values
+from probe.quantizers.fast import Plan, mx_values
 
 #: Tensors below this many elements always run eagerly.
 LARGE = 2**20
@@ -44,7 +44,7 @@ _lock = threading.Lock()
 
 def worth_compiling(key: KernelKey, elements: int) -> bool:
     """Whether a tensor of this size goes to the compiled kernel, counting it if it does not yet."""
-    if elements < LARGE:
+    if elements < LARGE or key.dtype == torch.float64:  # torch 2.13 miscompiles the 64-bit integer steps
         return False
     kernel = _kernels.get(key)
     if isinstance(kernel, Exception):
@@ -71,48 +71,53 @@ def run(key: KernelKey, x: Tensor, out: Tensor, noise: Tensor | None, *, require
         return done
     with _lock:
         kernel = _kernels.get(key)
+        first = kernel is None
         if kernel is None:
             kernel = _kernels[key] = _build(key)
     if not isinstance(kernel, Exception):
-        rows = [tensor.detach() for tensor in (x, out, noise) if tensor is not None]
-        for tensor in rows:
-            torch._dynamo.mark_dynamic(tensor, 0)
-        kernel(rows[0], rows[1], rows[2] if noise is not None else None)
+        _call(kernel, x.detach(), out.detach(), noise)
         return True
     if required:
         raise RuntimeError(_no_compiler(kernel, "Use implementation='eager' or 'auto'")) from kernel
+    if first:
+        advice = "Going on without it: the same bits, slower"
+        warnings.warn(_no_compiler(kernel, advice), RuntimeWarning, stacklevel=4)
     return False
+
+
+def _call(kernel: Kernel, x: Tensor, out: Tensor, noise: Tensor | None) -> None:
+    """Run a kernel with the count of rows marked as variable, so that it compiles once for all shapes."""
+    for tensor in (x, out, noise):
+        if tensor is not None:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    with torch.no_grad():
+        kernel(x, out, noise)
 
 
 def _build(key: KernelKey) -> Kernel | Exception:
     """Compile for `key` and prove it on a small input, or keep the reason why that did not work."""
-    fmt, rule, rounding = key.format, key.rule, key.rounding
+    plan, rounding = Plan.of(key.format, key.dtype, key.rule), key.rounding
 
     def kernel(x: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        out.copy_(mx_values(x, fmt, rule, rounding, noise))
+        out.copy_(mx_values(x, plan, rounding, noise))
 
     # Dynamo counts recompilations per code object; a copy for each kernel keeps them apart.
-    kernel.__code__ = kernel.__code__.replace(co_name=f"fake_quantize_{fmt.name}_{rule}_{rounding}")
+    kernel.__code__ = kernel.__code__.replace(co_name=f"fake_quantize_{key.format.name}_{key.rule}_{rounding}")
     compiled: Kernel = torch.compile(kernel, fullgraph=True)
-    trial = torch.linspace(-1, 1, 4 * key.block_size, device=key.device).to(key.dtype)
-    rows = [
-        trial.reshape(4, key.block_size),
-        torch.empty(4, key.block_size, dtype=key.dtype, device=key.device),
-    ]
-    if rounding == "stochastic":
-        rows.append(torch.full((4, key.block_size), 0.5, device=key.device))
-    for tensor in rows:
-        torch._dynamo.mark_dynamic(tensor, 0)
+    shape = (4, key.block_size)
+    noise = torch.full(shape, 0.5, device=key.device) if rounding == "stochastic" else None
+    x = torch.ones(shape, dtype=key.dtype, device=key.device)
     try:
-        compiled(rows[0], rows[1], rows[2] if len(rows) > 2 else None)
+        with warnings.catch_warnings():  # torch's compiler warns of its own doings; not the caller's business
+            warnings.simplefilter("ignore")
+            _call(compiled, x, torch.empty_like(x), noise)
     except Exception as problem:
-        warnings.warn(_no_compiler(problem, "Going on without it: same bits, slower"), RuntimeWarning, stacklevel=5)
         return problem
     return compiled
 
 
 def _no_compiler(problem: Exception, advice: str) -> str:
-    reason = str(problem).strip().splitlines()[0][:200] if str(problem).strip() else type(problem).__name__
+    reason = " ".join(str(problem).split())[:200] or type(problem).__name__
     return (
         f"torch.compile could not build a kernel here ({reason}). It needs a C++ compiler (g++ or clang) on the "
         f"CPU, Triton on a GPU. {advice}."

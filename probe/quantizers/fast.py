@@ -15,7 +15,7 @@ The functions take and return rows of one block each and are written so that the
 
 import struct
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,23 +36,9 @@ class Machine:
     integer: torch.dtype
     mantissa_bits: int
     bias: int
+    exponent_mask: int  # the bits of the exponent field; as a number it is +Inf
+    sign_mask: int  # the sign bit, as the negative integer that it is
     packing: tuple[str, str]
-
-    @cached_property
-    def exponent_mask(self) -> int:
-        """The bits of the exponent field; as a number it is +Inf."""
-        return (2 * self.bias + 1) << self.mantissa_bits
-
-    @cached_property
-    def sign_mask(self) -> int:
-        """The sign bit, as the negative integer that it is."""
-        return -(1 << (self.mantissa_bits + (2 * self.bias + 1).bit_length()))
-
-    @cached_property
-    def field_range(self) -> tuple[int, int]:
-        """The exponent fields, in place, of scale bytes 0 and 254."""
-        lowest = self.bias - BYTE_BIAS
-        return lowest << self.mantissa_bits, (lowest + 2 * BYTE_BIAS) << self.mantissa_bits
 
     def bits(self, value: float) -> int:
         """The bits of one number."""
@@ -60,8 +46,8 @@ class Machine:
         return int(struct.unpack(as_integer, struct.pack(as_float, value))[0])
 
 
-FLOAT32 = Machine(torch.float32, torch.int32, 23, 127, ("<f", "<i"))
-FLOAT64 = Machine(torch.float64, torch.int64, 52, 1023, ("<d", "<q"))
+FLOAT32 = Machine(torch.float32, torch.int32, 23, 127, 0xFF << 23, -(1 << 31), ("<f", "<i"))
+FLOAT64 = Machine(torch.float64, torch.int64, 52, 1023, 0x7FF << 52, -(1 << 63), ("<d", "<q"))
 
 
 def machine_for(dtype: torch.dtype) -> Machine:
@@ -79,18 +65,22 @@ class Plan:
     amax is not what the mantissa field says, which only a format with max_exponent 0 can tell.
     """
 
+    format: Format
     machine: Machine
+    rule: str
     carry: int
     still_zero: int | None
     max_exponent: int
     min_exponent: int
     magic: int
     max: int
+    field_range: tuple[int, int]  # the exponent fields, in place, of scale bytes 0 and 254
 
     @classmethod
     @cache
-    def of(cls, fmt: Format, machine: Machine, rule: str) -> "Plan":
-        """The plan of a format under a rule; mse starts from floor."""
+    def of(cls, fmt: Format, dtype: torch.dtype, rule: str) -> "Plan":
+        """The plan of a format under a rule for tensors of `dtype`; mse starts from floor."""
+        machine = machine_for(dtype)
         ones = (1 << machine.mantissa_bits) - 1
         last = {
             "ceil": 1.0,
@@ -99,14 +89,18 @@ class Plan:
         }.get(rule, 2.0 - 2.0**-machine.mantissa_bits)
         carry = ones - (machine.bits(last) & ones)
         telling = carry and fmt.max_exponent == 0 and machine is FLOAT32
+        lowest = machine.bias - BYTE_BIAS
         return cls(
+            fmt,
             machine,
+            rule,
             carry,
             machine.bits(last * 2.0**-BYTE_BIAS) if telling else None,
             fmt.max_exponent << machine.mantissa_bits,
             (fmt.min_exponent + machine.bias) << machine.mantissa_bits,
             (machine.mantissa_bits - fmt.mantissa_bits) << machine.mantissa_bits,
             machine.bits(fmt.max),
+            (lowest << machine.mantissa_bits, (lowest + 2 * BYTE_BIAS) << machine.mantissa_bits),
         )
 
 
@@ -135,12 +129,12 @@ def round_magnitudes_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Te
     return torch.where(outward, inward + step, inward)
 
 
-def with_sign_(magnitude: Tensor, x: Tensor, fmt: Format, machine: Machine) -> Tensor:
+def with_sign_(magnitude: Tensor, x: Tensor, plan: Plan) -> Tensor:
     """Magnitudes with the sign of `x`, in place; integer grids have no -0."""
-    sign = x.view(machine.integer) & machine.sign_mask
-    if fmt.is_integer:
+    sign = x.view(plan.machine.integer) & plan.machine.sign_mask
+    if plan.format.is_integer:
         sign = torch.where(magnitude == 0, 0, sign)
-    magnitude.view(machine.integer).bitwise_or_(sign)
+    magnitude.view(plan.machine.integer).bitwise_or_(sign)
     return magnitude
 
 
@@ -148,7 +142,8 @@ def round_elements(y: Tensor, fmt: Format, rounding: str, noise: Tensor | None) 
     """The twin of `reference.round_elements`, in float64."""
     y = y.to(torch.float64)
     bounded = y.abs().clamp_max_(4 * fmt.max)
-    magnitude = round_magnitudes_(bounded, y, Plan.of(fmt, FLOAT64, "floor"), rounding, noise)
+    plan = Plan.of(fmt, torch.float64, "floor")
+    magnitude = round_magnitudes_(bounded, y, plan, rounding, noise)
     over = magnitude > fmt.max
     magnitude = magnitude.clamp_max(fmt.max)
     if overflows_to_infinity(fmt):
@@ -157,7 +152,7 @@ def round_elements(y: Tensor, fmt: Format, rounding: str, noise: Tensor | None) 
         elif rounding == "floor":
             over = over & ((y < 0) | y.isinf())
         magnitude = torch.where(over, torch.inf, magnitude)
-    return with_sign_(magnitude, y, fmt, FLOAT64)
+    return with_sign_(magnitude, y, plan)
 
 
 def scale_fields(amax: Tensor, plan: Plan) -> Tensor:
@@ -168,7 +163,7 @@ def scale_fields(amax: Tensor, plan: Plan) -> Tensor:
         bits = torch.where(bits > plan.still_zero, bits, 0)
     if plan.carry:
         bits = bits + plan.carry
-    return (bits & machine.exponent_mask).sub_(plan.max_exponent).clamp_(*machine.field_range)
+    return (bits & machine.exponent_mask).sub_(plan.max_exponent).clamp_(*plan.field_range)
 
 
 def powers(fields: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
@@ -178,48 +173,44 @@ def powers(fields: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
     return fields.clamp_min(half).view(machine.dtype), mirrored.clamp_min_(half).view(machine.dtype)
 
 
-def _saturated_(y: Tensor, x: Tensor, fmt: Format, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
+def _saturated_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
     """Rounded magnitudes, saturated by an integer minimum: positive floats order as their bits do."""
     if plan.machine is FLOAT64:
-        y = y.clamp_max_(4 * fmt.max)  # a float64 block may be far above the largest scale
+        y = y.clamp_max_(4 * plan.format.max)  # a float64 block may be far above the largest scale
     magnitude = round_magnitudes_(y, x, plan, rounding, noise)
     magnitude.view(plan.machine.integer).clamp_max_(plan.max)
     return magnitude
 
 
-def mx_elements(
-    x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(signed elements, scales, amax) of rows in a machine dtype."""
-    machine = machine_for(x.dtype)
-    plan = Plan.of(fmt, machine, rule)
+def mx_elements(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(signed elements, scales, amax) of rows in the machine dtype of the plan."""
     magnitude = x.abs()
     amax = magnitude.amax(-1, keepdim=True)
     fields = scale_fields(amax, plan)
-    scale, inverse = powers(fields, machine)
-    if rule == "mse":
-        element, scale = _least_squares(x, magnitude, fields, fmt, plan, rounding, noise)
+    scale, inverse = powers(fields, plan.machine)
+    if plan.rule == "mse":
+        element, scale = _least_squares(x, magnitude, fields, plan, rounding, noise)
     else:
-        element = _saturated_(magnitude.mul_(inverse), x, fmt, plan, rounding, noise)
-    return with_sign_(element, x, fmt, machine), scale, amax
+        element = _saturated_(magnitude.mul_(inverse), x, plan, rounding, noise)
+    return with_sign_(element, x, plan), scale, amax
 
 
 def _least_squares(
-    x: Tensor, magnitude: Tensor, first: Tensor, fmt: Format, plan: Plan, rounding: str, noise: Tensor | None
+    x: Tensor, magnitude: Tensor, first: Tensor, plan: Plan, rounding: str, noise: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Of the floor scale, one exponent above and one below: the first with the smallest squared error.
 
-    Differences are exact, their squares are exact in float64, and the sum has a fixed order.
+    In float64, as the reference: a float32 difference loses the small part of a value rounded up to a step.
     """
     machine = plan.machine
     inverse_of_first = powers(first, machine)[1]
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for shift in (0, 1, -1):
-        fields = (first + (shift << machine.mantissa_bits)).clamp_(*machine.field_range)
+        fields = (first + (shift << machine.mantissa_bits)).clamp_(*plan.field_range)
         scale, inverse = powers(fields, machine)
         y = magnitude * inverse
-        element = _saturated_(y.clone(), x, fmt, plan, rounding, noise)
-        difference = (y - element).mul_(scale * inverse_of_first).to(torch.float64)
+        element = _saturated_(y.clone(), x, plan, rounding, noise)
+        difference = (y.to(torch.float64) - element) * (scale * inverse_of_first)
         error = tree_sum(difference * difference)
         if best is None:
             best = element, scale, error
@@ -235,31 +226,30 @@ def _least_squares(
     return best[0], best[1]
 
 
-def mx_values(x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> Tensor:
+def mx_values(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
     """Quantize and dequantize rows of any float dtype; the values in that dtype."""
-    machine = machine_for(x.dtype)
-    elements, scale, amax = mx_elements(x.to(machine.dtype), fmt, rule, rounding, noise)
+    elements, scale, amax = mx_elements(x.to(plan.machine.dtype), plan, rounding, noise)
     # amax - amax is 0, or NaN where the block has a NaN or Inf: its scale, and so all of it, is NaN.
     values = elements.mul_(scale + (amax - amax))
-    if rule != "floor":  # only a scale above floor's can carry 2^128 (2^16 in float16) to Inf
+    if plan.rule != "floor":  # only a scale above floor's can carry 2^128 (2^16 in float16) to Inf
         limit = torch.finfo(x.dtype).max
         values = values.clamp_(-limit, limit)
     return values.to(x.dtype)
 
 
-def mx_blocks(x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+def mx_blocks(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """(elements, scale bytes) of rows, for codes."""
-    machine = machine_for(x.dtype)
-    elements, scale, amax = mx_elements(x.to(machine.dtype), fmt, rule, rounding, noise)
+    machine = plan.machine
+    elements, scale, amax = mx_elements(x.to(machine.dtype), plan, rounding, noise)
     bytes_ = (scale.view(machine.integer) >> machine.mantissa_bits) - (machine.bias - BYTE_BIAS)
     finite = amax.isfinite()
     return torch.where(finite, elements, 0.0), torch.where(finite, bytes_, NAN_BYTE)
 
 
-def fake_quantize_rows(x: Tensor, out: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> None:
+def fake_quantize_rows(x: Tensor, out: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> None:
     """`mx_values` into `out`, eagerly, in pieces that stay in the cache."""
     rows = max(1, CHUNK // x.shape[-1])
     for start in range(0, x.shape[0], rows):
         piece = slice(start, start + rows)
         part = None if noise is None else noise[piece]
-        out[piece] = mx_values(x[piece], fmt, rule, rounding, part)
+        out[piece] = mx_values(x[piece], plan, rounding, part)

@@ -48,6 +48,11 @@ class Job:
     tensor_scale: Tensor | None
     implementation: str
 
+    @property
+    def plan(self) -> fast.Plan:
+        """The constants of the fast twin."""
+        return fast.Plan.of(self.format, self.x.dtype, self.rule)
+
     def draw_noise(self) -> Tensor | None:
         """Uniform numbers for stochastic rounding, one per element of the rows."""
         return draw_noise(self.rows, self.rounding, self.generator)
@@ -217,6 +222,11 @@ def check_job(
             raise ValueError(
                 f"there is no compiled implementation of {format}. Use implementation='eager' or leave it out."
             )
+    if implementation == "compiled" and x.dtype == torch.float64:
+        raise ValueError(
+            "there is no compiled implementation for float64: torch 2.13 miscompiles the 64-bit integer steps. "
+            "Use implementation='eager' or leave it out."
+        )
     if fmt.scale is None and block_size is not None:
         raise ValueError(f"block_size {block_size} was given, but {format} is a cast without blocks. Leave it out.")
     x = x.detach()
@@ -258,11 +268,10 @@ def on_grid(job: Job) -> Grid:
     """The rows of a job on their grid, for every kind of scale."""
     rounder = reference.round_elements if job.implementation == "reference" else fast.round_elements
     if job.format.scale == "e8m0":
-        arguments = (job.rows, job.format, job.rule, job.rounding, job.draw_noise())
         if job.implementation == "reference":
-            _, elements, bytes_ = reference.mx_blocks(*arguments)
+            _, elements, bytes_ = reference.mx_blocks(job.rows, job.format, job.rule, job.rounding, job.draw_noise())
         else:
-            elements, bytes_ = fast.mx_blocks(*arguments)
+            elements, bytes_ = fast.mx_blocks(job.rows, job.plan, job.rounding, job.draw_noise())
         return Grid(elements.to(torch.float64), scale_values(bytes_), bytes_.to(torch.uint8))
     if job.format.scale == "e4m3":
         assert job.tensor_scale is not None
@@ -283,11 +292,11 @@ def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
     """The fast twin: eager in pieces, or compiled; straight into `out` where its memory is in rows."""
     noise = job.draw_noise()
     if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
-        values = fast.mx_values(job.rows, job.format, job.rule, job.rounding, noise)
+        values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
         return job.blocks.join(values).reshape(job.x.shape)
     size = job.rows.shape[-1]
     if job.implementation != "compiled" and out is None and job.rows.numel() <= fast.CHUNK:
-        values = fast.mx_values(job.rows, job.format, job.rule, job.rounding, noise)
+        values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
         return job.blocks.join(values).reshape(job.x.shape)
     in_rows = job.blocks.shape[job.blocks.axis] % size == 0 and job.blocks.axis == len(job.blocks.shape) - 1
     direct = out is not None and in_rows and out.is_contiguous() and out.data_ptr() != job.x.data_ptr()
@@ -298,5 +307,5 @@ def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
         (forced or (job.implementation == "auto" and compiled.worth_compiling(key, job.rows.numel())))
         and compiled.run(key, job.rows, target, noise, required=forced)
     ):
-        fast.fake_quantize_rows(job.rows, target, job.format, job.rule, job.rounding, noise)
+        fast.fake_quantize_rows(job.rows, target, job.plan, job.rounding, noise)
     return out if out is not None and direct else job.blocks.join(target).reshape(job.x.shape)

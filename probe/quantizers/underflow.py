@@ -81,10 +81,8 @@ def _scales(job: Job) -> Tensor:
         scales = on_grid(job).scales
         assert scales is not None
         return scales
-    machine = fast.machine_for(job.x.dtype)
-    amax = job.rows.abs().amax(-1, keepdim=True).to(machine.dtype)
-    fields = fast.scale_fields(amax, fast.Plan.of(job.format, machine, job.rule))
-    return fast.powers(fields, machine)[0] + (amax - amax)
+    amax = job.rows.abs().amax(-1, keepdim=True).to(job.plan.machine.dtype)
+    return fast.powers(fast.scale_fields(amax, job.plan), job.plan.machine)[0] + (amax - amax)
 
 
 def _count(y: Tensor, job: Job, counts: dict[str, int]) -> None:

@@ -53,4 +53,6 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
     same = same_bits(a, b)
     if not bool(same.all()):
         where = tuple(int(i) for i in (~same).nonzero()[0])
-        raise AssertionError(f"{int((~same).sum())} of {same.numel()} differ, first at {where}: {a[where]} and {b[where]}")
+        raise AssertionError(
+            f"{int((~same).sum())} of {same.numel()} differ, first at {where}: {a[where]} and {b[where]}"
+        )

@@ -43,7 +43,7 @@ def test_compiled_equals_reference(name: str) -> None:
     check(name, torch.float32, "floor", "half_even", "compiled")
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d).removeprefix("torch."))
 def test_compiled_equals_reference_in_every_dtype(dtype: torch.dtype) -> None:
     check("fp8_e4m3", dtype, "floor", "half_even", "compiled")
 
@@ -84,9 +84,7 @@ def test_codes_equal_fake_quantize_outside_mx(name: str, rounding: str, dtype: t
     x = hostile(dtype, 64)
     for part in (x, x[x.isfinite().all(-1)], x[:, :20]):
         fake = fake_quantize(part, name, rounding=rounding, generator=generator(rounding))
-        slow = fake_quantize(
-            part, name, rounding=rounding, generator=generator(rounding), implementation="reference"
-        )
+        slow = fake_quantize(part, name, rounding=rounding, generator=generator(rounding), implementation="reference")
         coded = quantize(part, name, rounding=rounding, generator=generator(rounding)).dequantize()
         assert_same_bits(fake, slow)
         assert_same_bits(fake, coded)
@@ -95,4 +93,6 @@ def test_codes_equal_fake_quantize_outside_mx(name: str, rounding: str, dtype: t
 def test_large_tensors_are_cut_into_pieces_without_a_trace() -> None:
     x = torch.randn(5000, 96)
     for name in MX:
-        assert_same_bits(fake_quantize(x, name, implementation="eager"), fake_quantize(x, name, implementation="reference"))
+        assert_same_bits(
+            fake_quantize(x, name, implementation="eager"), fake_quantize(x, name, implementation="reference")
+        )
