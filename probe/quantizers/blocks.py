@@ -42,8 +42,15 @@ class Blocks:
         """The shape of one number per block: `shape` with the axis replaced by the count of blocks."""
         return (*self.shape[: self.axis], self.count, *self.shape[self.axis + 1 :])
 
+    @property
+    def in_rows(self) -> bool:
+        """Whether a contiguous tensor holds its blocks one after the other: last axis, no short block."""
+        return self.axis == len(self.shape) - 1 and self.shape[-1] % self.size == 0
+
     def split(self, x: Tensor) -> Tensor:
         """Rows of one block each, [blocks, size]; a view where the memory allows it."""
+        if self.in_rows:
+            return x.reshape(-1, self.size)
         lines = x.reshape(self.shape).movedim(self.axis, -1)
         padding = self.count * self.size - self.shape[self.axis]
         if padding:
@@ -52,6 +59,8 @@ class Blocks:
 
     def join(self, rows: Tensor) -> Tensor:
         """The inverse of `split`, contiguous."""
+        if self.in_rows:
+            return rows.reshape(self.shape)
         lead = self.shape[: self.axis] + self.shape[self.axis + 1 :]
         lines = rows.reshape(*lead, self.count * self.size)[..., : self.shape[self.axis]]
         return lines.movedim(-1, self.axis).contiguous()

@@ -28,6 +28,16 @@ from probe.quantizers.reference import BYTE_BIAS, NAN_BYTE, overflows_to_infinit
 CHUNK = 2**18
 
 
+@cache
+def _constant(value: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
+
+
+def _scalar(value: int, dtype: torch.dtype) -> Tensor | int:
+    """A number for an eager operation: torch takes a ready 0-d tensor 4 us faster than an int."""
+    return value if torch.compiler.is_compiling() else _constant(value, dtype)
+
+
 @dataclass(frozen=True)
 class Machine:
     """The floats that the arithmetic is done in, as bits."""
@@ -39,6 +49,14 @@ class Machine:
     exponent_mask: int  # the bits of the exponent field; as a number it is +Inf
     sign_mask: int  # the sign bit, as the negative integer that it is
     packing: tuple[str, str]
+
+    def exponents_of(self, x: Tensor) -> Tensor:
+        """The exponent fields of `x`, in place in new integers."""
+        return x.view(self.integer) & _scalar(self.exponent_mask, self.integer)
+
+    def signs_of(self, x: Tensor) -> Tensor:
+        """The sign bits of `x`, in place in new integers."""
+        return x.view(self.integer) & _scalar(self.sign_mask, self.integer)
 
     def bits(self, value: float) -> int:
         """The bits of one number."""
@@ -110,7 +128,7 @@ def round_magnitudes_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Te
     `x` gives the sign for `floor`, and stands in for a y that underflowed to zero.
     """
     machine = plan.machine
-    exponents = (y.view(machine.integer) & machine.exponent_mask).clamp_min_(plan.min_exponent)
+    exponents = machine.exponents_of(y).clamp_min_(plan.min_exponent)
     magic = exponents.add_(plan.magic).view(machine.dtype)
     if rounding == "half_even":
         return y.add_(magic).sub_(magic)
@@ -131,7 +149,7 @@ def round_magnitudes_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Te
 
 def with_sign_(magnitude: Tensor, x: Tensor, plan: Plan) -> Tensor:
     """Magnitudes with the sign of `x`, in place; integer grids have no -0."""
-    sign = x.view(plan.machine.integer) & plan.machine.sign_mask
+    sign = plan.machine.signs_of(x)
     if plan.format.is_integer:
         sign = torch.where(magnitude == 0, 0, sign)
     magnitude.view(plan.machine.integer).bitwise_or_(sign)
@@ -158,19 +176,18 @@ def round_elements(y: Tensor, fmt: Format, rounding: str, noise: Tensor | None) 
 def scale_fields(amax: Tensor, plan: Plan) -> Tensor:
     """The exponent fields, in place in the bits, of the shared scales: bytes 0 to 254."""
     machine = plan.machine
-    bits = amax.view(machine.integer)
-    if plan.still_zero is not None:
-        bits = torch.where(bits > plan.still_zero, bits, 0)
     if plan.carry:
-        bits = bits + plan.carry
-    return (bits & machine.exponent_mask).sub_(plan.max_exponent).clamp_(*plan.field_range)
+        bits = amax.view(machine.integer)
+        if plan.still_zero is not None:
+            bits = torch.where(bits > plan.still_zero, bits, 0)
+        amax = (bits + plan.carry).view(machine.dtype)
+    return machine.exponents_of(amax).sub_(plan.max_exponent).clamp_(*plan.field_range)
 
 
 def powers(fields: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
-    """2^e and 2^-e for exponent fields; a field of 0 is the float32 subnormal 2^-127."""
-    half = 1 << (machine.mantissa_bits - 1)
-    mirrored = (2 * machine.bias << machine.mantissa_bits) - fields
-    return fields.clamp_min(half).view(machine.dtype), mirrored.clamp_min_(half).view(machine.dtype)
+    """2^e and 2^-e, both exact, for exponent fields; a field of 0 is the float32 subnormal 2^-127."""
+    scale = fields.clamp_min(1 << (machine.mantissa_bits - 1)).view(machine.dtype)
+    return scale, scale.reciprocal()
 
 
 def _saturated_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
@@ -190,9 +207,18 @@ def mx_elements(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> t
     scale, inverse = powers(fields, plan.machine)
     if plan.rule == "mse":
         element, scale = _least_squares(x, magnitude, fields, plan, rounding, noise)
+    elif plan.format.is_integer and rounding == "half_even":
+        return _nearest_integers_(torch.mul(x, inverse, out=magnitude), plan), scale, amax
     else:
         element = _saturated_(magnitude.mul_(inverse), x, plan, rounding, noise)
     return with_sign_(element, x, plan), scale, amax
+
+
+def _nearest_integers_(y: Tensor, plan: Plan) -> Tensor:
+    """One step for all magnitudes, so one constant: 1.5 * 2^M steps, which also takes negative y, and gives no -0."""
+    magic = 1.5 * 2.0 ** (plan.machine.mantissa_bits - plan.format.mantissa_bits)
+    limit = plan.format.max
+    return y.clamp_(-2 * limit, 2 * limit).add_(magic).sub_(magic).clamp_(-limit, limit)
 
 
 def _least_squares(

@@ -291,15 +291,12 @@ def on_grid(job: Job) -> Grid:
 def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
     """The fast twin: eager in pieces, or compiled; straight into `out` where its memory is in rows."""
     noise = job.draw_noise()
-    if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
-        values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
-        return job.blocks.join(values).reshape(job.x.shape)
     size = job.rows.shape[-1]
-    if job.implementation != "compiled" and out is None and job.rows.numel() <= fast.CHUNK:
+    one_piece = job.implementation != "compiled" and out is None and job.rows.numel() <= fast.CHUNK
+    if one_piece or torch.compiler.is_compiling():  # where the caller compiles, let it fuse the plain expression
         values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
         return job.blocks.join(values).reshape(job.x.shape)
-    in_rows = job.blocks.shape[job.blocks.axis] % size == 0 and job.blocks.axis == len(job.blocks.shape) - 1
-    direct = out is not None and in_rows and out.is_contiguous() and out.data_ptr() != job.x.data_ptr()
+    direct = out is not None and job.blocks.in_rows and out.is_contiguous() and out.data_ptr() != job.x.data_ptr()
     target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)
     key = compiled.KernelKey(job.format, job.rule, job.rounding, size, job.x.dtype, job.x.device.type)
     forced = job.implementation == "compiled"
