@@ -43,8 +43,8 @@ _lock = threading.Lock()
 
 
 def worth_compiling(key: KernelKey, elements: int) -> bool:
-    """Whether a tensor of this size goes to the compiled kernel, counting it if it does not yet."""
-    if elements < LARGE or key.dtype == torch.float64:  # torch 2.13 miscompiles the 64-bit integer steps
+    """Whether a large tensor goes to the compiled kernel, counting its elements if it does not yet."""
+    if key.dtype == torch.float64:  # torch 2.13 miscompiles the 64-bit integer steps
         return False
     kernel = _kernels.get(key)
     if isinstance(kernel, Exception):

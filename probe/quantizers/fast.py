@@ -90,7 +90,7 @@ class Plan:
     still_zero: int | None
     max_exponent: int
     min_exponent: int
-    magic: int
+    magic: float  # times 2^e: the constant of the rounding; a power of two, so that the product is exact
     max: int
     field_range: tuple[int, int]  # the exponent fields, in place, of scale bytes 0 and 254
 
@@ -116,7 +116,7 @@ class Plan:
             machine.bits(last * 2.0**-BYTE_BIAS) if telling else None,
             fmt.max_exponent << machine.mantissa_bits,
             (fmt.min_exponent + machine.bias) << machine.mantissa_bits,
-            (machine.mantissa_bits - fmt.mantissa_bits) << machine.mantissa_bits,
+            2.0 ** (machine.mantissa_bits - fmt.mantissa_bits),
             machine.bits(fmt.max),
             (lowest << machine.mantissa_bits, (lowest + 2 * BYTE_BIAS) << machine.mantissa_bits),
         )
@@ -128,12 +128,11 @@ def round_magnitudes_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Te
     `x` gives the sign for `floor`, and stands in for a y that underflowed to zero.
     """
     machine = plan.machine
-    exponents = machine.exponents_of(y).clamp_min_(plan.min_exponent)
-    magic = exponents.add_(plan.magic).view(machine.dtype)
+    power = machine.exponents_of(y).clamp_min_(plan.min_exponent).view(machine.dtype)  # 2^e
     if rounding == "half_even":
-        return y.add_(magic).sub_(magic)
-    nearest = (y + magic).sub_(magic)
-    step = magic * 2.0**-machine.mantissa_bits
+        return y.add_(power, alpha=plan.magic).sub_(power, alpha=plan.magic)
+    nearest = torch.add(y, power, alpha=plan.magic).sub_(power, alpha=plan.magic)
+    step = power * 2.0**-plan.format.mantissa_bits
     if rounding == "half_away":
         return torch.where(y - nearest == step * 0.5, nearest + step, nearest)
     inward = torch.where(nearest > y, nearest - step, nearest)
@@ -184,9 +183,9 @@ def scale_fields(amax: Tensor, plan: Plan) -> Tensor:
     return machine.exponents_of(amax).sub_(plan.max_exponent).clamp_(*plan.field_range)
 
 
-def powers(fields: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
-    """2^e and 2^-e, both exact, for exponent fields; a field of 0 is the float32 subnormal 2^-127."""
-    scale = fields.clamp_min(1 << (machine.mantissa_bits - 1)).view(machine.dtype)
+def powers_(fields: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
+    """2^e and 2^-e, both exact, for exponent fields, in place; a field of 0 is the float32 subnormal 2^-127."""
+    scale = fields.clamp_min_(1 << (machine.mantissa_bits - 1)).view(machine.dtype)
     return scale, scale.reciprocal()
 
 
@@ -199,18 +198,20 @@ def _saturated_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Tensor |
     return magnitude
 
 
-def mx_elements(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(signed elements, scales, amax) of rows in the machine dtype of the plan."""
-    magnitude = x.abs()
+def mx_elements(
+    x: Tensor, plan: Plan, rounding: str, noise: Tensor | None, buffer: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(signed elements, scales, amax) of rows in the machine dtype of the plan; `buffer` may be overwritten."""
+    magnitude = torch.abs(x, out=buffer)
     amax = magnitude.amax(-1, keepdim=True)
     fields = scale_fields(amax, plan)
-    scale, inverse = powers(fields, plan.machine)
     if plan.rule == "mse":
         element, scale = _least_squares(x, magnitude, fields, plan, rounding, noise)
-    elif plan.format.is_integer and rounding == "half_even":
+        return with_sign_(element, x, plan), scale, amax
+    scale, inverse = powers_(fields, plan.machine)
+    if plan.format.is_integer and rounding == "half_even":
         return _nearest_integers_(torch.mul(x, inverse, out=magnitude), plan), scale, amax
-    else:
-        element = _saturated_(magnitude.mul_(inverse), x, plan, rounding, noise)
+    element = _saturated_(magnitude.mul_(inverse), x, plan, rounding, noise)
     return with_sign_(element, x, plan), scale, amax
 
 
@@ -229,11 +230,11 @@ def _least_squares(
     In float64, as the reference: a float32 difference loses the small part of a value rounded up to a step.
     """
     machine = plan.machine
-    inverse_of_first = powers(first, machine)[1]
+    inverse_of_first = powers_(first.clone(), machine)[1]
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for shift in (0, 1, -1):
         fields = (first + (shift << machine.mantissa_bits)).clamp_(*plan.field_range)
-        scale, inverse = powers(fields, machine)
+        scale, inverse = powers_(fields, machine)
         y = magnitude * inverse
         element = _saturated_(y.clone(), x, plan, rounding, noise)
         difference = (y.to(torch.float64) - element) * (scale * inverse_of_first)
@@ -252,15 +253,18 @@ def _least_squares(
     return best[0], best[1]
 
 
-def mx_values(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
-    """Quantize and dequantize rows of any float dtype; the values in that dtype."""
-    elements, scale, amax = mx_elements(x.to(plan.machine.dtype), plan, rounding, noise)
+def mx_values(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Quantize and dequantize rows of any float dtype; the values in that dtype, in `out` if it is given."""
+    buffer = out if out is not None and out.dtype == plan.machine.dtype else None
+    elements, scale, amax = mx_elements(x.to(plan.machine.dtype), plan, rounding, noise, buffer)
     # amax - amax is 0, or NaN where the block has a NaN or Inf: its scale, and so all of it, is NaN.
     values = elements.mul_(scale + (amax - amax))
     if plan.rule != "floor":  # only a scale above floor's can carry 2^128 (2^16 in float16) to Inf
         limit = torch.finfo(x.dtype).max
         values = values.clamp_(-limit, limit)
-    return values.to(x.dtype)
+    if out is None:
+        return values.to(x.dtype)
+    return out if values is out else out.copy_(values)
 
 
 def mx_blocks(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -273,9 +277,17 @@ def mx_blocks(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> tup
 
 
 def fake_quantize_rows(x: Tensor, out: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> None:
-    """`mx_values` into `out`, eagerly, in pieces that stay in the cache."""
+    """`mx_values` into `out`, eagerly, in pieces that stay in the cache.
+
+    Inference mode spares the temporaries their autograd bookkeeping (15 % of a small call); `out` is the
+    caller's and stays an ordinary tensor.
+    """
     rows = max(1, CHUNK // x.shape[-1])
-    for start in range(0, x.shape[0], rows):
-        piece = slice(start, start + rows)
-        part = None if noise is None else noise[piece]
-        out[piece] = mx_values(x[piece], plan, rounding, part)
+    with torch.inference_mode():
+        if x.shape[0] <= rows:
+            mx_values(x, plan, rounding, noise, out)
+            return
+        for start in range(0, x.shape[0], rows):
+            piece = slice(start, start + rows)
+            part = None if noise is None else noise[piece]
+            mx_values(x[piece], plan, rounding, part, out[piece])

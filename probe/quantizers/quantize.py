@@ -291,18 +291,23 @@ def on_grid(job: Job) -> Grid:
 def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
     """The fast twin: eager in pieces, or compiled; straight into `out` where its memory is in rows."""
     noise = job.draw_noise()
-    size = job.rows.shape[-1]
-    one_piece = job.implementation != "compiled" and out is None and job.rows.numel() <= fast.CHUNK
-    if one_piece or torch.compiler.is_compiling():  # where the caller compiles, let it fuse the plain expression
+    if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
         values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
         return job.blocks.join(values).reshape(job.x.shape)
+    size = job.rows.shape[-1]
     direct = out is not None and job.blocks.in_rows and out.is_contiguous() and out.data_ptr() != job.x.data_ptr()
     target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)
-    key = compiled.KernelKey(job.format, job.rule, job.rounding, size, job.x.dtype, job.x.device.type)
-    forced = job.implementation == "compiled"
-    if not (
-        (forced or (job.implementation == "auto" and compiled.worth_compiling(key, job.rows.numel())))
-        and compiled.run(key, job.rows, target, noise, required=forced)
-    ):
+    if not _compiled_mx(job, target, noise):
         fast.fake_quantize_rows(job.rows, target, job.plan, job.rounding, noise)
     return out if out is not None and direct else job.blocks.join(target).reshape(job.x.shape)
+
+
+def _compiled_mx(job: Job, target: Tensor, noise: Tensor | None) -> bool:
+    """Run the compiled kernel if it was asked for, or if it pays; False if it was not run."""
+    forced = job.implementation == "compiled"
+    if not forced and (job.implementation != "auto" or job.rows.numel() < compiled.LARGE):
+        return False
+    key = compiled.KernelKey(job.format, job.rule, job.rounding, job.rows.shape[-1], job.x.dtype, job.x.device.type)
+    if not forced and not compiled.worth_compiling(key, job.rows.numel()):
+        return False
+    return compiled.run(key, job.rows, target, noise, required=forced)
