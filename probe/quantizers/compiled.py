@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from probe.formats import Format
-from probe.quantizers.fast import Plan, mx_values
+from probe.quantizers.fast import mx_values, plan_for
 
 #: Tensors below this many elements always run eagerly.
 LARGE = 2**20
@@ -96,7 +96,7 @@ def _call(kernel: Kernel, x: Tensor, out: Tensor, noise: Tensor | None) -> None:
 
 def _build(key: KernelKey) -> Kernel | Exception:
     """Compile for `key` and prove it on a small input, or keep the reason why that did not work."""
-    plan, rounding = Plan.of(key.format, key.dtype, key.rule), key.rounding
+    plan, rounding = plan_for(key.format, key.dtype, key.rule), key.rounding
 
     def kernel(x: Tensor, out: Tensor, noise: Tensor | None) -> None:
         out.copy_(mx_values(x, plan, rounding, noise))

@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from probe.formats import Format
+from probe.formats import FORMATS, Format
 from probe.quantizers.blocks import tree_sum
 from probe.quantizers.reference import BYTE_BIAS, NAN_BYTE, overflows_to_infinity
 
@@ -95,10 +95,8 @@ class Plan:
     field_range: tuple[int, int]  # the exponent fields, in place, of scale bytes 0 and 254
 
     @classmethod
-    @cache
-    def of(cls, fmt: Format, dtype: torch.dtype, rule: str) -> "Plan":
-        """The plan of a format under a rule for tensors of `dtype`; mse starts from floor."""
-        machine = machine_for(dtype)
+    def of(cls, fmt: Format, machine: Machine, rule: str) -> "Plan":
+        """Worked out from the rows of the tables; mse starts from floor."""
         ones = (1 << machine.mantissa_bits) - 1
         last = {
             "ceil": 1.0,
@@ -120,6 +118,21 @@ class Plan:
             machine.bits(fmt.max),
             (lowest << machine.mantissa_bits, (lowest + 2 * BYTE_BIAS) << machine.mantissa_bits),
         )
+
+
+#: By format, machine and rule; made at once, so that a compiler that traces a caller sees constants.
+PLANS: dict[tuple[str, bool, str], Plan] = {
+    (fmt.name, machine is FLOAT64, rule): Plan.of(fmt, machine, rule)
+    for fmt in FORMATS.values()
+    for machine in (FLOAT32, FLOAT64)
+    for rule in ("floor", "ceil", "even", "rceil", "mse")
+    if machine is FLOAT64 or fmt.scale == "e8m0"
+}
+
+
+def plan_for(fmt: Format, dtype: torch.dtype, rule: str) -> Plan:
+    """The plan of a format for tensors of `dtype`."""
+    return PLANS[fmt.name, dtype == torch.float64, rule]
 
 
 def round_magnitudes_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
@@ -159,7 +172,7 @@ def round_elements(y: Tensor, fmt: Format, rounding: str, noise: Tensor | None) 
     """The twin of `reference.round_elements`, in float64."""
     y = y.to(torch.float64)
     bounded = y.abs().clamp_max_(4 * fmt.max)
-    plan = Plan.of(fmt, torch.float64, "floor")
+    plan = plan_for(fmt, torch.float64, "floor")
     magnitude = round_magnitudes_(bounded, y, plan, rounding, noise)
     over = magnitude > fmt.max
     magnitude = magnitude.clamp_max(fmt.max)

@@ -51,7 +51,7 @@ class Job:
     @property
     def plan(self) -> fast.Plan:
         """The constants of the fast twin."""
-        return fast.Plan.of(self.format, self.x.dtype, self.rule)
+        return fast.plan_for(self.format, self.x.dtype, self.rule)
 
     def draw_noise(self) -> Tensor | None:
         """Uniform numbers for stochastic rounding, one per element of the rows."""

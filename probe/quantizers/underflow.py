@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from probe.formats import Format
 from probe.quantizers import fast
 from probe.quantizers.quantize import Job, check_job, on_grid
 
@@ -59,7 +60,7 @@ def analyze_underflow(
         scales = _scales(job)
         for start in range(0, job.rows.shape[0], rows):
             piece = slice(start, start + rows)
-            _count(job.rows[piece].to(scales.dtype).abs() / scales[piece], job, counts)
+            _count(job.rows[piece].to(scales.dtype).abs(), scales[piece], job.format, counts)
         counts["zeros"] -= job.rows.numel() - x.numel()  # the padding of short blocks
     found = Underflow(format, x.numel(), **counts)
     if found.severity != "none":
@@ -85,13 +86,14 @@ def _scales(job: Job) -> Tensor:
     return fast.powers_(fast.scale_fields(amax, job.plan), job.plan.machine)[0] + (amax - amax)
 
 
-def _count(y: Tensor, job: Job, counts: dict[str, int]) -> None:
-    fmt = job.format
+def _count(magnitude: Tensor, scale: Tensor, fmt: Format, counts: dict[str, int]) -> None:
+    """Add to the counts; an element counts by itself, not by a quotient that may have underflowed to zero."""
+    y = magnitude / scale
     finite = y.isfinite()
-    some = finite & (y > 0)
+    some = finite & (magnitude > 0)
     normal = fmt.min_normal
     counts["nonfinite"] += int((~finite).sum())
-    counts["zeros"] += int((y == 0).sum())
+    counts["zeros"] += int((finite & (magnitude == 0)).sum())
     counts["overflow"] += int((some & (y > fmt.max)).sum())
     counts["subnormal"] += int((some & (y < normal)).sum()) if normal is not None else 0
     counts["underflow"] += int((some & (y < fmt.min_subnormal)).sum())

@@ -1,0 +1,53 @@
+"""The import rules of the design: who may know whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "probe"
+MODULES = sorted(ROOT.rglob("*.py"))
+DOORS = {"probe.cli", "probe.plugin"}
+HEAVY = {"torch", "numpy", "transformers", "matplotlib", "pytest"}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, *, top_only: bool = False) -> set[str]:
+    """What a module imports; with `top_only`, when it is loaded (not inside functions or TYPE_CHECKING)."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_only else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def tops(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if "quantizers" in p.parts], ids=name_of)
+def test_numerics_never_import_pytest_matplotlib_or_transformers(path: Path) -> None:
+    assert not tops(imports(path)) & {"pytest", "matplotlib", "transformers"}
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if name_of(p) not in DOORS], ids=name_of)
+def test_nothing_imports_the_doors(path: Path) -> None:
+    assert not imports(path) & DOORS
+
+
+@pytest.mark.parametrize("name", ["__init__", "cli", "formats", "names", "version"])
+def test_the_way_to_help_loads_nothing_heavy(name: str) -> None:
+    assert not tops(imports(ROOT / f"{name}.py", top_only=True)) & HEAVY
+
+
+def test_the_reference_does_not_lean_on_its_fast_twin() -> None:
+    for name in ("reference", "rounding", "blocks"):
+        assert not any("fast" in found or "compiled" in found for found in imports(ROOT / "quantizers" / f"{name}.py"))
