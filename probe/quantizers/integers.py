@@ -130,20 +130,25 @@ def quantize_integer(
     Inf goes to the last code, -Inf to the first. -0.0 and 0.0 share one code. NaN has none: ValueError.
     """
     _check_float(x)
-    _check_broadcast(parameters.scale, x)
-    noise = draw_noise(x, rounding, generator)
-    wide, scale = x.detach().double(), parameters.scale.double()
-    missing = int(wide.isnan().sum())
+    missing = int(x.isnan().sum())
     if missing:
         raise ValueError(
             f"x has {missing} NaN among {x.numel()} values and integer codes cannot hold NaN. "
             "Find where they come from, or replace them with torch.nan_to_num first."
         )
+    return _codes(x, parameters, rounding, generator).to(parameters.code_dtype)
+
+
+def _codes(x: Tensor, parameters: IntegerParameters, rounding: str, generator: torch.Generator | None) -> Tensor:
+    """The codes as float64 numbers; NaN stays NaN."""
+    _check_broadcast(parameters.scale, x)
+    noise = draw_noise(x, rounding, generator)
+    wide, scale = x.detach().double(), parameters.scale.double()
     quotient = wide / scale
     if x.dtype == torch.float64:
         quotient = _off_false_ties(quotient, wide, scale)
     code = round_integer(quotient, rounding, noise) + parameters.zero_point
-    return code.clamp(*parameters.code_range).to(parameters.code_dtype)
+    return code.clamp_(*parameters.code_range)
 
 
 def _off_false_ties(quotient: Tensor, x: Tensor, scale: Tensor) -> Tensor:
@@ -300,8 +305,9 @@ def fake_quantize_integer(
     and granularity are then 8, True and "tensor" unless given. They default to None only so that giving
     one next to `parameters`, which would ignore it, is an error.
 
-    -0.0 becomes +0.0: integers have one zero. Inf saturates if static and is refused if dynamic. NaN is
-    refused. An empty tensor gives an empty tensor. The result carries no gradient.
+    -0.0 becomes +0.0: integers have one zero. On static grids Inf saturates and NaN stays NaN; a dynamic
+    scale cannot be taken from either, so both are refused.
+    An empty tensor gives an empty tensor. The result carries no gradient.
     """
     options = {
         "bits": bits,
@@ -325,8 +331,9 @@ def fake_quantize_integer(
             f"parameters were given together with {', '.join(ignored)}, which the parameters already decide. "
             "Leave one or the other out."
         )
-    codes = quantize_integer(x, parameters, rounding=rounding, generator=generator)
-    return dequantize_integer(codes, parameters, x.dtype)
+    _check_float(x)
+    steps = _codes(x, parameters, rounding, generator) - parameters.zero_point
+    return narrow(steps * parameters.scale.double(), x.dtype)
 
 
 def resolve_axis(axis: int, ndim: int) -> int:

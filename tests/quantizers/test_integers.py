@@ -443,9 +443,17 @@ def test_a_scale_that_is_no_positive_number_is_refused(scale: float) -> None:
         given_parameters(scale)
 
 
-def test_data_beyond_float32_has_no_scale() -> None:
-    with pytest.raises(ValueError, match=r"1 of 1 scales are not finite numbers above 0"):
-        fake_quantize_integer(torch.tensor(1e300, dtype=torch.float64))
+def test_data_beyond_float32_saturates_at_the_largest_scale() -> None:
+    x = torch.tensor([1e300, -1e300, 1.0], dtype=torch.float64)
+    largest = float(torch.finfo(torch.float32).max)
+    assert fake_quantize_integer(x).tolist() == [127 * largest, -128 * largest, 0.0]
+
+
+def test_a_static_grid_lets_nan_through_and_keeps_it_where_it_was() -> None:
+    x = torch.tensor([0.5, math.nan, -math.inf, math.inf])
+    got = fake_quantize_integer(x, parameters=given_parameters(0.25))
+    assert got.isnan().tolist() == [False, True, False, False]
+    assert got[[0, 2, 3]].tolist() == [0.5, -32.0, 31.75]
 
 
 def test_parameters_that_do_not_fit_together_are_refused() -> None:

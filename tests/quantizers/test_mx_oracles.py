@@ -56,7 +56,7 @@ def exact_exponent(amax: float, name: str, rule: str) -> int:
         }[rule]
         if fits:
             return e
-    raise AssertionError("no float32 is too large for a scale of 2^127")
+    return 127  # mxint8 under ceil wants 128 for amax above 2^127
 
 
 def by_gfloat(x: torch.Tensor, name: str, rule: str, rounding: str) -> torch.Tensor:
