@@ -120,8 +120,9 @@ def large(repeats: int) -> list[dict[str, object]]:
 
 def small() -> dict[str, float]:
     x = torch.randn(1, 512, 128, generator=torch.Generator().manual_seed(0))
-    calls = {name: sorted(seconds(lambda n=name: probe.fake_quantize(x, n)) for _ in range(400)) for name in MX}
-    return {name: round(1e6 * statistics.median(times), 1) for name, times in calls.items()}
+    works = {name: (lambda name=name: probe.fake_quantize(x, name)) for name in MX}
+    times = interleaved(works, 400)
+    return {name: round(1e6 * statistics.median(taken), 1) for name, taken in times.items()}
 
 
 def first_call() -> dict[str, float]:
