@@ -92,7 +92,7 @@ class Plan:
     min_exponent: int
     magic: float  # times 2^e: the constant of the rounding; a power of two, so that the product is exact
     max: int
-    field_range: tuple[int, int]  # the exponent fields, in place, of scale bytes 0 and 254
+    scale_range: tuple[int, int]  # the bits of the smallest and the largest scale, 2^-127 and 2^127
 
     @classmethod
     def of(cls, fmt: Format, machine: Machine, rule: str) -> "Plan":
@@ -105,7 +105,6 @@ class Plan:
         }.get(rule, 2.0 - 2.0**-machine.mantissa_bits)
         carry = ones - (machine.bits(last) & ones)
         telling = carry and fmt.max_exponent == 0 and machine is FLOAT32
-        lowest = machine.bias - BYTE_BIAS
         return cls(
             fmt,
             machine,
@@ -116,7 +115,7 @@ class Plan:
             (fmt.min_exponent + machine.bias) << machine.mantissa_bits,
             2.0 ** (machine.mantissa_bits - fmt.mantissa_bits),
             machine.bits(fmt.max),
-            (lowest << machine.mantissa_bits, (lowest + 2 * BYTE_BIAS) << machine.mantissa_bits),
+            (machine.bits(2.0**-BYTE_BIAS), machine.bits(2.0**BYTE_BIAS)),
         )
 
 
@@ -185,21 +184,16 @@ def round_elements(y: Tensor, fmt: Format, rounding: str, noise: Tensor | None) 
     return with_sign_(magnitude, y, plan)
 
 
-def scale_fields(amax: Tensor, plan: Plan) -> Tensor:
-    """The exponent fields, in place in the bits, of the shared scales: bytes 0 to 254."""
+def scales_for(amax: Tensor, plan: Plan) -> Tensor:
+    """The shared scales, powers of two from 2^-127 (a float32 subnormal) to 2^127."""
     machine = plan.machine
     if plan.carry:
         bits = amax.view(machine.integer)
         if plan.still_zero is not None:
             bits = torch.where(bits > plan.still_zero, bits, 0)
         amax = (bits + plan.carry).view(machine.dtype)
-    return machine.exponents_of(amax).sub_(plan.max_exponent).clamp_(*plan.field_range)
-
-
-def powers_(fields: Tensor, machine: Machine) -> tuple[Tensor, Tensor]:
-    """2^e and 2^-e, both exact, for exponent fields, in place; a field of 0 is the float32 subnormal 2^-127."""
-    scale = fields.clamp_min_(1 << (machine.mantissa_bits - 1)).view(machine.dtype)
-    return scale, scale.reciprocal()
+    bits = machine.exponents_of(amax).sub_(plan.max_exponent)
+    return bits.clamp_(*plan.scale_range).view(machine.dtype)
 
 
 def _saturated_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
@@ -217,11 +211,11 @@ def mx_elements(
     """(signed elements, scales, amax) of rows in the machine dtype of the plan; `buffer` may be overwritten."""
     magnitude = torch.abs(x, out=buffer)
     amax = magnitude.amax(-1, keepdim=True)
-    fields = scale_fields(amax, plan)
+    scale = scales_for(amax, plan)
     if plan.rule == "mse":
-        element, scale = _least_squares(x, magnitude, fields, plan, rounding, noise)
+        element, scale = _least_squares(x, magnitude, scale, plan, rounding, noise)
         return with_sign_(element, x, plan), scale, amax
-    scale, inverse = powers_(fields, plan.machine)
+    inverse = scale.reciprocal()  # exact
     if plan.format.is_integer and rounding == "half_even":
         return _nearest_integers_(torch.mul(x, inverse, out=magnitude), plan), scale, amax
     element = _saturated_(magnitude.mul_(inverse), x, plan, rounding, noise)
@@ -242,15 +236,13 @@ def _least_squares(
 
     In float64, as the reference: a float32 difference loses the small part of a value rounded up to a step.
     """
-    machine = plan.machine
-    inverse_of_first = powers_(first.clone(), machine)[1]
+    smallest, largest = 2.0**-BYTE_BIAS, 2.0**BYTE_BIAS
     best: tuple[Tensor, Tensor, Tensor] | None = None
-    for shift in (0, 1, -1):
-        fields = (first + (shift << machine.mantissa_bits)).clamp_(*plan.field_range)
-        scale, inverse = powers_(fields, machine)
-        y = magnitude * inverse
+    for factor in (1.0, 2.0, 0.5):
+        scale = (first * factor).clamp_(smallest, largest)
+        y = magnitude * scale.reciprocal()
         element = _saturated_(y.clone(), x, plan, rounding, noise)
-        difference = (y.to(torch.float64) - element) * (scale * inverse_of_first)
+        difference = (y.to(torch.float64) - element) * (scale * first.reciprocal())
         error = tree_sum(difference * difference)
         if best is None:
             best = element, scale, error
@@ -271,7 +263,7 @@ def mx_values(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None, out: T
     buffer = out if out is not None and out.dtype == plan.machine.dtype else None
     elements, scale, amax = mx_elements(x.to(plan.machine.dtype), plan, rounding, noise, buffer)
     # amax - amax is 0, or NaN where the block has a NaN or Inf: its scale, and so all of it, is NaN.
-    values = elements.mul_(scale + (amax - amax))
+    values = elements.mul_(scale.add_(amax.sub_(amax)))
     if plan.rule != "floor":  # only a scale above floor's can carry 2^128 (2^16 in float16) to Inf
         limit = torch.finfo(x.dtype).max
         values = values.clamp_(-limit, limit)

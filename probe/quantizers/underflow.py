@@ -83,7 +83,7 @@ def _scales(job: Job) -> Tensor:
         assert scales is not None
         return scales
     amax = job.rows.abs().amax(-1, keepdim=True).to(job.plan.machine.dtype)
-    return fast.powers_(fast.scale_fields(amax, job.plan), job.plan.machine)[0] + (amax - amax)
+    return fast.scales_for(amax, job.plan) + (amax - amax)
 
 
 def _count(magnitude: Tensor, scale: Tensor, fmt: Format, counts: dict[str, int]) -> None:
