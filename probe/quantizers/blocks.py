@@ -50,7 +50,7 @@ class Blocks:
     def split(self, x: Tensor) -> Tensor:
         """Rows of one block each, [blocks, size]; a view where the memory allows it."""
         if self.in_rows:
-            return x.reshape(-1, self.size)
+            return x.view(-1, self.size) if x.is_contiguous() else x.reshape(-1, self.size)
         lines = x.reshape(self.shape).movedim(self.axis, -1)
         padding = self.count * self.size - self.shape[self.axis]
         if padding:
@@ -60,7 +60,7 @@ class Blocks:
     def join(self, rows: Tensor) -> Tensor:
         """The inverse of `split`, contiguous."""
         if self.in_rows:
-            return rows.reshape(self.shape)
+            return rows.view(self.shape)
         lead = self.shape[: self.axis] + self.shape[self.axis + 1 :]
         lines = rows.reshape(*lead, self.count * self.size)[..., : self.shape[self.axis]]
         return lines.movedim(-1, self.axis).contiguous()

@@ -261,7 +261,8 @@ def _least_squares(
 def mx_values(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Quantize and dequantize rows of any float dtype; the values in that dtype, in `out` if it is given."""
     buffer = out if out is not None and out.dtype == plan.machine.dtype else None
-    elements, scale, amax = mx_elements(x.to(plan.machine.dtype), plan, rounding, noise, buffer)
+    wide = x if x.dtype == plan.machine.dtype else x.to(plan.machine.dtype)
+    elements, scale, amax = mx_elements(wide, plan, rounding, noise, buffer)
     # amax - amax is 0, or NaN where the block has a NaN or Inf: its scale, and so all of it, is NaN.
     values = elements.mul_(scale.add_(amax.sub_(amax)))
     if plan.rule != "floor":  # only a scale above floor's can carry 2^128 (2^16 in float16) to Inf

@@ -48,6 +48,11 @@ class Job:
     tensor_scale: Tensor | None
     implementation: str
 
+    def whole(self, rows: Tensor) -> Tensor:
+        """Rows in the shape of x."""
+        joined = self.blocks.join(rows)
+        return joined if joined.shape == self.x.shape else joined.reshape(self.x.shape)
+
     @property
     def plan(self) -> fast.Plan:
         """The constants of the fast twin."""
@@ -117,7 +122,7 @@ def fake_quantize(
     if job.format.scale == "e8m0" and job.implementation != "reference":
         result = _fast_mx(job, out)
     else:
-        result = job.blocks.join(narrow(on_grid(job).values, x.dtype)).reshape(x.shape)
+        result = job.whole(narrow(on_grid(job).values, x.dtype))
     if out is None or result is out:
         return result
     return out.copy_(result)
@@ -152,7 +157,7 @@ def quantize(
             "implementation 'compiled' is for fake_quantize only; codes are made eagerly. Leave implementation out."
         )
     grid = on_grid(job)
-    codes = job.blocks.join(encode(grid.elements, job.format)).reshape(x.shape)
+    codes = job.whole(encode(grid.elements, job.format))
     stored = None if grid.stored_scales is None else job.blocks.join_scales(grid.stored_scales)
     return Quantized(codes, stored, job.tensor_scale, job.format, job.blocks, x.dtype, x.shape)
 
@@ -293,13 +298,13 @@ def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
     noise = job.draw_noise()
     if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
         values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
-        return job.blocks.join(values).reshape(job.x.shape)
+        return job.whole(values)
     size = job.rows.shape[-1]
     direct = out is not None and job.blocks.in_rows and out.is_contiguous() and out.data_ptr() != job.x.data_ptr()
     target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)
     if not _compiled_mx(job, target, noise):
         fast.fake_quantize_rows(job.rows, target, job.plan, job.rounding, noise)
-    return out if out is not None and direct else job.blocks.join(target).reshape(job.x.shape)
+    return out if out is not None and direct else job.whole(target)
 
 
 def _compiled_mx(job: Job, target: Tensor, noise: Tensor | None) -> bool:
