@@ -12,17 +12,21 @@ from probe.version import VERSION
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 on a user's mistake, which is told in one message."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given  # before or after the command
+    options = _parser().parse_args([one for one in given if one != "--debug"])
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of a pipe has gone; so may we
+        sys.stdout = None
+        return 0
     except (ValueError, OSError) as problem:
-        if options.debug:
+        if debug:
             raise
         print(f"probe: error: {problem}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +56,94 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--formats", nargs="+", default=list(FORMATS), metavar="FORMAT", help="default: all")
     demo.add_argument("--json", action="store_true", help="machine-readable")
     demo.set_defaults(run=_demo)
+
+    modes = commands.add_parser("modes", help="the modes, as a table")
+    modes.add_argument("--json", action="store_true", help="machine-readable")
+    modes.set_defaults(run=_modes)
+
+    layers = commands.add_parser("layers", help="the modules of a model: names, types, shapes")
+    _add_model(layers)
+    layers.add_argument(
+        "pattern", nargs="*", help="index, first, last, all or a regular expression (default: all modules)"
+    )
+    layers.add_argument("--sites", action="store_true", help="with the sites inside Mamba blocks")
+    layers.add_argument("--json", action="store_true", help="machine-readable")
+    layers.set_defaults(run=_layers)
+
+    errors = commands.add_parser("errors", help="every mode and format against fp32: error by layer, KL, bits per byte")
+    _add_model(errors)
+    errors.add_argument("--modes", nargs="+", default=["all"], metavar="MODE", help="modes or groups (default: all)")
+    errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
+    errors.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
+    errors.add_argument("--samples", type=int, default=8, metavar="N", help="default: 8")
+    errors.add_argument("--seqlen", type=int, default=256, metavar="N", help="default: 256")
+    errors.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
+    errors.add_argument("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
+    errors.add_argument("--calib-data", default="calibration", metavar="TEXT", help="text that scales are taken from")
+    errors.add_argument("--calib-data-num", type=int, default=16, metavar="N", help="calibration samples (default: 16)")
+    errors.add_argument("--calib-seqlen", type=int, default=256, metavar="N", help="default: 256")
+    errors.add_argument("--percentile", type=float, default=0.9995, help="of |conv1d.output| (default: 0.9995)")
+    errors.add_argument("--injected", action="store_true", help="feed every layer the reference's input")
+    errors.add_argument("--json", action="store_true", help="machine-readable, all figures")
+    errors.set_defaults(run=_errors)
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="tiny-mamba",
+        help="embedded name, folder, hub id or package.module:factory (default: tiny-mamba)",
+    )
+    parser.add_argument("--allow-download", action="store_true", help="let a hub id be fetched")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def _modes(options: argparse.Namespace) -> int:
+    from probe.overview import mode_rows
+
+    rows = mode_rows()
+    print(json.dumps(rows, indent=2) if options.json else _table(rows))
+    return 0
+
+
+def _layers(options: argparse.Namespace) -> int:
+    from probe.models.load import load_model
+    from probe.overview import layer_rows
+
+    loaded = load_model(
+        options.model, allow_download=options.allow_download, trust_remote_code=options.trust_remote_code
+    )
+    rows = layer_rows(loaded, options.pattern, sites=options.sites)
+    print(json.dumps(rows, indent=2) if options.json else _table(rows))
+    return 0
+
+
+def _errors(options: argparse.Namespace) -> int:
+    from probe.overview import measure_all, measured_rows
+
+    def progress(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    measured = measure_all(
+        options.model,
+        modes=options.modes,
+        formats=options.formats,
+        layers=options.layers,
+        data=(options.data, options.samples, options.seqlen, options.batch_size),
+        calibration_data=(options.calib_data, options.calib_data_num, options.calib_seqlen),
+        percentile=options.percentile,
+        injected=options.injected,
+        allow_download=options.allow_download,
+        trust_remote_code=options.trust_remote_code,
+        progress=progress,
+    )
+    if options.json:
+        print(json.dumps([one.as_dict() for one in measured], indent=2))
+    else:
+        print(_table(measured_rows(measured)))
+        print("\nmse by layer; kl in nats; top-1: share of positions with the same most likely token; bits per token.")
+    return 0
 
 
 def _formats(options: argparse.Namespace) -> int:
@@ -89,7 +180,7 @@ def _demo(options: argparse.Namespace) -> int:
     shape = " x ".join(map(str, options.shape))
     print(f"normal values, {shape}, {options.outliers:.2%} of them times 50, seed {options.seed}, float32\n")
     print(_table(rows))
-    print("\nsqnr: signal to quantization noise, higher is better. saturated, flushed: shares of the elements.")
+    print("\nsqnr: signal to quantization noise, higher is better; -: lossless. saturated, flushed: of the elements.")
     return 0
 
 

@@ -40,7 +40,10 @@ def test_demo_ranks_formats_as_their_bits_suggest(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--formats", "fp5"], "unknown format 'fp5'. Did you mean"),
+        (["demo", "--formats", "fp8"], "unknown format 'fp8'. Did you mean 'fp8_e4m3'?"),
+        (["demo", "--shape", "1000000", "1000000"], "has 1000000000000 elements"),
+        (["demo", "--seed", "99999999999999999999999"], "seed 99999999999999999999999 is out of range"),
+        (["demo", "--formats", "int8", "--scale-rule", "ceil"], "none of these formats has a power-of-two scale"),
         (["demo", "--scale-rule", "cel"], "unknown scale rule 'cel'. Did you mean 'ceil'?"),
         (["demo", "--shape", "0"], "shape 0 has no elements"),
         (["demo", "--outliers", "3"], "outliers 3.0 is not a share"),
@@ -68,6 +71,25 @@ def test_help_version_and_formats_do_not_import_torch(arguments: list[str]) -> N
     assert done.returncode == 0, done.stderr
     if arguments == ["--version"]:
         assert done.stdout.strip() == f"probe {__version__}"
+
+
+def test_demo_of_a_lossless_tensor_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "demo", "--json", "--shape", "1", "--formats", "int4")
+    (row,) = json.loads(out, parse_constant=pytest.fail)
+    assert (row["mse"], row["sqnr dB"], row["saturated %"]) == (0, None, 0)
+
+
+def test_debug_shows_the_traceback_wherever_it_stands() -> None:
+    for arguments in (["--debug", "demo", "--shape", "0"], ["demo", "--shape", "0", "--debug"]):
+        with pytest.raises(ValueError, match="has no elements"):
+            main(arguments)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m probe.cli formats --json | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "0"
+    assert "error" not in done.stderr
 
 
 def test_every_public_name_can_be_imported() -> None:

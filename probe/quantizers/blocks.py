@@ -22,6 +22,8 @@ class Blocks:
     def of(cls, x: Tensor, axis: int, size: int | None) -> "Blocks":
         """The cut of `x`; a size of None is one block for the whole line. A 0-d tensor is a line of one."""
         shape = tuple(x.shape) or (1,)
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise ValueError(f"axis is {axis!r}. Give one whole number.")
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}. "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from probe.quantizers.integers import resolve_axis
-from probe.quantizers.narrowing import FLOAT_DTYPES
+from probe.quantizers.narrowing import FLOAT_DTYPES, require_tensor
 
 #: order of the base -> (p, degree) of the finite field of q = p^degree elements, order = 2 (q + 1).
 BASES: dict[int, tuple[int, int]] = {12: (5, 1), 20: (3, 2)}
@@ -28,6 +28,7 @@ def hadamard_transform(x: Tensor, *, axis: int = -1) -> Tensor:
     Computed in float32 (in float64 for float64) and rounded once to the dtype of `x`. NaN and Inf spread
     over their whole vector; a result beyond the range of the dtype is Inf.
     """
+    require_tensor(x)
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"x is {x.dtype}. The Hadamard transform takes {', '.join(map(str, FLOAT_DTYPES))}. "
@@ -38,11 +39,25 @@ def hadamard_transform(x: Tensor, *, axis: int = -1) -> Tensor:
     base, power = _split(n)
     y = x.movedim(place, -1).to(torch.promote_types(x.dtype, torch.float32))
     shape = y.shape
+    head_room = _head_room(y, n)
+    if head_room is not None:
+        y = y * head_room
     y = y.reshape(*shape[:-1], base, power)
     if base > 1:
         y = _times_base(y, base)
-    y = _butterfly(y)
-    return (y.reshape(shape) * (1 / math.sqrt(n))).to(x.dtype).movedim(-1, place)
+    y = _butterfly(y).reshape(shape) * (1 / math.sqrt(n))
+    if head_room is not None:
+        y = y / head_room
+    return y.to(x.dtype).movedim(-1, place)
+
+
+def _head_room(y: Tensor, n: int) -> Tensor | None:
+    """A power of two for each vector whose sums could overflow on the way to a result that does not; else None."""
+    peak = y.detach().abs().amax(-1, keepdim=True) if y.numel() else y.detach()
+    crowded = (peak > torch.finfo(y.dtype).max / n) & peak.isfinite()
+    if not bool(crowded.any()):
+        return None
+    return torch.where(crowded, 2.0 ** -n.bit_length(), 1.0).to(y.dtype)
 
 
 def hadamard_matrix(n: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from probe.names import look_up
-from probe.quantizers.narrowing import FLOAT_DTYPES, narrow
+from probe.quantizers.narrowing import FLOAT_DTYPES, narrow, require_tensor
 from probe.quantizers.rounding import draw_noise, round_integer
 
 #: No scale taken from data is below this (the float32 nearest to it).
@@ -18,6 +18,8 @@ def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
     """The first and last code: -2^(b-1) .. 2^(b-1)-1 if symmetric, else 0 .. 2^b-1."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ValueError(f"bits is {bits!r}. An integer grid has from 2 to 8 bits: give a whole number from 2 to 8.")
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"symmetric is {symmetric!r}. Give True or False.")
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
 
 
@@ -82,6 +84,8 @@ def integer_parameters(minimum: Tensor, maximum: Tensor, *, bits: int = 8, symme
     float32. 0.0 is always on the grid. A range of zeros gives the smallest scale. NaN and Inf are refused.
     """
     low, high = code_range(bits, symmetric)
+    require_tensor(minimum)
+    require_tensor(maximum)
     if minimum.shape != maximum.shape:
         raise ValueError(
             f"minimum has shape {list(minimum.shape)} and maximum {list(maximum.shape)}. Give both the same shape."
@@ -141,6 +145,11 @@ def quantize_integer(
 
 def _codes(x: Tensor, parameters: IntegerParameters, rounding: str, generator: torch.Generator | None) -> Tensor:
     """The codes as float64 numbers; NaN stays NaN."""
+    if not isinstance(parameters, IntegerParameters):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}, expected IntegerParameters. "
+            "Make them with integer_parameters, dynamic_parameters or an observer."
+        )
     _check_broadcast(parameters.scale, x)
     noise = draw_noise(x, rounding, generator)
     wide, scale = x.detach().double(), parameters.scale.double()
@@ -338,6 +347,8 @@ def fake_quantize_integer(
 
 def resolve_axis(axis: int, ndim: int) -> int:
     """`axis` counted from the front, or a ValueError that says which there are."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise ValueError(f"axis is {axis!r}. Give one whole number.")
     if -ndim <= axis < ndim:
         return axis % ndim
     raise ValueError(
@@ -347,6 +358,7 @@ def resolve_axis(axis: int, ndim: int) -> int:
 
 
 def _check_float(x: Tensor) -> None:
+    require_tensor(x)
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"x is {x.dtype}. Integer quantization takes {', '.join(map(str, FLOAT_DTYPES))}. "

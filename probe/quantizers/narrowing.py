@@ -7,6 +7,14 @@ from torch import Tensor
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def require_tensor(x: object) -> None:
+    """A TypeError for anything that is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x is a {type(x).__module__}.{type(x).__name__}, expected a torch.Tensor. Convert it: torch.as_tensor(x)."
+        )
+
+
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The value of `dtype` nearest to each float64 of `x`, ties to even, saturating.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from probe.names import look_up
 from probe.quantizers.integers import IntegerParameters, code_range, integer_parameters, resolve_axis
-from probe.quantizers.narrowing import FLOAT_DTYPES
+from probe.quantizers.narrowing import FLOAT_DTYPES, require_tensor
 
 #: Buckets per octave are 2^10: a value differs from the middle of its bucket by at most 2^-11 of itself.
 BUCKET_BITS = 10
@@ -50,6 +50,7 @@ class Observer(ABC):
 
     def update(self, x: Tensor) -> None:
         """Take in one more batch. An empty one changes nothing; NaN and Inf are refused."""
+        require_tensor(x)
         if x.dtype not in FLOAT_DTYPES:
             raise ValueError(
                 f"x is {x.dtype}. Observers take {', '.join(map(str, FLOAT_DTYPES))}. Convert first, e.g. x.float()."

@@ -12,7 +12,7 @@ from probe.quantizers import compiled, fast, reference
 from probe.quantizers.blocks import Blocks
 from probe.quantizers.codes import Quantized, encode, scale_values
 from probe.quantizers.integers import dynamic_parameters, quantize_integer
-from probe.quantizers.narrowing import FLOAT_DTYPES, narrow
+from probe.quantizers.narrowing import FLOAT_DTYPES, narrow, require_tensor
 from probe.quantizers.nvfp4 import combined_scale, nvfp4_blocks, tensor_scale_of
 from probe.quantizers.rounding import check_rounding, draw_noise
 
@@ -112,6 +112,8 @@ def fake_quantize(
         tensor_scale=tensor_scale,
         implementation=implementation,
     )
+    if out is not None:
+        require_tensor(out)
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
         raise ValueError(
             f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}, but the result is {x.dtype} of shape "
@@ -191,8 +193,7 @@ def _format(name: str) -> Format:
 
 
 def _check_tensor(x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}, expected a torch.Tensor. Convert it with torch.as_tensor(x).")
+    require_tensor(x)
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"x is {x.dtype}; formats take {', '.join(map(str, FLOAT_DTYPES))}. Convert it first, e.g. x.float()."
@@ -236,7 +237,11 @@ def check_job(
         raise ValueError(f"block_size {block_size} was given, but {format} is a cast without blocks. Leave it out.")
     x = x.detach()
     if fmt.scale is None or (fmt.scale == "float32" and block_size is None):
-        Blocks.of(x, axis, block_size)  # checks the axis
+        if axis != -1:
+            raise ValueError(
+                f"axis {axis!r} was given, but {format} has no blocks here. "
+                "Leave it out, or give a block_size to int8, int4 or int2."
+            )
         blocks = Blocks((max(1, x.numel()),) if x.numel() else (0,), 0, max(1, x.numel()))
     else:
         blocks = Blocks.of(x, axis, fmt.block_size if block_size is None else block_size)
@@ -260,6 +265,8 @@ def _tensor_scale(x: Tensor, fmt: Format, given: Tensor | float | None) -> Tenso
         return None
     if given is None:
         return tensor_scale_of(x)
+    if not isinstance(given, int | float | Tensor) or isinstance(given, bool):
+        raise TypeError(f"tensor_scale is a {type(given).__name__}, expected a number or a 0-d tensor.")
     scale = torch.as_tensor(given, dtype=torch.float32, device=x.device)
     if scale.ndim != 0 or not bool(scale.isfinite()) or not bool(scale > 0):
         raise ValueError(
@@ -300,11 +307,15 @@ def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
         values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
         return job.whole(values)
     size = job.rows.shape[-1]
-    direct = out is not None and job.blocks.in_rows and out.is_contiguous() and out.data_ptr() != job.x.data_ptr()
+    direct = out is not None and job.blocks.in_rows and out.is_contiguous() and not _share_memory(out, job.x)
     target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)
     if not _compiled_mx(job, target, noise):
         fast.fake_quantize_rows(job.rows, target, job.plan, job.rounding, noise)
     return out if out is not None and direct else job.whole(target)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _compiled_mx(job: Job, target: Tensor, noise: Tensor | None) -> bool:

@@ -58,6 +58,8 @@ def check_rounding(rounding: str, generator: torch.Generator | None) -> None:
             f"a generator was given, but rounding {rounding!r} is not random. "
             "Leave generator out, or ask for rounding='stochastic'."
         )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is a {type(generator).__name__}, expected a torch.Generator.")
     if rounding == "stochastic" and generator is None:
         raise ValueError(
             "rounding 'stochastic' draws random numbers and no generator was given. "

@@ -151,3 +151,14 @@ def test_wrong_dtypes_and_axes_are_refused() -> None:
         hadamard_transform(torch.zeros(4, 4), axis=2)
     with pytest.raises(ValueError, match="A single number has no axis"):
         hadamard_transform(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_large_values_do_not_overflow_on_the_way(dtype: torch.dtype) -> None:
+    big = torch.finfo(dtype).max * 0.9
+    x = torch.tensor([[big, big, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]], dtype=dtype)
+    got = hadamard_transform(x)
+    assert got[0, [1, 3]].tolist() == [0, 0]
+    assert torch.allclose(got[0, [0, 2]].double(), torch.tensor([big, big], dtype=torch.float64), rtol=0.01)
+    assert torch.equal(got[1], hadamard_transform(x[1]))
+    assert hadamard_transform(torch.full((4,), big, dtype=dtype)).tolist() == [float("inf"), 0, 0, 0]

@@ -4,13 +4,23 @@ import math
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
-from probe import FORMATS, analyze_underflow, fake_quantize, quantize
+from probe import (
+    FORMATS,
+    MinMaxObserver,
+    UnderflowWarning,
+    analyze_underflow,
+    fake_quantize,
+    fake_quantize_integer,
+    hadamard_transform,
+    quantize,
+)
 from probe.quantizers import compiled, fast
 from tests.quantizers.tensors import MX, RULES, adversarial_blocks, assert_same_bits
 
@@ -109,6 +119,15 @@ def test_out_receives_the_result_also_when_it_is_the_input() -> None:
     assert_same_bits(x, expected)
 
 
+@pytest.mark.parametrize("shift", [32, 1024, 2**18])
+def test_out_may_overlap_the_input(shift: int) -> None:
+    memory = torch.randn(2**19 + 2**18)
+    x, out = memory[: 2**19], memory[shift : shift + 2**19]
+    expected = fake_quantize(x.clone(), "fp8_e4m3")
+    fake_quantize(x, "fp8_e4m3", out=out)
+    assert_same_bits(out, expected)
+
+
 def test_the_input_is_never_changed_and_the_result_has_no_gradient() -> None:
     for name in FORMATS:
         x = torch.randn(8, 64, requires_grad=True)
@@ -157,7 +176,9 @@ ERRORS = {
         lambda: fake_quantize(X, "fp4_e2m1", axis=2),
         "axis 2 is out of range for a tensor of shape (4, 32). Expected -2 to 1.",
     ),
-    "axis_of_int8": (lambda: fake_quantize(X, "int8", axis=-3), "axis -3 is out of range"),
+    "idle_axis": (lambda: fake_quantize(X, "int8", axis=0), "axis 0 was given, but int8 has no blocks here"),
+    "axis_float": (lambda: fake_quantize(X, "fp4_e2m1", axis=1.0), "axis is 1.0. Give one whole number."),
+    "axis_tuple": (lambda: fake_quantize(X, "fp4_e2m1", axis=(0, 1)), "axis is (0, 1). Give one whole number."),
     "no_generator": (
         lambda: fake_quantize(X, "mxint8", rounding="stochastic"),
         "rounding 'stochastic' draws random numbers and no generator was given",
@@ -202,8 +223,22 @@ def test_a_mistake_gets_one_clear_message(case: str) -> None:
 
 
 def test_something_that_is_no_tensor_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"x is a list, expected a torch\.Tensor\. Convert it"):
-        fake_quantize([1.0], "int8")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"x is a builtins\.list, expected a torch\.Tensor\. Convert it"):
+        fake_quantize([1.0], "int8")
+    for act in (
+        lambda: fake_quantize_integer(X.numpy()),
+        lambda: hadamard_transform(X.numpy()),
+        lambda: MinMaxObserver().update(X.numpy()),
+        lambda: fake_quantize(X, "int8", out=X.numpy()),
+    ):
+        with pytest.raises(TypeError, match=r"x is a numpy\.ndarray, expected a torch\.Tensor"):
+            act()
+    with pytest.raises(TypeError, match=r"generator is a int, expected a torch\.Generator"):
+        fake_quantize(X, "mxint8", rounding="stochastic", generator=3)
+    with pytest.raises(TypeError, match="tensor_scale is a str, expected a number"):
+        fake_quantize(X, "nvfp4", tensor_scale="a")
+    with pytest.raises(TypeError, match="parameters is a int, expected IntegerParameters"):
+        fake_quantize_integer(X, parameters=3)
 
 
 # which implementation runs ------------------------------------------------------------------------------------
@@ -280,7 +315,7 @@ def test_underflow_counts_equal_a_plain_count() -> None:
         fmt = FORMATS[name]
         x = adversarial_blocks(64, seed=11)
         x = x[:, :29]  # short blocks: padding must not count
-        with pytest.warns(probe_warning()):
+        with pytest.warns(UnderflowWarning):
             found = analyze_underflow(x, name)
         q = quantize(x, name)
         scale = torch.ldexp(torch.ones(q.scales.shape, dtype=torch.float64), q.scales.int() - 127)
@@ -297,27 +332,28 @@ def test_underflow_counts_equal_a_plain_count() -> None:
             assert found.subnormal == int(((y > 0) & (y < fmt.min_normal)).sum())
 
 
-def probe_warning() -> type[Warning]:
-    from probe import UnderflowWarning
-
-    return UnderflowWarning
-
-
 @pytest.mark.parametrize("name", ["nvfp4", "int8", "int4", "fp16", "bf16"])
 def test_underflow_of_the_other_formats_matches_what_becomes_zero(name: str) -> None:
     x = torch.cat([torch.logspace(-9, 0, 500), torch.tensor([1.0, 0.0])])
-    import warnings
-
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", probe_warning())
+        warnings.simplefilter("ignore", UnderflowWarning)
         found = analyze_underflow(x, name)
     assert found.flushed == int(((fake_quantize(x, name) == 0) & (x != 0)).sum())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+def test_the_largest_value_of_a_dynamic_integer_grid_never_counts_as_overflow(name: str) -> None:
+    for seed in range(30):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) * 0.01
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnderflowWarning)
+            assert analyze_underflow(x, name).overflow == 0
 
 
 def test_underflow_is_silent_where_nothing_is_lost_and_warns_where_much_is() -> None:
     assert analyze_underflow(torch.ones(64), "fp8_e4m3").severity == "none"
     wide = torch.cat([torch.full((99,), 1e-6), torch.ones(1)])
-    with pytest.warns(probe_warning(), match="lie below the smallest number"):
+    with pytest.warns(UnderflowWarning, match="lie below the smallest number"):
         assert analyze_underflow(wide, "fp4_e2m1", block_size=100).severity == "high"
 
 

@@ -1,0 +1,73 @@
+"""Text sources, and batches of tokens made of them."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from probe.models.load import FOLDER, Tokenizer
+from probe.names import look_up
+
+TEXTS = {name: FOLDER / "text" / f"{name}.txt" for name in ("calibration", "evaluation")}
+
+
+def text_of(source: str) -> str:
+    """The text of a builtin source (`calibration`, `evaluation`) or of a .txt file, byte for byte."""
+    file = TEXTS.get(source) or Path(os.path.expanduser(source))
+    if file.suffix != ".txt":
+        if source and file.exists():
+            raise ValueError(f"text {source!r} is not a .txt file. Expected plain text in UTF-8, named something.txt.")
+        look_up("text", source, TEXTS, see="Or give the path of a .txt file.")
+    if not file.is_file():
+        raise ValueError(
+            f"text file {source!r} does not exist (looked for {file.absolute()}). "
+            f"Expected a .txt file or one of: {', '.join(TEXTS)}."
+        )
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise ValueError(
+            f"text file {source!r} is not UTF-8: byte {problem.start} is 0x{problem.object[problem.start]:02x}. "
+            f"Convert it, for example: iconv -f LATIN1 -t UTF-8 {file.name}"
+        ) from problem
+    if not text.strip():
+        raise ValueError(f"text file {source!r} is empty. Expected text to make samples of.")
+    return text
+
+
+def token_batches(
+    tokens_or_text: str | Sequence[int] | Tensor, tokenizer: Tokenizer, *, samples: int, seqlen: int, batch_size: int
+) -> list[Tensor]:
+    """`samples` windows of `seqlen` tokens, int64 [batch, seqlen]; the last batch may be smaller.
+
+    Window i holds the tokens i * seqlen to (i + 1) * seqlen: consecutive from the start, without overlap.
+    """
+    for name, value in (("samples", samples), ("seqlen", seqlen), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; expected 1 or more.")
+    tokens = tokenizer.encode(tokens_or_text) if isinstance(tokens_or_text, str) else tokens_or_text
+    ids = torch.as_tensor(tokens)
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"tokens are {ids.dtype} of shape {tuple(ids.shape)}; expected a row of integer ids.")
+    if len(ids) < samples * seqlen:
+        fits = len(ids) // seqlen
+        advice = (
+            f"At most samples={fits} fit at this seqlen." if fits else f"Not one sample fits: seqlen <= {len(ids)}."
+        )
+        raise ValueError(
+            f"the text has {len(ids)} tokens; {samples} samples of {seqlen} need {samples * seqlen}. {advice}"
+        )
+    windows = ids[: samples * seqlen].to(torch.int64).view(samples, seqlen)
+    return list(torch.split(windows, batch_size))
+
+
+def fingerprint(batches: Iterable[Tensor]) -> str:
+    """The first 16 hex digits of sha256 over the samples in order, each with its length, however they are batched."""
+    digest = hashlib.sha256()
+    for sample in (row for batch in batches for row in batch):
+        digest.update(f"{len(sample)}\n".encode())
+        digest.update(sample.cpu().numpy().astype("<i8").tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""The embedded models, and loading of them and of real ones."""

@@ -1,0 +1,54 @@
+"""Models without a Mamba block: every nn.Linear but the head with its weight, and its input, on a grid."""
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from probe.grids import activation_grid, weight_on_grid
+from probe.models.mamba import Site
+
+if TYPE_CHECKING:
+    from probe.calibration import Calibration
+
+
+class GridLinear(nn.Module):
+    """A linear layer whose input is a site."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
+        self.input = Site()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T + b, with x and W as they are on their grids."""
+        return nn.functional.linear(self.input(x), self.weight, self.bias)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every nn.Linear by name, without the output head, which stays float."""
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+@torch.no_grad()
+def grid_linears(model: nn.Module, format: str, calibration: "Calibration | None", *, inputs: bool) -> nn.Module:
+    """A copy of `model` with its linear layers on the grid."""
+    twin = copy.deepcopy(model).eval()
+    found = linears(twin)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no nn.Linear to quantize. Register a mode of your own for it.")
+    for name, linear in found.items():
+        replaced = GridLinear(linear)
+        replaced.weight.copy_(weight_on_grid(replaced.weight, format))
+        if inputs:
+            amax = None if calibration is None else calibration.amax_of(f"{name}.input")
+            replaced.input.grid = activation_grid(format, amax)
+        parent, _, child = name.rpartition(".")
+        setattr(twin.get_submodule(parent), child, replaced)
+    return twin
