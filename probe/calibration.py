@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.models.linear import linears
+from probe.models.linear import NEVER_CALLED, linear_key, linears
 from probe.models.mamba import Site, SiteMixer, mamba_blocks, with_sites
 from probe.names import nearest
 from probe.quantizers.observers import MinMaxObserver, Observer, PercentileObserver
@@ -22,7 +22,10 @@ VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """amax by site (`backbone.layers.0.mixer.conv1d.output`) or linear (`model.layers.0.mlp.up_proj.input`)."""
+    """amax by site (`backbone.layers.0.mixer.conv1d.output`) and linear (`linear model.layers.0.mlp.up_proj.input`).
+
+    Sites are those of the rotated twin, linear inputs those of the plain float model.
+    """
 
     amax: dict[str, float]
     model: str  # fingerprint of the weights
@@ -108,34 +111,36 @@ def calibrate(
     percentile: float = 0.9995,
     progress: Callable[[int], Any] | None = None,
 ) -> Calibration:
-    """Run the float model over `batches` and observe every site (of a Mamba) or every linear input (of another)."""
-    is_mamba = any(True for _ in mamba_blocks(model))
-    running = rotated_twin(model, scan="fast") if is_mamba else model
+    """Run the float model over `batches` and observe every linear input, and every site if it is a Mamba."""
+    batches = list(batches)
+    if not batches:
+        raise ValueError("there is no calibration data: not one batch was given. Pass at least one.")
     observers: dict[str, Observer] = {}
-    tokens = 0
+    runs: list[tuple[nn.Module, dict[str, Any]]] = [(model, {})]
     with ExitStack() as hooks, torch.no_grad():
-        if is_mamba:
-            for name, module in running.named_modules():
+        if any(True for _ in mamba_blocks(model)):
+            plain, rotated = with_sites(model, scan="fast"), rotated_twin(model, scan="fast")
+            runs = [(plain, {}), (rotated, {"use_cache": True})]  # the state leaves a block only into a cache
+            for name, module in rotated.named_modules():
                 if isinstance(module, Site):
                     site = name.replace(".sites.", ".")
                     quantile = site.endswith(PERCENTILE_SITES)
                     observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
                     hooks.callback(module.register_forward_hook(_after(observers[site])).remove)
-        else:
-            for name, linear in linears(running).items():
-                observers[f"{name}.input"] = MinMaxObserver()
-                hooks.callback(linear.register_forward_pre_hook(_before(observers[f"{name}.input"])).remove)
+        for name, linear in linears(runs[0][0]).items():
+            if not name.endswith(NEVER_CALLED):
+                observer = observers[linear_key(name)] = MinMaxObserver()
+                hooks.callback(linear.register_forward_pre_hook(_before(observer)).remove)
         for done, batch in enumerate(batches):
-            running(batch, use_cache=True) if is_mamba else running(batch)
-            tokens += batch.numel()
+            for running, options in runs:
+                running(batch, **options)
             if progress is not None:
                 progress(done + 1)
-    if not tokens:
-        raise ValueError("there is no calibration data: not one batch was given. Pass at least one.")
     silent = [name for name, observer in observers.items() if not observer.count]
     if silent:
         raise ValueError(f"{len(silent)} sites never fired during calibration, first {silent[0]}. Nothing was kept.")
     amax = {name: float(observer.amax) for name, observer in observers.items()}
+    tokens = sum(batch.numel() for batch in batches)
     return Calibration(amax, model_fingerprint, data_fingerprint, percentile, tokens)
 
 

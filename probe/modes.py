@@ -107,7 +107,7 @@ def expand_modes(names: list[str]) -> list[Mode]:
 def register_mode(name: str, build: Build, *, what: str = "a user's mode") -> Mode:
     """Add a mode of one's own: `build(model, format, calibration)` returns the quantized model.
 
-    It is given a copy, which it may change and return.
+    It is given a float copy, which it may change and return; Mamba mixers are SiteMixers in it.
     """
     if name in MODES:
         raise ValueError(f"there is a mode {name!r} already. Choose another name, or unregister_mode({name!r}) first.")
@@ -150,13 +150,11 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
     """A copy of the float `model` under the recipe, ready to run; the model itself is not touched."""
     mode = find_mode(recipe.mode)
     if mode.kind == "float":
-        has_blocks = any(True for _ in mamba_blocks(model))
-        twin = with_sites(model, scan=mode.scan) if has_blocks else copy.deepcopy(model).eval()
-        return twin.to(mode.dtype)
+        return _float_twin(model).to(mode.dtype)
     assert recipe.format is not None
     if mode.kind == "user":
         assert mode.build is not None
-        built = mode.build(copy.deepcopy(model), recipe.format, calibration)
+        built = mode.build(_float_twin(model), recipe.format, calibration)
         if not isinstance(built, nn.Module):
             raise ValueError(
                 f"mode {mode.name!r} returned a {type(built).__name__}, expected the quantized torch.nn.Module. "
@@ -164,8 +162,15 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
             )
         return built.eval()
     if mode.kind == "linear":
-        return grid_linears(model, recipe.format, calibration, inputs=mode.inputs)
+        return grid_linears(_float_twin(model), recipe.format, calibration, inputs=mode.inputs)
     return _ssm(model, mode, recipe.format, calibration)
+
+
+def _float_twin(model: nn.Module) -> nn.Module:
+    """The float copy that every mode but the SSM ones starts from, and the reference itself: a mode that does
+    nothing to it gives the very bits of the reference, and is found out."""
+    has_blocks = any(True for _ in mamba_blocks(model))
+    return with_sites(model) if has_blocks else copy.deepcopy(model).eval()
 
 
 def _ssm(model: nn.Module, mode: Mode, format: str, calibration: Calibration | None) -> nn.Module:

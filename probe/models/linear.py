@@ -1,6 +1,5 @@
 """Models without a Mamba block: every nn.Linear but the head with its weight, and its input, on a grid."""
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +26,15 @@ class GridLinear(nn.Module):
         return nn.functional.linear(self.input(x), self.weight, self.bias)
 
 
+#: Linear layers whose weight is read without a call.
+NEVER_CALLED = (".dt_proj",)
+
+
+def linear_key(name: str) -> str:
+    """The name, in a calibration, of the input of a linear layer in the plain float model."""
+    return f"linear {name}.input"
+
+
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Every nn.Linear by name, without the output head, which stays float."""
     ask = getattr(model, "get_output_embeddings", None)
@@ -38,16 +46,19 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def grid_linears(model: nn.Module, format: str, calibration: "Calibration | None", *, inputs: bool) -> nn.Module:
-    """A copy of `model` with its linear layers on the grid."""
-    twin = copy.deepcopy(model).eval()
+    """`model` with its linear layers on the grid, in place.
+
+    The dt_proj of a Mamba block is never called (its weight is read), so its input has no site.
+    """
+    twin = model
     found = linears(twin)
     if not found:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to quantize. Register a mode of your own for it.")
     for name, linear in found.items():
         replaced = GridLinear(linear)
         replaced.weight.copy_(weight_on_grid(replaced.weight, format))
-        if inputs:
-            amax = None if calibration is None else calibration.amax_of(f"{name}.input")
+        if inputs and not name.endswith(NEVER_CALLED):
+            amax = None if calibration is None else calibration.amax_of(linear_key(name))
             replaced.input.grid = activation_grid(format, amax)
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, replaced)

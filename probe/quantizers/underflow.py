@@ -61,7 +61,10 @@ def analyze_underflow(
         for start in range(0, job.rows.shape[0], rows):
             piece = slice(start, start + rows)
             _count(job.rows[piece].to(scales.dtype).abs(), scales[piece], job.format, counts)
-        counts["zeros"] -= job.rows.numel() - x.numel()  # the padding of short blocks
+        padding = job.blocks.count * job.blocks.size - job.blocks.shape[job.blocks.axis]  # of each last block
+        spoiled = padding * int(scales.reshape(-1, job.blocks.count)[:, -1].isnan().sum())
+        counts["nonfinite"] -= spoiled
+        counts["zeros"] -= job.rows.numel() - x.numel() - spoiled
     found = Underflow(format, x.numel(), **counts)
     if found.severity != "none":
         warnings.warn(
