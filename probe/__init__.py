@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from probe.version import VERSION
 
 if TYPE_CHECKING:
+    from probe.calibration import Calibration, calibrate, load_calibration
+    from probe.capture import Capture, UncoveredError, capture, select
+    from probe.data import text_of, token_batches
     from probe.formats import FORMATS, Format
+    from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
+    from probe.models.load import Loaded, load_model
+    from probe.modes import MODES, Mode, Recipe, apply, register_mode, unregister_mode
+    from probe.overview import calibrate_on, measure_all
     from probe.quantizers.codes import Quantized
     from probe.quantizers.hadamard import hadamard_matrix, hadamard_transform
     from probe.quantizers.integers import (
@@ -23,20 +30,40 @@ if TYPE_CHECKING:
     from probe.quantizers.observers import MinMaxObserver, MSEObserver, PercentileObserver, make_observer
     from probe.quantizers.quantize import fake_quantize, quantize, round_to
     from probe.quantizers.underflow import Underflow, UnderflowWarning, analyze_underflow
+    from probe.runner import Measured, NotAppliedError, Reference, check_applied, measure, run_reference
 
 __version__ = VERSION
 
 _HOME = {
+    "Calibration": "calibration",
+    "Capture": "capture",
+    "Comparison": "metrics",
     "FORMATS": "formats",
     "Format": "formats",
     "IntegerParameters": "quantizers.integers",
+    "Loaded": "models.load",
+    "LogitComparison": "metrics",
+    "LogitMetrics": "metrics",
+    "MODES": "modes",
     "MSEObserver": "quantizers.observers",
+    "Measured": "runner",
+    "Metrics": "metrics",
     "MinMaxObserver": "quantizers.observers",
+    "Mode": "modes",
+    "NotAppliedError": "runner",
     "PercentileObserver": "quantizers.observers",
     "Quantized": "quantizers.codes",
+    "Recipe": "modes",
+    "Reference": "runner",
+    "UncoveredError": "capture",
     "Underflow": "quantizers.underflow",
     "UnderflowWarning": "quantizers.underflow",
     "analyze_underflow": "quantizers.underflow",
+    "apply": "modes",
+    "calibrate": "calibration",
+    "calibrate_on": "overview",
+    "capture": "capture",
+    "check_applied": "runner",
     "dequantize_integer": "quantizers.integers",
     "dynamic_parameters": "quantizers.integers",
     "fake_quantize": "quantizers.quantize",
@@ -44,23 +71,52 @@ _HOME = {
     "hadamard_matrix": "quantizers.hadamard",
     "hadamard_transform": "quantizers.hadamard",
     "integer_parameters": "quantizers.integers",
+    "load_calibration": "calibration",
+    "load_model": "models.load",
     "make_observer": "quantizers.observers",
+    "measure": "runner",
+    "measure_all": "overview",
     "quantize": "quantizers.quantize",
     "quantize_integer": "quantizers.integers",
+    "register_mode": "modes",
     "round_to": "quantizers.quantize",
+    "run_reference": "runner",
+    "select": "capture",
+    "text_of": "data",
+    "token_batches": "data",
+    "unregister_mode": "modes",
 }
 __all__ = [  # noqa: RUF022
     "__version__",
+    "Calibration",
+    "Capture",
+    "Comparison",
     "FORMATS",
     "Format",
     "IntegerParameters",
+    "Loaded",
+    "LogitComparison",
+    "LogitMetrics",
+    "MODES",
     "MSEObserver",
+    "Measured",
+    "Metrics",
     "MinMaxObserver",
+    "Mode",
+    "NotAppliedError",
     "PercentileObserver",
     "Quantized",
+    "Recipe",
+    "Reference",
+    "UncoveredError",
     "Underflow",
     "UnderflowWarning",
     "analyze_underflow",
+    "apply",
+    "calibrate",
+    "calibrate_on",
+    "capture",
+    "check_applied",
     "dequantize_integer",
     "dynamic_parameters",
     "fake_quantize",
@@ -68,10 +124,20 @@ __all__ = [  # noqa: RUF022
     "hadamard_matrix",
     "hadamard_transform",
     "integer_parameters",
+    "load_calibration",
+    "load_model",
     "make_observer",
+    "measure",
+    "measure_all",
     "quantize",
     "quantize_integer",
+    "register_mode",
     "round_to",
+    "run_reference",
+    "select",
+    "text_of",
+    "token_batches",
+    "unregister_mode",
 ]
 
 
