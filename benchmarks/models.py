@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from probe.capture import capture
 from probe.data import text_of, token_batches
+from probe.hooks import capture
 from probe.metrics import Comparison
 from probe.models.load import load_model, quietly
 from probe.models.mamba import with_sites
@@ -95,7 +95,7 @@ def forward(repeats: int) -> dict[str, float]:
 PEAK = """
 import sys, torch
 torch.set_num_threads(1); torch.set_grad_enabled(False)
-from probe.capture import capture
+from probe.hooks import capture
 from probe.data import text_of, token_batches
 from probe.metrics import Comparison
 from probe.models.load import load_model, quietly

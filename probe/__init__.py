@@ -10,9 +10,9 @@ from probe.version import VERSION
 
 if TYPE_CHECKING:
     from probe.calibration import Calibration, calibrate, load_calibration
-    from probe.capture import Capture, UncoveredError, capture, select
     from probe.data import text_of, token_batches
     from probe.formats import FORMATS, Format
+    from probe.hooks import Capture, UncoveredError, capture, select
     from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
     from probe.models.load import Loaded, load_model
     from probe.modes import MODES, Mode, Recipe, apply, register_mode, unregister_mode
@@ -36,7 +36,7 @@ __version__ = VERSION
 
 _HOME = {
     "Calibration": "calibration",
-    "Capture": "capture",
+    "Capture": "hooks",
     "Comparison": "metrics",
     "FORMATS": "formats",
     "Format": "formats",
@@ -55,14 +55,14 @@ _HOME = {
     "Quantized": "quantizers.codes",
     "Recipe": "modes",
     "Reference": "runner",
-    "UncoveredError": "capture",
+    "UncoveredError": "hooks",
     "Underflow": "quantizers.underflow",
     "UnderflowWarning": "quantizers.underflow",
     "analyze_underflow": "quantizers.underflow",
     "apply": "modes",
     "calibrate": "calibration",
     "calibrate_on": "overview",
-    "capture": "capture",
+    "capture": "hooks",
     "check_applied": "runner",
     "dequantize_integer": "quantizers.integers",
     "dynamic_parameters": "quantizers.integers",
@@ -81,7 +81,7 @@ _HOME = {
     "register_mode": "modes",
     "round_to": "quantizers.quantize",
     "run_reference": "runner",
-    "select": "capture",
+    "select": "hooks",
     "text_of": "data",
     "token_batches": "data",
     "unregister_mode": "modes",

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from probe.calibration import Calibration, calibrate
-from probe.capture import blocks_of, select
 from probe.data import fingerprint, text_of, token_batches
 from probe.formats import FORMATS
+from probe.hooks import blocks_of, select
 from probe.models.load import Loaded, load_model
 from probe.models.mamba import with_sites
 from probe.modes import MODES, Recipe, expand_modes

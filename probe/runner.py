@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.calibration import Calibration
-from probe.capture import capture
+from probe.hooks import capture
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
 from probe.modes import Recipe, apply, find_mode
 

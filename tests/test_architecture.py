@@ -51,3 +51,11 @@ def test_the_way_to_help_loads_nothing_heavy(name: str) -> None:
 def test_the_reference_does_not_lean_on_its_fast_twin() -> None:
     for name in ("reference", "rounding", "blocks"):
         assert not any("fast" in found or "compiled" in found for found in imports(ROOT / "quantizers" / f"{name}.py"))
+
+
+def test_no_public_name_is_also_the_name_of_a_module() -> None:
+    """Importing the module would put it in the place of the function."""
+    import probe
+
+    modules = {path.stem for path in ROOT.glob("*.py")} | {path.name for path in ROOT.iterdir() if path.is_dir()}
+    assert not modules & set(probe.__all__)

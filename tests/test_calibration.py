@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from probe.calibration import Calibration, calibrate, load_calibration, rotated_twin
-from probe.capture import capture
 from probe.data import fingerprint, text_of, token_batches
+from probe.hooks import capture
 from probe.models.load import Loaded, load_model
 from probe.models.mamba import SITES
 from probe.overview import calibrate_on

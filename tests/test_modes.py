@@ -7,9 +7,9 @@ from torch import Tensor, nn
 import probe.grids
 import probe.modes
 from probe.calibration import Calibration
-from probe.capture import capture
 from probe.data import text_of, token_batches
 from probe.formats import FORMATS
+from probe.hooks import capture
 from probe.models.load import Loaded, load_model
 from probe.models.mamba import WEIGHTS, SiteMixer, mamba_blocks
 from probe.modes import GROUPS, MODES, Recipe, apply, expand_modes, find_mode, register_mode, unregister_mode

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from probe.calibration import rotated_twin
-from probe.capture import capture
 from probe.data import text_of, token_batches
+from probe.hooks import capture
 from probe.models.load import ByteTokenizer, load_model, quietly
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks, with_sites
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.capture import UncoveredError, blocks_of, capture, select
+from probe.hooks import UncoveredError, blocks_of, capture, select
 
 
 class Block(nn.Module):
