@@ -313,3 +313,68 @@ def test_float_modes_run_in_their_dtype(loaded: Loaded, tokens: Tensor) -> None:
 def test_the_table_covers_every_mode_and_the_gate_formats_are_known() -> None:
     assert set(GATE_FORMATS) <= set(FORMATS)
     assert set(QUANTIZED) == {name for name, mode in MODES.items() if mode.kind == "ssm"}
+
+
+def test_mamba2_is_captured_by_hooks_and_quantized_by_its_linears() -> None:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    from probe.models.load import quietly
+
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        num_heads=4,
+        head_dim=16,
+        vocab_size=256,
+        hidden_size=32,
+        state_size=8,
+        num_hidden_layers=2,
+        n_groups=1,
+        expand=2,
+    )
+    with quietly():
+        model = Mamba2ForCausalLM(config).eval()
+        tokens = torch.arange(64).reshape(2, 32)
+        reference = run_reference(model, [tokens])
+        assert reference.layers == ("layer_0", "layer_1")
+        measured = check_applied(model, Recipe("linear_w", "fp4_e2m1"), reference)
+        assert all(metrics.mse for metrics in measured.layers.values())
+        with pytest.raises(ValueError, match="has no Mamba-1 blocks"):
+            apply(model, Recipe("0", "mxint8"))
+
+
+def test_int8_sites_round_as_the_cuda_kernels_do(loaded: Loaded, calibration: Calibration) -> None:
+    mixer = apply(loaded.model, Recipe("2-1", "int8"), calibration).get_submodule("backbone.layers.0.mixer")
+    assert isinstance(mixer, SiteMixer)
+    for site, away in (
+        ("conv1d.output", True),
+        ("out_proj.input", True),
+        ("in_proj.input", False),
+        ("x_proj.output", False),
+    ):
+        grid = mixer.site(site).grid
+        assert isinstance(grid, probe.grids.IntegerGrid)
+        scale = grid.parameters.scale.item()
+        amax = calibration.amax_of(f"backbone.layers.0.mixer.{site}")
+        assert scale == torch.tensor(amax / 127, dtype=torch.float32).item()
+        exact = probe.grids.IntegerGrid(
+            probe.integer_parameters(torch.tensor(-127.0), torch.tensor(127.0)), grid.rounding
+        )
+        assert exact(torch.tensor([0.5, 1.5, -2.5, 300.0])).tolist() == ([1, 2, -3, 127] if away else [0, 2, -2, 127])
+
+
+@FORMAT
+def test_embedding_final_norm_and_head_stay_float(loaded: Loaded, calibration: Calibration, format: str) -> None:
+    twin = apply(loaded.model, Recipe("0", format), calibration)
+    for name in ("backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight"):
+        assert torch.equal(twin.get_parameter(name), loaded.model.get_parameter(name)), name
+
+
+def test_nvfp4_activations_use_the_calibrated_tensor_scale(loaded: Loaded, calibration: Calibration) -> None:
+    mixer = apply(loaded.model, Recipe("2-2", "nvfp4"), calibration).get_submodule("backbone.layers.1.mixer")
+    assert isinstance(mixer, SiteMixer)
+    grid = mixer.site("in_proj.output").grid
+    assert isinstance(grid, probe.grids.BlockGrid)
+    amax = calibration.amax_of("backbone.layers.1.mixer.in_proj.output")
+    assert grid.tensor_scale.item() == pytest.approx(amax / 2688)
+    x = torch.randn(4, 3, 64)
+    assert torch.equal(grid(x)[1:2], grid(x[1:2]))  # nothing depends on the batch
