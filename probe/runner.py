@@ -1,5 +1,6 @@
 """Running recipes: each against the float reference, layer by layer, in one pass that keeps no more than a layer."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,9 +40,16 @@ class Measured:
     logits: LogitMetrics
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        layers = {label: metrics.as_dict() for label, metrics in self.layers.items()}
-        return {"recipe": str(self.recipe), "layers": layers, "logits": self.logits.as_dict()}
+        """For JSON, which has no infinity: the psnr and sqnr of a lossless layer are null, as `identical` explains."""
+        layers = {label: _jsonable(metrics.as_dict()) for label, metrics in self.layers.items()}
+        return {"recipe": str(self.recipe), "layers": layers, "logits": _jsonable(self.logits.as_dict())}
+
+
+def _jsonable(figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
 
 
 @torch.no_grad()
