@@ -40,10 +40,11 @@ class Calibration:
             raise ValueError(f"the calibration has no scale for {name}. Nearest: {near}. Calibrate this model again.")
         return self.amax[name]
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write `path`.safetensors (the figures) and `path`.json (where they come from)."""
         from safetensors.torch import save_file
 
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         figures = {name: torch.tensor(value, dtype=torch.float64) for name, value in sorted(self.amax.items())}
         facts = {key: value for key, value in asdict(self).items() if key != "amax"} | {"version": VERSION}
@@ -58,11 +59,12 @@ class Calibration:
             partial.replace(final)
 
 
-def load_calibration(path: Path, *, model: str, data: str | None = None) -> Calibration:
+def load_calibration(path: Path | str, *, model: str, data: str | None = None) -> Calibration:
     """Read a calibration; one of another model, or of other data than `data`, is refused."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    path = Path(path)
     facts_file, figures_file = (path.with_name(path.name + suffix) for suffix in (".json", ".safetensors"))
     for file in (facts_file, figures_file):
         if not file.is_file():
@@ -113,6 +115,8 @@ def calibrate(
 ) -> Calibration:
     """Run the float model over `batches` and observe every linear input, and every site if it is a Mamba."""
     batches = list(batches)
+    if not 0 < percentile <= 1:
+        raise ValueError(f"percentile is {percentile}; expected a share above 0 and at most 1, such as 0.9995 (alpha).")
     if not batches:
         raise ValueError("there is no calibration data: not one batch was given. Pass at least one.")
     observers: dict[str, Observer] = {}

@@ -70,9 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("--json", action="store_true", help="machine-readable")
     layers.set_defaults(run=_layers)
 
-    errors = commands.add_parser("errors", help="every mode and format against fp32: error by layer, KL, bits per byte")
+    errors = commands.add_parser(
+        "errors", help="every mode and format against fp32: error by layer, KL, bits per token"
+    )
     _add_model(errors)
-    errors.add_argument("--modes", nargs="+", default=["all"], metavar="MODE", help="modes or groups (default: all)")
+    errors.add_argument("--modes", nargs="+", metavar="MODE", help="modes, or groups: all essential quant_only fp_only")
     errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
     errors.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
     errors.add_argument("--samples", type=int, default=8, metavar="N", help="default: 8")

@@ -84,7 +84,7 @@ def activation_grid(
     if amax is None:
         raise ValueError(
             f"format {format} needs calibrated scales and none were given. "
-            "Make them with probe.calibrate(loaded, batches) and pass calibration=."
+            "Make them with probe.calibrate_on(loaded, 'calibration', 16, 256) and pass calibration=."
         )
     if fmt.scale == "e4m3":
         return BlockGrid(format, tensor_scale_of(torch.tensor(amax)), by_codes)

@@ -35,11 +35,15 @@ def blocks_of(model: nn.Module) -> list[str]:
     return [f"{name}.{index}" if name else str(index) for index in range(len(longest))]
 
 
-def select(model: nn.Module, layers: Sequence[str | int], *, model_name: str = "MODEL") -> dict[str, str]:
+def select(model: nn.Module, layers: Sequence[str | int] | str | int, *, model_name: str = "MODEL") -> dict[str, str]:
     """Modules by index, `first`, `last`, `all`, or regular expression; label -> module name, in model order.
 
     A layer of the stack is labelled `layer_3`, and can be asked for so; any other module by its own name.
     """
+    if isinstance(layers, str | int):
+        layers = [layers]
+    if not layers:
+        raise ValueError("no layer was asked for. Give an index, first, last, all or a regular expression.")
     names = [name for name, _ in model.named_modules() if name]
     stack = blocks_of(model)
     labels = {name: f"layer_{index}" for index, name in enumerate(stack)}
@@ -77,7 +81,7 @@ def _match(wanted: str | int, names: list[str], stack: list[str]) -> list[str]:
 @contextmanager
 def capture(
     model: nn.Module,
-    layers: Sequence[str | int] = ("all",),
+    layers: Sequence[str | int] | str | int = ("all",),
     *,
     inputs: bool = False,
     outputs: bool = True,

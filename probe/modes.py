@@ -16,6 +16,7 @@ from probe.formats import FORMATS
 from probe.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.models.foreign import torchao_int8
 from probe.models.linear import grid_linears
+from probe.models.load import fingerprint
 from probe.models.mamba import WEIGHTS, SiteMixer, mamba_blocks, with_sites
 from probe.names import look_up
 
@@ -109,8 +110,13 @@ def register_mode(name: str, build: Build, *, what: str = "a user's mode") -> Mo
 
     It is given a float copy, which it may change and return; Mamba mixers are SiteMixers in it.
     """
-    if name in MODES:
+    taken = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
+    if name in taken or f"mode_{name}" in taken:
         raise ValueError(f"there is a mode {name!r} already. Choose another name, or unregister_mode({name!r}) first.")
+    if not callable(build):
+        raise ValueError(
+            f"mode {name!r} was given a {type(build).__name__}, expected a function of model, format, calibration."
+        )
     if not name or not all(part.isalnum() for part in name.replace("-", "_").split("_")):
         raise ValueError(f"mode name {name!r} cannot be part of a test id. Use letters, digits, '_' and '-'.")
     MODES[name] = Mode(name, what, "user", build=build)
@@ -149,6 +155,11 @@ class Recipe:
 def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
     """A copy of the float `model` under the recipe, ready to run; the model itself is not touched."""
     mode = find_mode(recipe.mode)
+    if calibration is not None and calibration.model != fingerprint(model):
+        raise ValueError(
+            f"the calibration belongs to a model with fingerprint {calibration.model}, this one has "
+            f"{fingerprint(model)}: the weights changed or it is another model. Calibrate this one with probe.calibrate_on."
+        )
     if mode.kind == "float":
         return _float_twin(model).to(mode.dtype)
     assert recipe.format is not None

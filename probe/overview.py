@@ -12,8 +12,8 @@ from probe.data import fingerprint, text_of, token_batches
 from probe.formats import FORMATS
 from probe.hooks import blocks_of, select
 from probe.models.load import Loaded, load_model
-from probe.models.mamba import with_sites
-from probe.modes import MODES, Recipe, expand_modes
+from probe.models.mamba import mamba_blocks, with_sites
+from probe.modes import MODES, Recipe, expand_modes, find_mode
 from probe.runner import Measured, measure, run_reference
 
 #: The formats of the default table: those of the gate.
@@ -77,13 +77,28 @@ def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Reci
             recipes += [Recipe(mode.name, format) for format in own]
         else:
             recipes.append(Recipe(mode.name))
-    return recipes
+    return list(dict.fromkeys(recipes))
+
+
+def _check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
+    """Find what cannot work before anything is run."""
+    is_mamba = any(True for _ in mamba_blocks(loaded.model))
+    for recipe in recipes:
+        if find_mode(recipe.mode).kind == "ssm" and not is_mamba:
+            raise ValueError(
+                f"{recipe} quantizes Mamba-1 blocks and {loaded.name} has none. "
+                "For other models use --modes fp16 bf16 linear_w linear_wa."
+            )
+        if recipe.mode.startswith("torchao") and recipe.format != "int8":
+            raise ValueError(
+                f"{recipe}: torchao's modes take the format int8 only. Leave it out, or give --formats int8."
+            )
 
 
 def measure_all(
     model: str,
     *,
-    modes: Sequence[str],
+    modes: Sequence[str] | None = None,
     formats: Sequence[str] | None = None,
     layers: Sequence[str | int] = ("all",),
     data: tuple[str, int, int, int] = ("evaluation", 8, 256, 8),
@@ -95,8 +110,14 @@ def measure_all(
     progress: Callable[[str], Any] = lambda text: None,
 ) -> list[Measured]:
     """Every recipe of modes x formats against fp32, on one model, with one reference and one calibration."""
-    recipes = recipes_of(modes, formats)
+    if data[2] < 2:
+        raise ValueError(f"seqlen is {data[2]}; expected at least 2, a token and the next one.")
+    recipes = recipes_of(modes, formats) if modes else []
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    if not modes:  # what fits the model
+        is_mamba = any(True for _ in mamba_blocks(loaded.model))
+        recipes = recipes_of(["all"] if is_mamba else ["linear_w", "linear_wa"], formats)
+    _check_recipes(loaded, recipes)
     for note in loaded.notes:
         progress(f"note: {note}")
     source, samples, seqlen, batch_size = data

@@ -134,6 +134,9 @@ def test_hooks_never_survive_the_block_and_its_own_error_comes_through() -> None
 def test_a_pattern_without_match_shows_the_nearest(wanted: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select(Stack(), wanted)
+    assert list(select(Stack(), "last")) == ["layer_11"]
+    with pytest.raises(ValueError, match="no layer was asked for"):
+        select(Stack(), [])
     with pytest.raises(ValueError, match="nothing to capture"), capture(Stack(), outputs=False):
         pass
 

@@ -214,6 +214,53 @@ def test_a_mode_that_does_nothing_is_noticed(loaded: Loaded, tokens: Tensor) -> 
         unregister_mode("same")
 
 
+def test_a_mode_that_returns_the_original_model_is_noticed_too(loaded: Loaded, tokens: Tensor) -> None:
+    """It runs the stock mixer, whose sums have another order: not the same bits, but nothing was quantized."""
+    register_mode("original", lambda model, format, calibration: loaded.model)
+    try:
+        with pytest.raises(
+            NotAppliedError, match="original-int8 was not applied to layer_0, layer_1, layer_2, layer_3"
+        ):
+            check_applied(loaded.model, Recipe("original", "int8"), run_reference(loaded.model, [tokens]))
+    finally:
+        unregister_mode("original")
+
+
+def test_the_calibration_and_the_reference_of_other_weights_are_refused(
+    loaded: Loaded, tokens: Tensor, calibration: Calibration
+) -> None:
+    other = load_model("tiny-mamba").model
+    with torch.no_grad():
+        other.backbone.layers[0].mixer.D[0] *= 1.5
+    with pytest.raises(ValueError, match=r"the calibration belongs to a model with fingerprint \w+, this one has"):
+        apply(other, Recipe("0", "int8"), calibration)
+    with pytest.raises(ValueError, match=r"the reference is of a model with fingerprint \w+, this one has"):
+        measure(other, Recipe("0", "mxint8"), run_reference(loaded.model, [tokens]))
+
+
+def test_a_copy_made_by_a_mode_is_not_quantized_again(loaded: Loaded, calibration: Calibration) -> None:
+    for recipe in (Recipe("2-1", "mxint8"), Recipe("fp16"), Recipe("linear_w", "mxint8")):
+        with pytest.raises(ValueError, match="already a copy made by a mode"):
+            apply(apply(loaded.model, recipe), Recipe("2-1", "mxint8"))
+    llama = load_model("tiny-llama").model
+    with pytest.raises(ValueError, match="already a copy made by a mode"):
+        apply(apply(llama, Recipe("linear_w", "int4")), Recipe("linear_w", "int4"))
+
+
+def test_nan_is_told_as_such(loaded: Loaded, tokens: Tensor) -> None:
+    def poisoned(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+        with torch.no_grad():
+            model.backbone.layers[1].mixer.in_proj.weight[0, 0] = float("nan")
+        return model
+
+    register_mode("poisoned", poisoned)
+    try:
+        with pytest.raises(ValueError, match="poisoned-int8 gives NaN or Inf in layer_1, given the finite input"):
+            check_applied(loaded.model, Recipe("poisoned", "int8"), run_reference(loaded.model, [tokens]))
+    finally:
+        unregister_mode("poisoned")
+
+
 # names, registration, other models ---------------------------------------------------------------------------------
 
 
@@ -240,6 +287,10 @@ def test_both_spellings_name_the_same_mode() -> None:
         (lambda: Recipe("fp32", "int8"), "mode fp32 is a float mode and takes no format"),
         (lambda: Recipe("0", "fp9"), "unknown format 'fp9'"),
         (lambda: register_mode("0", lambda *a: a), "there is a mode '0' already"),
+        (lambda: register_mode("mode_2_1", lambda *a: a), "there is a mode 'mode_2_1' already"),
+        (lambda: register_mode("2_1", lambda *a: a), "there is a mode '2_1' already"),
+        (lambda: register_mode("essential", lambda *a: a), "there is a mode 'essential' already"),
+        (lambda: register_mode("abc", 3), "mode 'abc' was given a int, expected a function"),
         (lambda: register_mode("a b", lambda *a: a), "cannot be part of a test id"),
         (lambda: unregister_mode("0"), "mode '0' is built in"),
     ],

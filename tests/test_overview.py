@@ -83,7 +83,16 @@ def test_the_cross_product_has_float_modes_once() -> None:
         (["errors", "--formats", "int9", "--modes", "0"], "unknown format 'int9'. Did you mean 'int8'?"),
         (["errors", "--model", "tiny-mmba"], "tiny-mamba"),
         (["errors", "--layers", "99", *SMALL], "layer '99' matches none"),
-        (["errors", "--model", "tiny-llama", "--modes", "0", "--formats", "mxint8", *SMALL], "has no Mamba-1 blocks"),
+        (
+            ["errors", "--model", "tiny-llama", "--modes", "0", "--formats", "mxint8", *SMALL],
+            "quantizes Mamba-1 blocks and tiny-llama has none",
+        ),
+        (["errors", "--modes", "torchao_w", "--formats", "int2"], "torchao's modes take the format int8 only"),
+        (["errors", "--seqlen", "1"], "seqlen is 1; expected at least 2"),
+        (
+            ["errors", "--percentile", "99", "--modes", "0", "--formats", "int8", *SMALL],
+            "percentile is 99.0; expected a share",
+        ),
         (["errors", "--data", "/nowhere.txt"], "does not exist"),
         (["errors", "--seqlen", "100000"], "the text has 65536 tokens; 8 samples of 100000 need 800000"),
         (["layers", "nothing_like_it"], "matches none of the"),

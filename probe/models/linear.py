@@ -52,6 +52,8 @@ def grid_linears(model: nn.Module, format: str, calibration: "Calibration | None
     """
     twin = model
     found = linears(twin)
+    if any(isinstance(module, GridLinear) for module in twin.modules()):
+        raise ValueError("this model is already a copy made by a mode. Pass the float model that it was made from.")
     if not found:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to quantize. Register a mode of your own for it.")
     for name, linear in found.items():

@@ -195,11 +195,13 @@ def mamba_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def with_sites(model: nn.Module, *, scan: str = "sequential") -> nn.Module:
     """A copy of `model` in which every Mamba mixer is a SiteMixer over the same weights."""
+    if any(isinstance(module, SiteMixer) for module in model.modules()):
+        raise ValueError("this model is already a copy made by a mode. Pass the float model that it was made from.")
     twin = copy.deepcopy(model)
     blocks = [block for _, block in mamba_blocks(twin)]
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__} has no Mamba-1 blocks, which the modes fp32 to 3 are made of. "
+            f"{type(model).__name__} has no Mamba-1 blocks, which the modes 0 to 3 quantize. "
             "For other models use the modes linear_w or linear_wa."
         )
     for block in blocks:
