@@ -124,7 +124,7 @@ def memory() -> dict[str, float]:
     peaks = {
         what: statistics.median(
             int(subprocess.run([sys.executable, "-c", PEAK, what], capture_output=True, text=True, check=True).stdout)
-            for _ in range(3)
+            for _ in range(2)
         )
         for what in ("bare", "captured")
     }

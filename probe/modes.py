@@ -158,7 +158,7 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
     if calibration is not None and calibration.model != fingerprint(model):
         raise ValueError(
             f"the calibration belongs to a model with fingerprint {calibration.model}, this one has "
-            f"{fingerprint(model)}: the weights changed or it is another model. Calibrate this one with probe.calibrate_on."
+            f"{fingerprint(model)}: the weights changed or it is another model. Use probe.calibrate_on again."
         )
     if mode.kind == "float":
         return _float_twin(model).to(mode.dtype)
