@@ -1,19 +1,24 @@
 """Running recipes: each against the float reference, layer by layer, in one pass that keeps no more than a layer."""
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from probe.anchors import Anchors, narrowed, near_ties
 from probe.calibration import Calibration
-from probe.hooks import capture
+from probe.cases import LOGITS
+from probe.hooks import UncoveredError, capture
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
 from probe.models.load import fingerprint
 from probe.modes import Recipe, apply, find_mode
+
+Take = Callable[[str, Tensor, Tensor], None]
 
 #: Two float32 runs of one layer that only add in another order differ by less than this, relative to its output;
 #: no format rounds so finely (float16: 1e-7).
@@ -26,15 +31,24 @@ class NotAppliedError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What the float model gave: the outputs of the chosen layers and the logits, batch by batch."""
+    """What the float model gave: inputs and outputs of the chosen layers and the logits, batch by batch.
+
+    `layer_0.input` is rounded to bfloat16, so that every machine feeds the same bits; `layer_0.injected` is what
+    the float layer makes of that, `layer_0.output` what it gave in the run of the whole model.
+    """
 
     model: str  # fingerprint of the weights
     batches: tuple[Tensor, ...]
     layers: tuple[str, ...]  # labels, in model order
     wanted: tuple[str | int, ...]  # as they were asked for
     modules: dict[str, str]  # label -> module name
-    tensors: dict[str, list[Tensor]]  # layer_0.input, layer_0.output: one entry a batch
+    tensors: dict[str, list[Tensor]]  # one entry a batch
     logits: tuple[Tensor, ...]
+    ties: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # places and values, as in Anchors
+
+    def count(self, label: str) -> int:
+        """How many elements the output of a layer has, over all batches."""
+        return sum(tensor.numel() for tensor in self.tensors[f"{label}.output"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +73,17 @@ def _jsonable(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def run_reference(model: nn.Module, batches: Sequence[Tensor], layers: Sequence[str | int] = ("all",)) -> Reference:
-    """Run the float model (mode fp32) and keep the inputs and outputs of `layers`."""
+def run_reference(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    layers: Sequence[str | int] = ("all",),
+    *,
+    anchors: Anchors | None = None,
+) -> Reference:
+    """Run the float model (mode fp32) and keep the inputs and outputs of `layers`: two forwards.
+
+    With `anchors`, inputs that noise could round either way are rounded as they say.
+    """
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
     twin = apply(model, Recipe("fp32"))
@@ -68,10 +91,74 @@ def run_reference(model: nn.Module, batches: Sequence[Tensor], layers: Sequence[
     with capture(twin, layers, inputs=True) as captured:
         for batch in batches:
             logits.append(_logits(twin, batch))
-    selected = captured.selected
-    return Reference(
-        fingerprint(model), tuple(batches), tuple(selected), tuple(layers), selected, captured.tensors, tuple(logits)
+    selected, tensors = captured.selected, captured.tensors
+    for label in selected:
+        _check_calls(label, len(tensors[f"{label}.output"]), len(batches))
+    raw = {label: tensors[f"{label}.input"] for label in selected}
+    ties = {label: near_ties(given) for label, given in raw.items() if given[0].is_floating_point()}
+    tensors.update({f"{label}.input": narrowed(label, given, anchors) for label, given in raw.items()})
+    reference = Reference(
+        fingerprint(model), tuple(batches), tuple(selected), tuple(layers), selected, tensors, tuple(logits), ties
     )
+
+    fed: dict[str, list[Tensor]] = {f"{label}.injected": [] for label in selected}
+    replay(twin, reference, lambda label, output, _: fed[f"{label}.injected"].append(output.clone()), injected=True)
+    tensors.update(fed)
+    return reference
+
+
+def _check_calls(label: str, calls: int, batches: int) -> None:
+    if calls != batches:
+        raise ValueError(
+            f"{label} ran {calls} times in {batches} forwards. Only modules that run once in a forward can be "
+            "compared: choose the one around it."
+        )
+
+
+@torch.no_grad()
+def replay(twin: nn.Module, reference: Reference, take: Take, *, injected: bool = False) -> None:
+    """Run a copy of the model over the reference's batches; `take(label, output, expected)` of every layer and batch.
+
+    propagated (the default): the run of the whole model, and `take` of the `logits` too.
+    injected: every layer is fed the reference's input, and expected to give what the float layer made of it.
+    Selected modules that lie inside one another are fed in runs of their own, or the inner would mend the outer.
+    A layer that did not run is an UncoveredError, after all others were taken.
+    """
+    device = next((parameter.device for parameter in twin.parameters()), torch.device("cpu"))
+    missing = [name for name in reference.modules.values() if name not in dict(twin.named_modules())]
+    if missing:
+        raise UncoveredError(
+            f"the quantized model has no module {missing[0]}, which the reference has: a layer that exists on one "
+            "side only cannot be compared."
+        )
+    kind = "injected" if injected else "output"
+    for labels in _levels(reference.modules) if injected else [list(reference.layers)]:
+        seen = dict.fromkeys(labels, 0)
+
+        def compare(name: str, tensor: Tensor, seen: dict[str, int] = seen) -> None:
+            label = name.removesuffix(".output")
+            expected = reference.tensors.get(f"{label}.{kind}")
+            take(label, tensor.float(), tensor.float() if expected is None else expected[seen[label]].float())
+            seen[label] += 1
+
+        with ExitStack() as hooks:
+            if injected:
+                hooks.enter_context(_injecting(twin, reference, labels))
+            names = [f"^{re.escape(reference.modules[label])}$" for label in labels]
+            hooks.enter_context(capture(twin, names, consumer=compare))
+            for batch, expected in zip(reference.batches, reference.logits, strict=True):
+                logits = _logits(twin, batch.to(device)).cpu().float()
+                if not injected:
+                    take(LOGITS, logits, expected.float())
+
+
+def _levels(modules: dict[str, str]) -> list[list[str]]:
+    """Labels in groups in which no module lies inside another."""
+    levels: dict[int, list[str]] = {}
+    for label, name in modules.items():
+        depth = sum(name.startswith(f"{other}.") for other in modules.values())
+        levels.setdefault(depth, []).append(label)
+    return [levels[depth] for depth in sorted(levels)]
 
 
 @torch.no_grad()
@@ -86,50 +173,61 @@ def measure(
     """Run a recipe over the batches of the reference; every layer is compared as it appears, and then let go.
 
     propagated (the default): the run of the whole quantized model, errors accumulating from layer to layer.
-    injected: every layer is given the reference's input instead, so its figures are what it adds by itself.
+    injected: every layer is given the reference's input instead, so its figures are what it adds by itself. The
+    logits are those of the propagated run all the same.
     """
+    check_reference(model, reference)
+    twin = apply(model, recipe, calibration)
+    layers = {label: Comparison() for label in reference.layers}
+    whole = LogitComparison()
+    batches = iter(reference.batches)
+
+    def compare(label: str, output: Tensor, expected: Tensor) -> None:
+        if label == LOGITS:
+            whole.update(output[:, :-1], expected[:, :-1], next(batches)[:, 1:])
+        elif not injected:
+            layers[label].update(output, expected)
+
+    replay(twin, reference, compare)
+    if injected:
+        replay(twin, reference, lambda label, output, expected: layers[label].update(output, expected), injected=True)
+    return Measured(recipe, {label: layer.metrics() for label, layer in layers.items()}, whole.metrics())
+
+
+def check_reference(model: nn.Module, reference: Reference) -> None:
+    """Refuse the reference of another model."""
     if reference.model != fingerprint(model):
         raise ValueError(
             f"the reference is of a model with fingerprint {reference.model}, this one has {fingerprint(model)}. "
             "Make it again with probe.run_reference on this model."
         )
-    twin = apply(model, recipe, calibration)
-    missing = [name for name in reference.modules.values() if name not in dict(twin.named_modules())]
-    if missing:
-        raise ValueError(
-            f"under {recipe} the model has no module {missing[0]}, which the reference has: is it the same model?"
-        )
-    layers = {label: Comparison() for label in reference.layers}
-    seen = dict.fromkeys(reference.layers, 0)
-    whole = LogitComparison()
-
-    def compare(name: str, tensor: Tensor) -> None:
-        label = name.removesuffix(".output")
-        layers[label].update(tensor.float(), reference.tensors[name][seen[label]])
-        seen[label] += 1
-
-    with ExitStack() as hooks:
-        if injected:
-            hooks.enter_context(_injecting(twin, reference))
-        hooks.enter_context(capture(twin, reference.wanted, consumer=compare))
-        for batch, expected in zip(reference.batches, reference.logits, strict=True):
-            got = _logits(twin, batch).float()
-            whole.update(got[:, :-1], expected[:, :-1], batch[:, 1:])
-    return Measured(recipe, {label: layer.metrics() for label, layer in layers.items()}, whole.metrics())
 
 
 @contextmanager
-def _injecting(twin: nn.Module, reference: Reference) -> Iterator[None]:
-    """While it lasts, the first argument of every selected layer is the reference's input of that layer."""
+def _injecting(twin: nn.Module, reference: Reference, labels: Sequence[str]) -> Iterator[None]:
+    """While it lasts, the first tensor given to each of these layers is the reference's input of that layer."""
     modules = dict(twin.named_modules())
     with ExitStack() as hooks:
-        for label, name in reference.modules.items():
+        for label in labels:
             stored = iter(reference.tensors[f"{label}.input"])
 
-            def replace(module: nn.Module, args: tuple[Any, ...], stored: Iterator[Tensor] = stored) -> tuple[Any, ...]:
-                return (next(stored).to(args[0].dtype), *args[1:])
+            def replace(
+                module: nn.Module,
+                args: tuple[Any, ...],
+                kwargs: dict[str, Any],
+                label: str = label,
+                stored: Iterator[Tensor] = stored,
+            ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                for place, value in enumerate(args):
+                    if isinstance(value, Tensor):
+                        return (*args[:place], next(stored).to(value), *args[place + 1 :]), kwargs
+                for name, value in kwargs.items():
+                    if isinstance(value, Tensor):
+                        return args, {**kwargs, name: next(stored).to(value)}
+                raise UncoveredError(f"{label} was called without a tensor, so there is nothing to feed it.")
 
-            hooks.callback(modules[name].register_forward_pre_hook(replace).remove)
+            module = modules[reference.modules[label]]
+            hooks.callback(module.register_forward_pre_hook(replace, with_kwargs=True).remove)
         yield
 
 

@@ -1,0 +1,213 @@
+"""What the gate sees of a recipe: both measurements of every layer, golden values, and flaws no baseline excuses."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from probe.calibration import Calibration
+from probe.cases import LOGITS
+from probe.coverage import rounding_bound, watching
+from probe.golden import Golden
+from probe.hooks import UncoveredError
+from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
+from probe.modes import Recipe, apply, find_mode
+from probe.outcomes import Verdict
+from probe.runner import NOISE, Reference, check_reference, replay
+
+#: The figures of a layer that a baseline keeps. What is left out follows from these and the reference: rmse, psnr,
+#: sqnr and the relative errors from mse and mae, std of the difference from mse and its mean.
+FIGURES = {
+    "injected": (
+        *("mse", "mae", "max_abs", "correlation", "cosine", "p50", "p90", "p95", "p99", "mean_difference"),
+        *("mean_output", "std_output", "min_output", "max_output", "zeroed", "saturated"),
+    ),
+    "propagated": ("mse", "mae", "max_abs", "correlation", "p99", "mean_difference"),
+    "logits": ("kl", "top1_agreement", "bits_per_byte", "change_in_bits_per_byte"),
+}
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """Something wrong in itself, whatever the baseline says."""
+
+    verdict: Verdict
+    message: str
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One layer of a recipe: figures by name, golden values by group, and how many elements they stand for."""
+
+    figures: dict[str, float | None]
+    values: dict[str, tuple[float, ...]]
+    counts: dict[str, int]
+    points: dict[str, list[float]] = field(default_factory=dict)
+    flaws: tuple[Flaw, ...] = ()
+
+
+class _Stream:
+    """The accumulators of one layer in one measurement."""
+
+    def __init__(self, count: int, *, percentiles: bool) -> None:
+        self.comparison = Comparison(percentiles=percentiles)
+        self.golden = Golden(count)
+        self.seen = False
+
+    def take(self, output: Tensor, expected: Tensor) -> None:
+        self.comparison.update(output, expected)
+        self.golden.update(output, expected)
+        self.seen = True
+
+
+@torch.no_grad()
+def observe(
+    model: nn.Module,
+    recipe: Recipe,
+    reference: Reference,
+    calibration: Calibration | None = None,
+    *,
+    device: str = "cpu",
+    bytes_per_token: float = 1.0,
+) -> dict[str, Observation]:
+    """Run the recipe twice, propagated and injected, and look at every layer of the reference, and at the logits."""
+    check_reference(model, reference)
+    twin = apply(model, recipe, calibration).to(device)
+    streams = {
+        kind: {label: _Stream(reference.count(label), percentiles=True) for label in reference.layers}
+        for kind in ("propagated", "injected")
+    }
+    whole, logits = LogitComparison(), Golden(sum(one.numel() for one in reference.logits))
+    batches = iter(reference.batches)
+
+    def propagated(label: str, output: Tensor, expected: Tensor) -> None:
+        if label == LOGITS:
+            whole.update(output[:, :-1], expected[:, :-1], next(batches)[:, 1:])
+            logits.update(output, expected)
+        else:
+            streams["propagated"][label].take(output, expected)
+
+    def injected(label: str, output: Tensor, expected: Tensor) -> None:
+        streams["injected"][label].take(output, expected)
+
+    uncovered: list[str] = []
+    with watching(twin, recipe) as strays:
+        for take, feed in ((propagated, False), (injected, True)):
+            try:
+                replay(twin, reference, take, injected=feed)
+            except UncoveredError as problem:
+                uncovered.append(str(problem))
+    found = {label: _layer(label, recipe, reference, streams, strays, uncovered) for label in reference.layers}
+    found[LOGITS] = _whole(whole.metrics() if logits.seen else None, logits, uncovered, bytes_per_token)
+    return found
+
+
+def _layer(
+    label: str,
+    recipe: Recipe,
+    reference: Reference,
+    streams: dict[str, dict[str, _Stream]],
+    strays: dict[str, str],
+    uncovered: list[str],
+) -> Observation:
+    figures: dict[str, float | None] = {}
+    values: dict[str, tuple[float, ...]] = {}
+    counts: dict[str, int] = {}
+    flaws: list[Flaw] = []
+    for kind, layers in streams.items():
+        stream = layers[label]
+        if not stream.seen:
+            why = uncovered[0] if uncovered else "its hook never fired."
+            flaws.append(Flaw("uncovered", f"{label} gave nothing in the {kind} run: {why}"))
+            continue
+        metrics = stream.comparison.metrics()
+        figures |= {f"{kind}.{name}": getattr(metrics, name) for name in FIGURES[kind]}
+        values[kind], counts[kind] = stream.golden.values(), stream.golden.count
+        flaws += _not_finite(label, kind, metrics)
+        if kind == "injected":
+            flaws += _not_applied(label, recipe, reference, metrics, strays)
+    shown = streams["injected"][label].golden.points
+    points = {"reference": _plain(shown[0]), "output": _plain(shown[1])}
+    return Observation(figures, values, counts, points, tuple(flaws))
+
+
+def _plain(values: object) -> list[float]:
+    return [float(f"{x:.6g}") for x in values]  # type: ignore[attr-defined]
+
+
+def _not_finite(label: str, kind: str, metrics: Metrics) -> list[Flaw]:
+    if metrics.first_nonfinite is None:
+        return []
+    bad = metrics.nan_output + metrics.inf_output - metrics.nan_reference - metrics.inf_reference
+    return [
+        Flaw(
+            "not finite",
+            f"{kind}: {metrics.nan_output} NaN and {metrics.inf_output} Inf among the {metrics.count} values of "
+            f"{label}, where the reference has {metrics.nan_reference + metrics.inf_reference}; "
+            f"the first at index {metrics.first_nonfinite}.",
+            (f"{bad} values are not finite though the reference is",),
+        )
+    ]
+
+
+def _not_applied(
+    label: str, recipe: Recipe, reference: Reference, metrics: Metrics, strays: dict[str, str]
+) -> list[Flaw]:
+    if find_mode(recipe.mode).name == "fp32":
+        return []
+    module = reference.modules[label]
+    inside = [text for name, text in strays.items() if name.startswith(f"{module}.")]
+    if metrics.identical or (metrics.relative_mse is not None and metrics.relative_mse < NOISE):
+        what = "to the bit" if metrics.identical else "but for the order of sums"
+        return [Flaw("not applied", f"{recipe} left {label} as it was: its output is the float layer's {what}.")]
+    if inside:
+        return [Flaw("not applied", f"{recipe} was not applied to all of {label}: {inside[0]}.", tuple(inside[1:4]))]
+    bound = rounding_bound(recipe, _change(reference, label))
+    if metrics.mse is not None and metrics.mse < bound:
+        return [
+            Flaw(
+                "not applied",
+                f"the error of {label} is below what rounding to {recipe.format or recipe.mode} must cause: "
+                f"mse {metrics.mse:.3g}, at least {bound:.3g}.",
+            )
+        ]
+    return []
+
+
+def _change(reference: Reference, label: str) -> float:
+    """Mean square of what the float layer adds to its input; of its output where the shapes differ."""
+    squares = count = 0.0
+    for given, made in zip(reference.tensors[f"{label}.input"], reference.tensors[f"{label}.injected"], strict=True):
+        added = made.float() - given.float() if made.shape == given.shape else made.float()
+        squares += float(added.double().square().sum())
+        count += added.numel()
+    return squares / count
+
+
+def _whole(
+    metrics: LogitMetrics | None, golden: Golden, uncovered: list[str], bytes_per_token: float
+) -> Observation:
+    if metrics is None:
+        return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {uncovered[0]}"),))
+    figures: dict[str, float | None] = {
+        "logits.kl": metrics.kl,
+        "logits.top1_agreement": metrics.top1_agreement,
+        "logits.bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
+        "logits.change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
+    }
+    flaws: tuple[Flaw, ...] = ()
+    if metrics.first_nonfinite is not None or not math.isfinite(sum(golden.values())):
+        flaws = (
+            Flaw(
+                "not finite",
+                f"{metrics.nonfinite_output} of {metrics.positions} positions have NaN or Inf among their logits, the "
+                f"reference {metrics.nonfinite_reference}; the first is position {metrics.first_nonfinite}.",
+            ),
+        )
+    return Observation(figures, {"logits": golden.values()}, {"logits": golden.count}, flaws=flaws)
+
+
+def _per_byte(bits: float | None, bytes_per_token: float) -> float | None:
+    return None if bits is None else bits / bytes_per_token
