@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+pytest_plugins = ["probe.plugin", "pytester"]  # the plugin also where the package is not installed
+
 settings.register_profile("probe", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("probe")
 

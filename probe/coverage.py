@@ -41,9 +41,9 @@ def off_grid(x: Tensor, format: str) -> float:
     x = x.detach().float().cpu()
     if fmt.scale == "float32":
         few = x.reshape(-1)[:LOOKED_AT]
-        different = torch.unique(few).numel()
-        levels = int(2**fmt.bits)
-        return max(0, different - levels) / max(1, few.numel() - levels)
+        different: int = torch.unique(few).numel()
+        levels = 1 << fmt.bits
+        return float(max(0, different - levels)) / max(1, few.numel() - levels)
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     rows = rows[: max(1, LOOKED_AT // rows.shape[1])]
     if fmt.scale == "e4m3":
@@ -52,8 +52,8 @@ def off_grid(x: Tensor, format: str) -> float:
         if not blocks:
             return 0.0
         ordered = torch.cat(blocks).sort(dim=-1).values
-        different = 1 + (ordered.diff(dim=-1) > 1e-6 * ordered[:, 1:]).sum(-1)
-        return float((different > 8).float().mean())
+        kinds = 1 + (ordered.diff(dim=-1) > 1e-6 * ordered[:, 1:]).sum(-1)
+        return float((kinds > 8).float().mean())
     mantissa = torch.frexp(rows).mantissa * 2.0 ** significant_bits(format)
     return float((mantissa != mantissa.round()).float().mean())
 

@@ -108,3 +108,6 @@ FORMATS: dict[str, Format] = {
         Format("fp16", 16, 5, 10, 65504.0, "ieee", note="a cast, no scale"),
     )
 }
+
+#: The formats of the default matrix.
+GATE_FORMATS = ("int8", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "mxint8", "nvfp4")

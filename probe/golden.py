@@ -11,6 +11,7 @@ NaN and Inf make both useless, and are a verdict of their own before these are l
 """
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -20,6 +21,9 @@ from torch import Tensor
 
 SKETCH = 64
 SAMPLE = 40
+#: What is kept of each group. In a run of the whole model nearly every element moves by noise, so there only the
+#: distance says something.
+KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH}
 #: How many points of a layer a plot is given.
 POINTS = 384
 #: An element of the sample has moved if it differs by more than this part of the recipe's own rms error.
@@ -63,6 +67,24 @@ class Golden:
         return tuple(float(x) for x in np.concatenate([self.sketch, self.sample]).astype(np.float32))
 
 
+def flat(values: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
+    """The values of a case in one row, group by group in the order of KEPT."""
+    return tuple(x for group, length in KEPT.items() if group in values for x in values[group][:length])
+
+
+def parted(row: tuple[float, ...], groups: Collection[str]) -> dict[str, tuple[float, ...]]:
+    """The inverse of `flat` for a case that has these groups; a row of another length is a ValueError."""
+    present = [group for group in KEPT if group in groups]
+    expected = sum(KEPT[group] for group in present)
+    if len(row) != expected:
+        raise ValueError(f"{len(row)} golden values, expected {expected} for {', '.join(present)}")
+    parts, start = {}, 0
+    for group in present:
+        parts[group] = row[start : start + KEPT[group]]
+        start += KEPT[group]
+    return parts
+
+
 @dataclass(frozen=True)
 class Gap:
     """How far values are from their golden ones.
@@ -76,12 +98,12 @@ class Gap:
 
 
 def gap(values: tuple[float, ...], golden: tuple[float, ...], *, count: int, rmse: float) -> Gap:
-    """Values against the golden ones of the same layer; `rmse` is the recipe's own error, as in the baseline."""
-    new, old = (np.array(x, dtype=np.float32).astype(np.float64) for x in (values, golden))
+    """Values against the golden ones of the same group, which may have no sample; `rmse` is the recipe's own error."""
+    new, old = (np.array(x, dtype=np.float32).astype(np.float64) for x in (values[: len(golden)], golden))
     scale = max(rmse, 1e-30)
     distance = math.sqrt(float(np.sum((new[:SKETCH] - old[:SKETCH]) ** 2)) / count) / scale
-    moved = float(np.mean(np.abs(new[SKETCH:] - old[SKETCH:]) > MOVED * scale))
-    return Gap(distance, moved)
+    sample = np.abs(new[SKETCH:] - old[SKETCH:])
+    return Gap(distance, float(np.mean(sample > MOVED * scale)) if sample.size else 0.0)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,5 @@
 """What the gate sees of a recipe: both measurements of every layer, golden values, and flaws no baseline excuses."""
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +10,7 @@ from probe.cases import LOGITS
 from probe.coverage import rounding_bound, watching
 from probe.golden import Golden
 from probe.hooks import UncoveredError
-from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
+from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.modes import Recipe, apply, find_mode
 from probe.outcomes import Verdict
 from probe.runner import NOISE, Reference, check_reference, replay
@@ -24,7 +23,7 @@ FIGURES = {
         *("mean_output", "std_output", "min_output", "max_output", "zeroed", "saturated"),
     ),
     "propagated": ("mse", "mae", "max_abs", "correlation", "p99", "mean_difference"),
-    "logits": ("kl", "top1_agreement", "bits_per_byte", "change_in_bits_per_byte"),
+    "logits": ("mse", "correlation", "kl", "top1_agreement", "bits_per_byte", "change_in_bits_per_byte"),
 }
 
 
@@ -48,7 +47,7 @@ class Observation:
     flaws: tuple[Flaw, ...] = ()
 
 
-class _Stream:
+class Stream:
     """The accumulators of one layer in one measurement."""
 
     def __init__(self, count: int, *, percentiles: bool) -> None:
@@ -57,6 +56,7 @@ class _Stream:
         self.seen = False
 
     def take(self, output: Tensor, expected: Tensor) -> None:
+        """Append a batch."""
         self.comparison.update(output, expected)
         self.golden.update(output, expected)
         self.seen = True
@@ -76,16 +76,16 @@ def observe(
     check_reference(model, reference)
     twin = apply(model, recipe, calibration).to(device)
     streams = {
-        kind: {label: _Stream(reference.count(label), percentiles=True) for label in reference.layers}
+        kind: {label: Stream(reference.count(label), percentiles=True) for label in reference.layers}
         for kind in ("propagated", "injected")
     }
-    whole, logits = LogitComparison(), Golden(sum(one.numel() for one in reference.logits))
+    whole, logits = LogitComparison(), Stream(sum(one.numel() for one in reference.logits), percentiles=False)
     batches = iter(reference.batches)
 
     def propagated(label: str, output: Tensor, expected: Tensor) -> None:
         if label == LOGITS:
             whole.update(output[:, :-1], expected[:, :-1], next(batches)[:, 1:])
-            logits.update(output, expected)
+            logits.take(output, expected)
         else:
             streams["propagated"][label].take(output, expected)
 
@@ -99,25 +99,29 @@ def observe(
                 replay(twin, reference, take, injected=feed)
             except UncoveredError as problem:
                 uncovered.append(str(problem))
-    found = {label: _layer(label, recipe, reference, streams, strays, uncovered) for label in reference.layers}
-    found[LOGITS] = _whole(whole.metrics() if logits.seen else None, logits, uncovered, bytes_per_token)
+    found = {}
+    for label in reference.layers:
+        own = {kind: layers[label] for kind, layers in streams.items()}
+        found[label] = layer_observation(label, recipe, reference, own, strays, uncovered)
+    found[LOGITS] = logits_observation(whole, logits, uncovered, bytes_per_token)
     return found
 
 
-def _layer(
+def layer_observation(
     label: str,
     recipe: Recipe,
     reference: Reference,
-    streams: dict[str, dict[str, _Stream]],
+    streams: dict[str, Stream],
     strays: dict[str, str],
     uncovered: list[str],
 ) -> Observation:
+    """A layer from its measurements; whether the recipe was applied is told by the injected one, if it is there."""
+    judged = "injected" if "injected" in streams else "propagated"
     figures: dict[str, float | None] = {}
     values: dict[str, tuple[float, ...]] = {}
     counts: dict[str, int] = {}
     flaws: list[Flaw] = []
-    for kind, layers in streams.items():
-        stream = layers[label]
+    for kind, stream in streams.items():
         if not stream.seen:
             why = uncovered[0] if uncovered else "its hook never fired."
             flaws.append(Flaw("uncovered", f"{label} gave nothing in the {kind} run: {why}"))
@@ -126,9 +130,9 @@ def _layer(
         figures |= {f"{kind}.{name}": getattr(metrics, name) for name in FIGURES[kind]}
         values[kind], counts[kind] = stream.golden.values(), stream.golden.count
         flaws += _not_finite(label, kind, metrics)
-        if kind == "injected":
+        if kind == judged:
             flaws += _not_applied(label, recipe, reference, metrics, strays)
-    shown = streams["injected"][label].golden.points
+    shown = streams[judged].golden.points
     points = {"reference": _plain(shown[0]), "output": _plain(shown[1])}
     return Observation(figures, values, counts, points, tuple(flaws))
 
@@ -186,27 +190,25 @@ def _change(reference: Reference, label: str) -> float:
     return squares / count
 
 
-def _whole(
-    metrics: LogitMetrics | None, golden: Golden, uncovered: list[str], bytes_per_token: float
+def logits_observation(
+    whole: LogitComparison, stream: Stream, uncovered: list[str], bytes_per_token: float
 ) -> Observation:
-    if metrics is None:
+    """The figures of the whole model."""
+    if not stream.seen:
         return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {uncovered[0]}"),))
+    metrics, values = whole.metrics(), stream.comparison.metrics()
     figures: dict[str, float | None] = {
+        "logits.mse": values.mse,
+        "logits.correlation": values.correlation,
         "logits.kl": metrics.kl,
         "logits.top1_agreement": metrics.top1_agreement,
         "logits.bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
         "logits.change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
     }
-    flaws: tuple[Flaw, ...] = ()
-    if metrics.first_nonfinite is not None or not math.isfinite(sum(golden.values())):
-        flaws = (
-            Flaw(
-                "not finite",
-                f"{metrics.nonfinite_output} of {metrics.positions} positions have NaN or Inf among their logits, the "
-                f"reference {metrics.nonfinite_reference}; the first is position {metrics.first_nonfinite}.",
-            ),
-        )
-    return Observation(figures, {"logits": golden.values()}, {"logits": golden.count}, flaws=flaws)
+    golden = stream.golden
+    return Observation(
+        figures, {"logits": golden.values()}, {"logits": golden.count}, flaws=tuple(_not_finite(LOGITS, LOGITS, values))
+    )
 
 
 def _per_byte(bits: float | None, bytes_per_token: float) -> float | None:

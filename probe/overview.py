@@ -9,15 +9,12 @@ from torch import nn
 
 from probe.calibration import Calibration, calibrate
 from probe.data import fingerprint, text_of, token_batches
-from probe.formats import FORMATS
+from probe.formats import FORMATS, GATE_FORMATS
 from probe.hooks import blocks_of, select
 from probe.models.load import Loaded, load_model
 from probe.models.mamba import mamba_blocks, with_sites
 from probe.modes import MODES, Recipe, expand_modes, find_mode
 from probe.runner import Measured, measure, run_reference
-
-#: The formats of the default table: those of the gate.
-GATE_FORMATS = ("int8", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "mxint8", "nvfp4")
 
 
 def mode_rows() -> list[dict[str, object]]:
@@ -80,7 +77,7 @@ def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Reci
     return list(dict.fromkeys(recipes))
 
 
-def _check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
+def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
     """Find what cannot work before anything is run."""
     is_mamba = any(True for _ in mamba_blocks(loaded.model))
     for recipe in recipes:
@@ -117,7 +114,7 @@ def measure_all(
     if not modes:  # what fits the model
         is_mamba = any(True for _ in mamba_blocks(loaded.model))
         recipes = recipes_of(["all"] if is_mamba else ["linear_w", "linear_wa"], formats)
-    _check_recipes(loaded, recipes)
+    check_recipes(loaded, recipes)
     for note in loaded.notes:
         progress(f"note: {note}")
     source, samples, seqlen, batch_size = data

@@ -17,6 +17,7 @@ from probe.hooks import UncoveredError, capture
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
 from probe.models.load import fingerprint
 from probe.modes import Recipe, apply, find_mode
+from probe.variations import jittered
 
 Take = Callable[[str, Tensor, Tensor], None]
 
@@ -79,10 +80,12 @@ def run_reference(
     layers: Sequence[str | int] = ("all",),
     *,
     anchors: Anchors | None = None,
+    jitter: int = 0,
 ) -> Reference:
     """Run the float model (mode fp32) and keep the inputs and outputs of `layers`: two forwards.
 
-    With `anchors`, inputs that noise could round either way are rounded as they say.
+    With `anchors`, inputs that noise could round either way are rounded as they say. `jitter` is the seed of a
+    one-ulp change of what layers are fed.
     """
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
@@ -97,6 +100,9 @@ def run_reference(
     raw = {label: tensors[f"{label}.input"] for label in selected}
     ties = {label: near_ties(given) for label, given in raw.items() if given[0].is_floating_point()}
     tensors.update({f"{label}.input": narrowed(label, given, anchors) for label, given in raw.items()})
+    if jitter:
+        for label in ties:
+            tensors[f"{label}.input"] = [jittered(tensor.float(), jitter) for tensor in tensors[f"{label}.input"]]
     reference = Reference(
         fingerprint(model), tuple(batches), tuple(selected), tuple(layers), selected, tensors, tuple(logits), ties
     )

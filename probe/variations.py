@@ -27,8 +27,7 @@ BASE = Variation("base")
 def variations() -> tuple[Variation, ...]:
     """The runs whose distance from the base is the spread."""
     return (
-        Variation("all threads", threads=os.cpu_count() or 1),
-        Variation("other batch size, oneDNN off", batch_size=3, onednn=False),
+        Variation("all threads, other batch size, oneDNN off", os.cpu_count() or 1, batch_size=3, onednn=False),
         Variation("jitter 1", jitter=1),
         Variation("jitter 2", jitter=2),
     )
@@ -45,11 +44,11 @@ def under(variation: Variation, model: nn.Module) -> Iterator[None]:
         handle = embedding.register_forward_hook(_jitter(variation.jitter))
     try:
         torch.set_num_threads(variation.threads)
-        torch.backends.mkldnn.set_flags(variation.onednn)
+        torch.backends.mkldnn.set_flags(variation.onednn)  # type: ignore[no-untyped-call]
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.backends.mkldnn.set_flags(onednn)
+        torch.backends.mkldnn.set_flags(onednn)  # type: ignore[no-untyped-call]
         if handle is not None:
             handle.remove()
 

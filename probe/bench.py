@@ -1,0 +1,196 @@
+"""A bench: one model with all that its recipes share. Reference and calibration are made once, whoever asks first."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+from probe.anchors import Anchors, anchored
+from probe.calibration import Calibration
+from probe.cases import LOGITS, Case
+from probe.configuration import Settings
+from probe.data import fingerprint, text_of, token_batches
+from probe.devices import is_recorded, recorded_folder
+from probe.formats import FORMATS
+from probe.hooks import select
+from probe.models.load import Loaded, load_model
+from probe.models.mamba import mamba_blocks
+from probe.modes import Recipe, expand_modes, find_mode
+from probe.observations import Observation, observe
+from probe.overview import calibrate_on, check_recipes, recipes_of
+from probe.runner import Reference, run_reference
+from probe.sharing import shared_calibration, shared_reference
+from probe.variations import Variation, under
+
+#: What fits: the modes of a matrix that names none.
+MAMBA_MODES = ("all", "fp16", "bf16")
+OTHER_MODES = ("linear_w", "linear_wa")
+
+
+class Bench:
+    """A model, its text, and the runs over it that were made so far.
+
+    `folder` is one that the processes of this run share, or None for a process alone.
+    """
+
+    def __init__(self, settings: Settings, *, folder: Path | None = None) -> None:
+        self.settings = settings
+        self.anchors: Anchors | None = None
+        self._folder = folder
+        self._references: dict[Variation | None, Reference] = {}
+        self._calibrations: dict[Variation | None, Calibration] = {}
+
+    @property
+    def loaded(self) -> Loaded:
+        """The float model; benches of one model share it."""
+        ours = self.settings
+        return _load(ours.model, ours.allow_download, ours.trust_remote_code)
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The layers of the matrix, in model order."""
+        return tuple(select(self.loaded.model, self.settings.layers, model_name=self.settings.model))
+
+    @cached_property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The recipes of the matrix."""
+        is_mamba = any(True for _ in mamba_blocks(self.loaded.model))
+        modes = self.settings.modes or (MAMBA_MODES if is_mamba else OTHER_MODES)
+        named = [mode for mode in expand_modes(list(modes)) if mode.name != "fp32"]
+        if not named:
+            raise ValueError(f"modes are {', '.join(modes)}: nothing is left beside the reference. Name another mode.")
+        formats = self.settings.formats
+        recipes = []
+        for mode in named:
+            recipes += recipes_of([mode.name], None if mode.name.startswith("torchao") else formats)
+        check_recipes(self.loaded, recipes)
+        return tuple(recipes)
+
+    @cached_property
+    def cases(self) -> tuple[Case, ...]:
+        """The whole matrix, recipe by recipe."""
+        return tuple(
+            case
+            for device in self.settings.devices
+            for recipe in self.recipes
+            for case in cases_of(recipe, self.labels, device)
+        )
+
+    def batches(self, batch_size: int | None = None) -> list[Tensor]:
+        """The text as tokens."""
+        ours = self.settings
+        return token_batches(
+            text_of(ours.data),
+            self.loaded.tokenizer,
+            samples=ours.samples,
+            seqlen=ours.seqlen,
+            batch_size=batch_size or ours.batch_size,
+        )
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """How much text a token is."""
+        batches = self.batches()
+        text = "".join(self.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch)
+        return max(1, len(text.encode("utf-8"))) / sum(batch.numel() for batch in batches)
+
+    @cached_property
+    def input_facts(self) -> dict[str, str]:
+        """What the figures depend on beside the code: baselines made with another input cannot be compared."""
+        ours = self.settings.calibration
+        sampled = token_batches(
+            text_of(ours.data), self.loaded.tokenizer, samples=ours.samples, seqlen=ours.seqlen, batch_size=8
+        )
+        return {
+            "input.model": self.loaded.fingerprint,
+            "input.tokens": f"{fingerprint(self.batches())} ({self.settings.samples} x {self.settings.seqlen})",
+            "input.calibration": f"{fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
+            "input.percentile": f"{ours.percentile:g}",
+        }
+
+    def reference(self, variation: Variation | None = None) -> Reference:
+        """The float run; with a variation, under that harmless change."""
+        if variation not in self._references:
+            self._references[variation] = shared_reference(
+                self._folder, self._key("reference", variation), lambda: self._run_reference(variation)
+            )
+        return self._references[variation]
+
+    def calibration(self, variation: Variation | None = None) -> Calibration:
+        """The scales; with anchors, those that are the golden ones but for noise are the golden ones."""
+        if variation not in self._calibrations:
+            self._calibrations[variation] = shared_calibration(
+                self._folder, self._key("calibration", variation), lambda: self._calibrate(variation)
+            )
+        found = self._calibrations[variation]
+        return found if self.anchors is None else anchored(found, self.anchors.amax)
+
+    def make_anchors(self, variation: Variation) -> Anchors:
+        """Anchors of all layers, from the run under `variation`, used from now on; those that are there stay."""
+        there = self.anchors or Anchors()
+        if not set(self.labels) <= set(there.places):
+            ties = self.reference(variation).ties
+            self.anchors = Anchors(
+                {**{label: places for label, (places, _) in ties.items()}, **there.places},
+                {**{label: values for label, (_, values) in ties.items()}, **there.values},
+                {**self.calibration(variation).amax, **there.amax},
+            )
+        return self.anchors or there
+
+    def observe(self, recipe: Recipe, device: str, variation: Variation | None = None) -> dict[str, Observation]:
+        """Both measurements of every layer of a recipe, on a device or from a recording."""
+        reference = self.reference(variation)
+        if is_recorded(device):
+            from probe.recordings import observe_recording, read_recording
+
+            return observe_recording(
+                read_recording(recorded_folder(device)),
+                recipe,
+                reference,
+                model_fingerprint=self.loaded.fingerprint,
+                data_fingerprint=fingerprint(self.batches()),
+                bytes_per_token=self.bytes_per_token,
+            )
+        calibration = self.calibration(variation) if needs_calibration(recipe) else None
+        with self._under(variation):
+            return observe(
+                self.loaded.model, recipe, reference, calibration, device=device, bytes_per_token=self.bytes_per_token
+            )
+
+    def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
+        return nullcontext() if variation is None else under(variation, self.loaded.model)
+
+    def _run_reference(self, variation: Variation | None) -> Reference:
+        with self._under(variation):
+            batches = self.batches(variation.batch_size if variation else None)
+            jitter = variation.jitter if variation else 0
+            wanted = self.settings.layers
+            return run_reference(self.loaded.model, batches, wanted, anchors=self.anchors, jitter=jitter)
+
+    def _calibrate(self, variation: Variation | None) -> Calibration:
+        ours = self.settings.calibration
+        with self._under(variation):
+            return calibrate_on(self.loaded, ours.data, ours.samples, ours.seqlen, percentile=ours.percentile)
+
+    def _key(self, kind: str, variation: Variation | None) -> str:
+        name = "check" if variation is None else variation.name.replace(" ", "_").replace(",", "")
+        return f"{kind}-{self.loaded.fingerprint}-{name}"
+
+
+@lru_cache(maxsize=4)
+def _load(model: str, allow_download: bool, trust_remote_code: bool) -> Loaded:
+    return load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+
+
+def cases_of(recipe: Recipe, labels: Iterable[str], device: str) -> list[Case]:
+    """The cases of a recipe: its layers, and the whole model."""
+    return [Case(find_mode(recipe.mode).id, label, device, recipe.format or "") for label in (*labels, LOGITS)]
+
+
+def needs_calibration(recipe: Recipe) -> bool:
+    """Whether a recipe has static scales; modes of users may look at a calibration as well."""
+    static = recipe.format is not None and FORMATS[recipe.format].scale in ("float32", "e4m3")
+    return static or find_mode(recipe.mode).kind == "user"
+

@@ -1,0 +1,227 @@
+"""The pytest plugin: translates pytest to library calls. Loaded in every pytest run, so nothing heavy is imported here.
+
+A test that takes the fixture `probe_case` is run for every case of the matrix:
+
+    def test_matches_baseline(probe_case):
+        probe_case.check()
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from probe.configuration import AXES, has_settings, read_settings
+
+if TYPE_CHECKING:
+    from probe.plugin.taken import ProbeCase
+    from probe.session import Asked, Session
+
+SESSION: pytest.StashKey[Session] = pytest.StashKey()
+FOLDER = pytest.StashKey[Path]()
+TAKEN: pytest.StashKey[ProbeCase] = pytest.StashKey()
+
+MARKER = (
+    "probe(model=..., modes=[...], layers=[...], formats=[...], ...): "
+    "the matrix of this test, over that of [tool.probe]; the same keys"
+)
+#: The category of cases that failed in a recipe whose story is told already; failures of the run all the same.
+FOLLOWS = "failed in the same recipe"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, which override [tool.probe]."""
+    group = parser.getgroup("probe", "numerical regression gate (probe)")
+    group.addoption("--probe-model", metavar="MODEL", help="embedded name, folder, hub id or package.module:factory")
+    for axis in AXES:
+        words = f"{axis} of the matrix, separated by commas or spaces"
+        group.addoption(f"--probe-{axis}", metavar="NAMES", action="append", help=words)
+    group.addoption("--baselines-dir", metavar="DIR", help="where baselines lie (default: baselines)")
+    group.addoption("--update-baselines", action="store_true", help="measure and store; with -k only what it selects")
+    group.addoption("--update-baselines-in-ci", action="store_true", help="allow --update-baselines though CI is set")
+    group.addoption("--allow-worse", metavar="REASON", help="store figures that got worse, with the reason beside them")
+    group.addoption("--probe-output", metavar="DIR", help="for summary.json and summary.md (default: beside --html)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check what was asked for; nothing is loaded yet."""
+    config.addinivalue_line("markers", MARKER)
+    from probe.plugin.controller import Controller
+    from probe.session import Options, Session
+
+    try:
+        settings = read_settings(config.rootpath)
+        options = Options(
+            model=config.getoption("--probe-model"),
+            axes={axis: _words(config, axis) for axis in AXES},
+            baselines=config.getoption("--baselines-dir"),
+            update=config.getoption("--update-baselines"),
+            reason=_reason(config),
+        )
+    except ValueError as problem:
+        raise pytest.UsageError(f"probe: {problem}") from None
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    folder = Path(worker["probe_folder"]) if worker and "probe_folder" in worker else None
+    config.stash[SESSION] = Session(config.rootpath, settings, options, folder=folder)
+    if worker is None:
+        if config.getoption("numprocesses", None) and has_settings(config.rootpath):
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers on the same cores must not spin
+        config.pluginmanager.register(Controller(config, config.stash[SESSION]), "probe-controller")
+
+
+def _words(config: pytest.Config, axis: str) -> tuple[str, ...] | None:
+    given: list[str] | None = config.getoption(f"--probe-{axis}")
+    if given is None:
+        return None
+    words = tuple(word for text in given for word in text.replace(",", " ").split())
+    if not words:
+        raise ValueError(f"--probe-{axis} names nothing. Expected {axis} separated by commas.")
+    return words
+
+
+def _reason(config: pytest.Config) -> str:
+    update, reason = config.getoption("--update-baselines"), config.getoption("--allow-worse")
+    if update and os.environ.get("CI") and not config.getoption("--update-baselines-in-ci"):
+        raise ValueError(
+            "--update-baselines while CI is set: baselines are made and reviewed by people. "
+            "Run it at home and commit the result, or say --update-baselines-in-ci."
+        )
+    if config.getoption("--update-baselines-in-ci") and not update:
+        raise ValueError("--update-baselines-in-ci does nothing without --update-baselines. Give both.")
+    if reason is None:
+        return ""
+    if not update:
+        raise ValueError("--allow-worse does nothing without --update-baselines. Give both.")
+    if not 8 <= len(reason.strip()) <= 120 or not reason.isprintable():
+        raise ValueError(
+            f"--allow-worse {reason!r}: expected a reason of 8 to 120 characters that a reviewer can read, on one line."
+        )
+    return str(reason.strip())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of xdist: with plain `-n`, a recipe stays together. Another --dist is left to xdist."""
+    if config.getoption("dist") == "load" and has_settings(config.rootpath):
+        from probe.plugin.scheduling import RecipeScheduling
+
+        return RecipeScheduling(config, log)
+    return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist, in the controller: where the workers share what they compute."""
+    stash = node.config.stash
+    if FOLDER not in stash:
+        stash[FOLDER] = Path(tempfile.mkdtemp(prefix="probe-"))
+    node.workerinput["probe_folder"] = str(stash[FOLDER])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Take the shared folder away."""
+    if FOLDER in config.stash:
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `probe_case` becomes one test per case."""
+    if "probe_case" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("probe")
+    if marker is not None and marker.args:
+        name = metafunc.definition.name
+        raise pytest.Collector.CollectError(f"probe: the marker of {name} takes keywords only, such as model=...")
+    session = metafunc.config.stash[SESSION]
+    try:
+        asked = session.ask(marker.kwargs if marker else {}, where=f"the probe marker of {metafunc.definition.name}")
+    except (ValueError, OSError) as problem:
+        raise pytest.Collector.CollectError(f"probe: {problem}") from None
+    metafunc.parametrize("probe_case", asked, indirect=True, ids=[str(one.case) for one in asked])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is left after -k, -m, --deselect and paths is selected."""
+    ours = session.config.stash[SESSION]
+    for item in session.items:
+        asked = _asked(item)
+        if asked is not None:
+            ours.select(asked)
+
+
+def _asked(item: pytest.Item) -> Asked | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("probe_case") if callspec else None
+
+
+@pytest.fixture
+def probe_case(request: pytest.FixtureRequest) -> ProbeCase:
+    """One case of the matrix; `check()` measures it and compares it with its baseline."""
+    from probe.devices import is_present
+    from probe.plugin.taken import ProbeCase
+
+    asked: Asked = request.param
+    taken = ProbeCase(asked, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid))
+    request.node.stash[TAKEN] = taken
+    if not is_present(asked.case.device):
+        pytest.skip(f"device {asked.case.device} is not present on this machine: {asked.case} was not measured")
+    return taken
+
+
+def _plain_nodeid(nodeid: str) -> str:
+    """Without the group that xdist's loadgroup puts behind it."""
+    head, bracket, _ = nodeid.rpartition("]@")
+    return f"{head}]" if bracket else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_html_results_table_row(report: Any, cells: list[str]) -> None:
+    """Of pytest-html, which writes test ids unescaped: layer names come from models."""
+    from probe.report.tables import name_cell
+
+    if len(cells) > 1:
+        cells[1] = name_cell(report.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Put outcome, story, tables and pictures on the report; it may be on its way to another process."""
+    report = yield
+    taken = item.stash.get(TAKEN, None)
+    if taken is None:
+        return report
+    from probe.plugin.reports import describe
+
+    describe(report, taken, call.excinfo.value if call.excinfo else None, item.config)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, Any] | None:
+    """Further failures of a recipe are counted as failures, but its story is printed once."""
+    if getattr(report, "probe_follows", False):
+        return FOLLOWS, "F", ("FAILED", {"red": True})
+    return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Of xdist, in the controller: a worker has ended, and hands over what it knows."""
+    given = getattr(node, "workeroutput", {}).get("probe")
+    if given:
+        node.config.stash[SESSION].merge(given)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker: hand over what it knows. What the controller does is in `Controller`."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["probe"] = session.config.stash[SESSION].close()

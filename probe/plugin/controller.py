@@ -1,0 +1,142 @@
+"""The process that writes: gathers what cases became, and at the end says what is obsolete, stores and reports.
+
+Serial runs have only this process; under xdist it is the controller, and the workers' reports come to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from probe.outcomes import Outcome
+    from probe.session import Session
+
+
+class Controller:
+    """Hooks of the process that writes."""
+
+    def __init__(self, config: pytest.Config, session: Session) -> None:
+        self.config = config
+        self.session = session
+        self.written: list[str] = []
+        self._finished = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take what a case became."""
+        given = getattr(report, "probe", None)
+        if given is None:
+            return
+        from probe.entries import Entry, Stored
+        from probe.outcomes import Outcome
+
+        entry = given["entry"]
+        stored = entry and Entry(
+            {name: Stored(*figure) for name, figure in entry["figures"].items()}, tuple(entry["values"])
+        )
+        self.session.take(Outcome.from_dict(given["outcome"]), stored, given["refusal"])
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Find what is obsolete, write an update; either may fail the run."""
+        self._finished = True
+        ours = self.session
+        if not ours.outcomes:
+            return
+        if not getattr(session.config, "workerinput", None) and session.items:
+            ours.close()
+        ours.finish(narrowed_by_paths=_narrowed_by_paths(self.config))
+        if ours.problems and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._write_summaries(int(session.exitstatus))
+
+    def _write_summaries(self, exit_status: int) -> None:
+        folder = self._output()
+        if folder is None:
+            return
+        from probe.report.summary import markdown, summary, write
+
+        facts = self._facts()
+        try:
+            text = json.dumps(summary(self._outcomes(), **facts, exit_status=exit_status), indent=1)
+            self.written.append(str(write(folder, "summary.json", text + "\n")))
+            page = markdown(self._outcomes(), **facts, exit_status=exit_status)
+            self.written.append(str(write(folder, "summary.md", page)))
+        except OSError as problem:
+            self.session.problems.append(f"the summary could not be written: {problem}")
+
+    def _output(self) -> Path | None:
+        given, report = self.config.getoption("--probe-output"), self.config.getoption("htmlpath", None)
+        if given:
+            return Path(given)
+        return Path(report).parent if report else None
+
+    def _outcomes(self) -> list[Outcome]:
+        return list(self.session.outcomes.values())
+
+    def _facts(self) -> dict[str, Any]:
+        from probe.baselines import Store
+        from probe.environment import environment
+
+        stored: dict[str, str] | None = None
+        for dossier in self.session.dossiers.values():
+            try:
+                stored = Store(self.session.root / dossier.settings.baselines).environment(dossier.settings.model)
+            except ValueError:
+                stored = None
+            break
+        return {"environment": environment(), "baseline_environment": stored}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_html_results_summary(self, prefix: list[str]) -> None:
+        """The front of the HTML report."""
+        if self._finished and self.session.outcomes:
+            from probe.report.page import front
+
+            prefix.append(front(self._outcomes(), **self._facts()))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Counts, what is obsolete, what an update changed, where the reports are."""
+        ours = self.session
+        if not ours.outcomes:
+            return
+        write = terminalreporter.write_line
+        terminalreporter.section("probe")
+        for line in _counts(self._outcomes()):
+            write(line)
+        for line in ours.told:
+            write(line)
+        most = 20
+        for line in ours.problems[:most]:
+            write(line, red=True)
+        if len(ours.problems) > most:
+            write(f"and {len(ours.problems) - most} more", red=True)
+        if any(one.startswith("obsolete: ") for one in ours.problems):
+            write("Obsolete cases are dropped by: pytest --update-baselines   (all cases, without -k)")
+        for line in self.written:
+            write(f"wrote {line}")
+
+
+def _counts(outcomes: list[Outcome]) -> list[str]:
+    """A line for each model and device: recipes, cases, and how many of each verdict."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault((one.model, one.case.device), []).append(one)
+    lines = []
+    for (model, device), members in sorted(groups.items()):
+        kinds = Counter(one.verdict if one.status == "failed" else one.status for one in members)
+        recipes = {one.case.recipe for one in members}
+        failing = {one.case.recipe for one in members if one.status == "failed"}
+        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
+        lines.append(f"{model} on {device}: {len(members)} cases: {told}; {len(failing)} of {len(recipes)} recipes fail")
+    return lines
+
+
+def _narrowed_by_paths(config: pytest.Config) -> bool:
+    """Whether the command line named files, keywords or markers, so that tests may be missing."""
+    options = config.option
+    plain = config.args_source is not pytest.Config.ArgsSource.ARGS
+    return not plain or bool(options.keyword or options.markexpr or getattr(options, "deselect", None) or options.lf)

@@ -1,0 +1,108 @@
+"""What pytest's report of a case carries: its outcome, the story of its recipe, its table and its pictures.
+
+The report may be on its way from a worker to the controller, so all of it is plain data.
+"""
+
+import base64
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from probe.environment import differences, environment
+from probe.outcomes import Outcome
+from probe.plugin.taken import GateFailure, ProbeCase
+from probe.report.plots import recipe_picture
+from probe.report.story import case_text, one_line, story
+from probe.report.tables import figure_table
+
+#: How many failing layers of one recipe carry a picture of their own.
+PICTURED = 8
+
+
+def describe(report: pytest.TestReport, taken: ProbeCase, problem: BaseException | None, config: pytest.Config) -> None:
+    """Add to the report of a phase what is known of its case."""
+    if report.when == "setup" and report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        outcome = Outcome(taken.settings.model, taken.case, "skipped", message=reason, nodeid=taken.nodeid)
+        _attach(report, taken, outcome)
+    if report.when != "call":
+        return
+    if isinstance(problem, GateFailure) and taken.outcome is None:
+        report.longrepr = str(problem)
+    elif taken.outcome is not None:
+        _describe_judged(report, taken, taken.outcome, problem, config)
+    elif report.passed and not taken.checked:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{taken.case}: the test took probe_case and never called probe_case.check(), so nothing was compared. "
+            "Call it."
+        )
+
+
+def _describe_judged(
+    report: pytest.TestReport,
+    taken: ProbeCase,
+    outcome: Outcome,
+    problem: BaseException | None,
+    config: pytest.Config,
+) -> None:
+    _attach(report, taken, outcome)
+    teller = _teller(taken)
+    if isinstance(problem, GateFailure):
+        if taken.refusal:
+            report.longrepr = taken.refusal
+        elif teller == str(taken.case):
+            report.longrepr = "\n".join(story(taken.recipe, report=_report_file(config), environment=_changed(taken)))
+        else:
+            report.longrepr = "\n".join([one_line(outcome, told_by=teller), *case_text(outcome)])
+        report.probe_follows = teller != str(taken.case)  # type: ignore[attr-defined]
+    if config.getoption("htmlpath", None):
+        report.extras = [*getattr(report, "extras", []), *_extras(taken, outcome)]  # type: ignore[attr-defined]
+
+
+def _attach(report: pytest.TestReport, taken: ProbeCase, outcome: Outcome) -> None:
+    entry = getattr(taken, "entry", None)
+    report.probe = {  # type: ignore[attr-defined]
+        "outcome": replace(outcome, points={}).as_dict(),
+        "refusal": taken.refusal,
+        "entry": None
+        if entry is None
+        else {
+            "figures": {name: [one.value, one.spread, one.reason] for name, one in entry.figures.items()},
+            "values": list(entry.values),
+        },
+    }
+
+
+def _teller(taken: ProbeCase) -> str:
+    """The case of this recipe that tells its story: the first of this process to fail."""
+    tellers: dict[tuple[str, str, str, bool], str] = taken.session.__dict__.setdefault("tellers", {})
+    key = (taken.settings.key, taken.case.device, taken.case.recipe, bool(taken.refusal))
+    failed = taken.refusal or (taken.outcome is not None and taken.outcome.status == "failed")
+    return tellers.setdefault(key, str(taken.case)) if failed else str(taken.case)
+
+
+def _changed(taken: ProbeCase) -> list[str]:
+    return differences(taken.session.gate.bar(taken.settings).stored, environment())
+
+
+def _report_file(config: pytest.Config) -> str | None:
+    given = config.getoption("htmlpath", None)
+    return str(given) if given else None
+
+
+def _extras(taken: ProbeCase, outcome: Outcome) -> list[dict[str, Any]]:
+    """The table of figures; and a picture, of every failing case and once of a recipe that passes."""
+    from pytest_html import extras
+
+    found = [extras.html(figure_table(outcome))]
+    drawn: dict[tuple[str, str, str], int] = taken.session.__dict__.setdefault("drawn", {})
+    key = (taken.settings.key, taken.case.device, taken.case.recipe)
+    failed = outcome.status == "failed"
+    healthy = all(one.status != "failed" for one in taken.recipe)
+    if (failed and drawn.get(key, 0) < PICTURED) or (healthy and key not in drawn and outcome.points):
+        drawn[key] = drawn.get(key, 0) + 1
+        picture = base64.b64encode(recipe_picture(taken.recipe, outcome)).decode()
+        found.append(extras.png(picture))
+    return found

@@ -1,0 +1,274 @@
+"""One run of the tests as probe sees it: which cases there are, what became of them, what is to be written at the end.
+
+Every process has one. Workers hand their outcomes and, at the end, a dossier to the controller, which alone writes.
+Importing this loads nothing heavy; the gate is loaded when a test first takes a case.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from probe.cases import LOGITS, Case
+from probe.configuration import Settings, settings_of
+from probe.outcomes import Outcome
+
+if TYPE_CHECKING:
+    from probe.entries import Entry
+    from probe.gate import Gate
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; axes that it does not name are None."""
+
+    model: str | None = None
+    axes: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
+    baselines: str | None = None
+    update: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The case of one test, and the settings that it is measured with."""
+
+    settings: Settings
+    case: Case
+
+
+@dataclass
+class Dossier:
+    """What one process knows of a model: the whole matrix, what was selected, and what an update needs."""
+
+    settings: Settings
+    matrix: set[Case] = field(default_factory=set)  # as configured, whatever the options say
+    selected: set[Case] = field(default_factory=set)
+    facts: dict[str, str] = field(default_factory=dict)
+    anchors: tuple[str, bytes] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For execnet."""
+        return {
+            "settings": self.settings.as_dict(),
+            "matrix": [vars(case) for case in sorted(self.matrix)],
+            "selected": [vars(case) for case in sorted(self.selected)],
+            "facts": self.facts,
+            "anchors": list(self.anchors) if self.anchors else None,
+        }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Dossier:
+        """The inverse of as_dict."""
+        anchors = given["anchors"]
+        return cls(
+            Settings.from_dict(given["settings"]),
+            {Case(**case) for case in given["matrix"]},
+            {Case(**case) for case in given["selected"]},
+            dict(given["facts"]),
+            (anchors[0], anchors[1]) if anchors else None,
+        )
+
+
+class Session:
+    """The state of one process."""
+
+    def __init__(self, root: Path, settings: Settings, options: Options, *, folder: Path | None = None) -> None:
+        self.root = root
+        self.options = options
+        self.settings = settings
+        self.dossiers: dict[str, Dossier] = {}  # by model
+        self.outcomes: dict[tuple[str, Case], Outcome] = {}
+        self.entries: dict[str, dict[Case, Entry]] = {}
+        self.refusals: dict[Case, str] = {}
+        self.told: list[str] = []  # of the update, for the terminal
+        self.problems: list[str] = []  # each fails the run
+        self._folder = folder
+        self._gate: Gate | None = None
+
+    @property
+    def gate(self) -> Gate:
+        """The gate, loaded with torch when first used."""
+        if self._gate is None:
+            from probe.gate import Gate
+
+            options = self.options
+            self._gate = Gate(self.root, folder=self._folder, update=options.update, reason=options.reason)
+        return self._gate
+
+    def ask(self, marked: Mapping[str, Any], *, where: str) -> list[Asked]:
+        """The cases of a test: those of the configured matrix, or of its marker, narrowed by the options."""
+        from probe.devices import check_device
+
+        configured = self.settings if not self.options.model else replace(self.settings, model=self.options.model)
+        if self.options.baselines:
+            configured = replace(configured, baselines=self.options.baselines)
+        configured = settings_of(marked, where=where, base=configured) if marked else configured
+        axes: dict[str, Any] = {name: value for name, value in self.options.axes.items() if value is not None}
+        narrowed = configured if marked else settings_of(axes, where="the options", base=configured)
+        for device in narrowed.devices:
+            check_device(device)
+        cases = list(self.gate.bench(narrowed).cases)
+        if marked:
+            cases = [case for case in cases if self._named(axes, configured, case)]
+        dossier = self.dossiers.setdefault(configured.model, Dossier(configured))
+        self._check_shared(dossier.settings, configured)
+        dossier.matrix |= set(self.gate.bench(configured).cases)
+        return [Asked(narrowed, case) for case in cases]
+
+    def _named(self, axes: Mapping[str, Any], settings: Settings, case: Case) -> bool:
+        """Whether the options name a case of a marked test: they narrow its matrix and add nothing to it."""
+        from probe.hooks import select
+        from probe.modes import expand_modes
+
+        if "modes" in axes and case.mode not in {mode.id for mode in expand_modes(list(axes["modes"]))}:
+            return False
+        if "formats" in axes and case.format and case.format not in axes["formats"]:
+            return False
+        if "devices" in axes and case.device not in axes["devices"]:
+            return False
+        if "layers" in axes and case.layer != LOGITS:
+            try:
+                return case.layer in select(self.gate.bench(settings).loaded.model, axes["layers"])
+            except ValueError:  # a pattern for another model
+                return False
+        return True
+
+    def _check_shared(self, one: Settings, other: Settings) -> None:
+        for name in ("data", "samples", "seqlen", "calibration", "baselines"):
+            if getattr(one, name) != getattr(other, name):
+                raise ValueError(
+                    f"two tests measure {one.model} with another {name}: {getattr(one, name)!r} and "
+                    f"{getattr(other, name)!r}. One set of baselines serves one: give the second its own `baselines`."
+                )
+
+    def select(self, asked: Asked) -> None:
+        """This case is going to run."""
+        self.dossiers[asked.settings.model].selected.add(asked.case)
+
+    def close(self) -> dict[str, Any]:
+        """The dossiers of this process, complete, for the controller."""
+        if self.options.update and self._gate is not None:
+            from probe.anchor_file import render
+
+            for bar in self._gate.bars():
+                dossier = self.dossiers[bar.bench.settings.model]
+                dossier.facts = bar.bench.input_facts
+                if bar.bench.anchors is not None:
+                    dossier.anchors = render(bar.bench.anchors)
+        return {model: dossier.as_dict() for model, dossier in self.dossiers.items()}
+
+    def merge(self, given: Mapping[str, Any]) -> None:
+        """Take the dossiers of a worker."""
+        for model, one in given.items():
+            other = Dossier.from_dict(one)
+            mine = self.dossiers.setdefault(model, other)
+            mine.matrix |= other.matrix
+            mine.selected |= other.selected
+            mine.facts = mine.facts or other.facts
+            mine.anchors = mine.anchors or other.anchors
+
+    def take(self, outcome: Outcome, entry: Entry | None, refusal: str) -> None:
+        """What became of a case, in the process that writes."""
+        self.outcomes[outcome.model, outcome.case] = outcome
+        if entry is not None:
+            self.entries.setdefault(outcome.model, {})[outcome.case] = entry
+        if refusal:
+            self.refusals[outcome.case] = refusal
+
+    def finish(self, *, narrowed_by_paths: bool) -> None:
+        """At the end, where all is known: obsolete cases become problems, and an update is written, or refused."""
+        for dossier in self.dossiers.values():
+            if not dossier.selected:
+                continue
+            try:
+                if self.options.update:
+                    self._update(dossier)
+                else:
+                    self._find_obsolete(dossier)
+            except ValueError as problem:
+                self.problems.append(str(problem))
+        if not self.options.update and not narrowed_by_paths and any(d.selected for d in self.dossiers.values()):
+            self._find_obsolete_models()
+
+    def _find_obsolete(self, dossier: Dossier) -> None:
+        for case in self._obsolete(dossier):
+            message = "it is stored, but the matrix no longer has it."
+            outcome = Outcome(dossier.settings.model, case, "failed", "obsolete", message)
+            self.outcomes[dossier.settings.model, case] = outcome
+            self.problems.append(f"obsolete: {case} of {dossier.settings.model}: {message}")
+
+    def _find_obsolete_models(self) -> None:
+        from probe.baselines import Store, path_part
+
+        for root in {self.root / dossier.settings.baselines for dossier in self.dossiers.values()}:
+            ours = [one.settings for one in self.dossiers.values()]
+            used = {path_part(one.model) for one in ours if self.root / one.baselines == root}
+            for model in Store(root).models():
+                if path_part(model) not in used:
+                    self.problems.append(
+                        f"obsolete: {root / path_part(model)} has baselines of {model}, which no test measures. "
+                        "Delete the folder, or add a test for it."
+                    )
+
+    def _obsolete(self, dossier: Dossier) -> list[Case]:
+        """Stored cases that the matrix does not have; a device that it does not name at all counts too."""
+        from probe.baselines import Store
+
+        store, model = Store(self.root / dossier.settings.baselines), dossier.settings.model
+        stored = [case for device in store.devices(model) for case in store.read(model, device)]
+        return sorted(set(stored) - dossier.matrix)
+
+    def _update(self, dossier: Dossier) -> None:
+        from probe.baselines import Store
+        from probe.gate import Update, store_update
+
+        model = dossier.settings.model
+        entries = self.entries.get(model, {})
+        ours = {case: outcome for (one, case), outcome in self.outcomes.items() if one == model}
+        skipped = {case for case, outcome in ours.items() if outcome.status == "skipped"}
+        lost = dossier.selected - set(entries) - skipped
+        if lost:
+            refused = [text for case, text in self.refusals.items() if case in lost]
+            first = refused[0] if refused else f"{min(lost)} was not measured."
+            raise ValueError(
+                f"no baseline of {model} was written: {len(lost)} of {len(dossier.selected)} cases have nothing to "
+                f"store. {first}"
+            )
+        if not entries or dossier.anchors is None:
+            return
+        whole = dossier.selected - skipped >= {case for case in dossier.matrix if case.device not in _absent(skipped)}
+        store = Store(self.root / dossier.settings.baselines)
+        stored = store.environment(model) or {}
+        if not whole and any(stored.get(key, value) != value for key, value in dossier.facts.items()):
+            raise ValueError(
+                f"no baseline of {model} was written: the input changed, so all cases must be made anew. "
+                "Run pytest --update-baselines without -k and without --probe-* options."
+            )
+        drop = self._obsolete(dossier) if whole else []
+        lines = store_update(store, Update(model, entries, drop, dossier.facts, dossier.anchors))
+        kind = "all" if whole else "some"
+        self.told.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
+        self.told += _shortened(lines)
+
+
+def _absent(skipped: set[Case]) -> set[str]:
+    return {case.device for case in skipped}
+
+
+def _shortened(lines: list[str], *, most: int = 2000) -> list[str]:
+    """New and dropped cases as counts by recipe; figures that moved line by line."""
+    counts: Counter[tuple[str, str]] = Counter()
+    rest = []
+    for line in lines:
+        name, _, what = line.partition("  ")
+        if what in ("new", "dropped"):
+            counts[what, name.split("-")[0]] += 1
+        else:
+            rest.append(line)
+    told = [f"{what}: {count} cases of {mode}" for (what, mode), count in sorted(counts.items())]
+    left = len(rest) - most
+    return [*told, *rest[:most], *([f"and {left} more; see git diff"] if left > 0 else [])]

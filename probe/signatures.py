@@ -1,0 +1,282 @@
+"""What a difference looks like: a step of a layer beside its expectation, matched with a table of signatures.
+
+First the faults that can be replayed are tried: the one that reproduces what the step gave is the cause. What none
+reproduces is told by its statistics: a factor, one channel, one token, zeros, a bias of the rounding.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+Replay = Callable[[], Tensor]
+
+#: Two ways to add the same float32 numbers differ by less than this part of the result and of its rms.
+SUMS = 2e-5
+#: Grid values computed in float64 and rounded once differ by less.
+GRIDS = 1e-6
+#: A replayed fault is the cause if it leaves less than this part of the difference.
+EXPLAINED = 0.1
+AXES = {
+    1: ("channel",),
+    2: ("row", "column"),
+    3: ("sequence", "token", "channel"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a step gave, and what it should have given from the very same inputs."""
+
+    name: str
+    actual: Tensor
+    expected: Tensor
+    given: Tensor | None = None  # of a grid: what it was given
+    unit: Tensor | None = None  # of a grid: the distance between its values
+    suspects: Callable[[], Iterator[tuple[str, Replay]]] = lambda: iter(())
+    noise: float = SUMS
+    axes: tuple[str, ...] = ()  # names of the dimensions; by default those of activations and of weights
+
+    def differs(self) -> Tensor:
+        """Where the step is not what it should be, beyond noise."""
+        a, e = self.actual.double(), self.expected.double()
+        finite = e[e.isfinite()]
+        floor = float(finite.square().mean().sqrt()) if finite.numel() and self.noise == SUMS else 0.0
+        same = (a == e) | (a.isnan() & e.isnan()) | ((a - e).abs() <= self.noise * (e.abs() + floor))
+        return ~same
+
+    def at(self, axis: int, index: int) -> "Step":
+        """One channel, one token, one row of it."""
+
+        def part(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.narrow(axis, index, 1)
+
+        def replays() -> Iterator[tuple[str, Replay]]:
+            for sentence, replay in self.suspects():
+                yield sentence, partial(_narrowed, replay, axis, index)
+
+        return replace(
+            self,
+            actual=self.actual.narrow(axis, index, 1),
+            expected=self.expected.narrow(axis, index, 1),
+            given=part(self.given),
+            unit=part(self.unit),
+            suspects=replays,
+        )
+
+
+def _narrowed(replay: Replay, axis: int, index: int) -> Tensor:
+    return replay().narrow(axis, index, 1)
+
+
+def explain(step: Step) -> str:
+    """Why the step is not what it should be, in a few words; empty if it is."""
+    if step.actual.shape != step.expected.shape:
+        return f"has shape {list(step.actual.shape)}, expected {list(step.expected.shape)}"
+    if step.actual.dtype != step.expected.dtype:
+        return f"is {_dtype(step.actual)}, expected {_dtype(step.expected)}"
+    differs = step.differs()
+    if not bool(differs.any()):
+        return ""
+    return _replayed(step) or _local(step, differs) or _matched(step)
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _matched(step: Step) -> str:
+    return next(found for signature in SIGNATURES.values() if (found := signature(step)))
+
+
+def _replayed(step: Step) -> str:
+    """The sentence of the suspect that leaves the least of the difference, if that is little enough."""
+    whole = _distance(step.actual, step.expected)
+    best, cause = EXPLAINED, ""
+    for sentence, replay in step.suspects():
+        made = replay()
+        if made.shape != step.actual.shape:
+            continue
+        left = _distance(step.actual, made)
+        share = 0.0 if left == 0 else left / whole if math.isfinite(left) else math.inf
+        if share < best:
+            best, cause = share, sentence
+    return cause + _bias(step) if cause.startswith("rounding") else cause
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """rms of the difference as float32; where both overflowed they agree, where one did they do not at all."""
+    a, b = a.float().double(), b.float().double()
+    lost = ~a.isfinite()
+    if float((lost != ~b.isfinite()).sum()) > 0.01 * float(lost.sum()):
+        return math.inf
+    both = (a - b)[a.isfinite() & b.isfinite()]
+    return float(both.square().mean().sqrt()) if both.numel() else 0.0
+
+
+def _local(step: Step, differs: Tensor) -> str:
+    """The cause within the one channel, token or element that differs, where it is just one."""
+    axes = step.axes or AXES.get(differs.dim(), ())
+    if not axes or int(differs.sum()) == 1:
+        return ""
+    for axis in sorted(range(len(axes)), key=lambda axis: axes[axis] not in ("channel", "column")):
+        others = [other for other in range(len(axes)) if other != axis]
+        hit = (differs.any(dim=others) if others else differs).nonzero().reshape(-1)
+        if hit.numel() == 1 and differs.shape[axis] > 1:
+            index = int(hit[0])
+            part = step.at(axis, index)
+            return f"only {axes[axis]} {index}: {_replayed(part) or _matched(part)}"
+    return ""
+
+
+def _errors_in_steps(step: Step) -> Tensor | None:
+    """(what was given - what should have been rounded) / unit, of finite elements; of grids only."""
+    if step.given is None or step.unit is None or step.given.shape != step.actual.shape:
+        return None
+    error = (step.actual.double() - step.given.double()) / step.unit.double()
+    some = error[error.isfinite() & (step.unit > 0)]
+    return some if some.numel() else None
+
+
+def _bias(step: Step) -> str:
+    errors = _errors_in_steps(step)
+    if errors is None or step.given is None:
+        return ""
+    mean = float(errors.clamp(-2, 2).mean())
+    return f" (mean error {mean:+.2f} steps)" if abs(mean) > 0.05 else ""
+
+
+def _not_finite(step: Step) -> str:
+    bad = ~step.actual.isfinite() & step.expected.isfinite()
+    if not bool(bad.any()):
+        return ""
+    nan = int((bad & step.actual.isnan()).sum())
+    kind = "NaN" if nan else "Inf"
+    count = nan or int(bad.sum())
+    return f"{kind} in {count} of {bad.numel()} values, the first at {bad.nonzero()[0].tolist()}"
+
+
+def _zeros(step: Step) -> str:
+    return "gives only zeros" if not bool(step.actual.any()) and bool(step.expected.any()) else ""
+
+
+def _untouched(step: Step) -> str:
+    if step.given is None or step.given.shape != step.actual.shape:
+        return ""
+    same = torch.allclose(step.actual.double(), step.given.double(), rtol=1e-6, atol=0.0, equal_nan=True)
+    return "not quantized" if same else ""
+
+
+def _factor(step: Step) -> str:
+    """actual / expected is one number nearly everywhere: the scale is off by it."""
+    a, e = step.actual.double(), step.expected.double()
+    usable = (e != 0) & e.isfinite() & a.isfinite()
+    if int(usable.sum()) < 2:
+        return ""
+    ratio = (a[usable] / e[usable]).float()
+    middle = float(ratio.median())
+    near = float(((ratio - middle).abs() <= 1e-3 * abs(middle)).float().mean())
+    return _scaled(middle) if near > 0.8 and abs(middle - 1) > 1e-4 and middle != 0 else ""
+
+
+def _correlation(step: Step) -> float:
+    a, e = (x.double().reshape(-1) - x.double().mean() for x in (step.actual, step.expected))
+    return float((a @ e) / (a.norm() * e.norm()).clamp(min=1e-300))
+
+
+def _unrelated(step: Step) -> str:
+    correlation = _correlation(step)
+    return f"unlike what it should be (correlation {correlation:+.2f})" if abs(correlation) < 0.3 else ""
+
+
+def _quantum(step: Step) -> str:
+    """The values are multiples of another step than they should be."""
+    if step.unit is None or step.unit.numel() == 0 or bool((step.unit != step.unit.reshape(-1)[0]).any()):
+        return ""
+    levels = torch.unique(step.actual.double())
+    gaps = levels[levels.isfinite()].diff()
+    if gaps.numel() < 4:
+        return ""
+    quantum = float(gaps[gaps <= 1.5 * gaps.min()].mean())
+    counts = levels[levels.isfinite()] / quantum
+    ratio = quantum / float(step.unit.reshape(-1)[0])
+    on_it = float(((counts - counts.round()).abs() < 0.01).float().mean())
+    return _scaled(ratio) if on_it > 0.95 and abs(ratio - 1) > 1e-4 else ""
+
+
+def _scaled(ratio: float) -> str:
+    exponent = round(math.log2(ratio)) if ratio > 0 else 0
+    if exponent and abs(ratio / 2.0**exponent - 1) < 1e-3:
+        return f"the scale is off by a factor of 2^{exponent}"
+    if abs(ratio + 1) < 1e-3:
+        return "the sign is turned"
+    return f"the scale is off by {ratio - 1:+.2%}" if 0 < ratio < 10 else f"the scale is off by a factor of {ratio:.4g}"
+
+
+def _lost(step: Step) -> str:
+    differs = step.differs()
+    zero = (step.actual == 0) & differs
+    share = float(zero.sum()) / float(differs.sum())
+    return f"{int(zero.sum())} of {zero.numel()} values are zero and should not be" if share > 0.99 else ""
+
+
+def _extremes(step: Step) -> str:
+    """Only the largest magnitudes differ."""
+    differs = step.differs()
+    if step.given is None or step.given.shape != differs.shape or not bool((~differs).any()):
+        return ""
+    inside = float(step.given[~differs].abs().max())
+    outside = float(step.given[differs].abs().min())
+    if outside < 0.98 * inside:
+        return ""
+    return (
+        f"only the {int(differs.sum())} largest values differ: clamped at {float(step.actual[differs].abs().max()):.4g}"
+    )
+
+
+def _biased(step: Step) -> str:
+    errors = _errors_in_steps(step)
+    if errors is None:
+        return ""
+    mean = float(errors.clamp(-2, 2).mean())
+    return f"rounding is biased {'down' if mean < 0 else 'up'}{_bias(step)}" if abs(mean) > 0.1 else ""
+
+
+def _random(step: Step) -> str:
+    """Every value is one of its two neighbours on the grid, and not always the nearer one."""
+    errors = _errors_in_steps(step)
+    if errors is None or float((errors.abs() < 1.001).double().mean()) < 0.99:
+        return ""
+    return f"rounding looks random, not nearest ({float(step.differs().double().mean()):.0%} to the farther side)"
+
+
+def _unlike(step: Step) -> str:
+    differs = step.differs()
+    if int(differs.sum()) == 1:
+        place = tuple(differs.nonzero()[0].tolist())
+        return (
+            f"one value, at {list(place)}: {float(step.actual[place]):.4g} instead of {float(step.expected[place]):.4g}"
+        )
+    difference = (step.actual.double() - step.expected.double())[differs]
+    scale = float(step.expected.double().square().mean().sqrt()) or 1.0
+    rms = float(difference.square().mean().sqrt()) / scale
+    return f"{float(differs.double().mean()):.1%} of the values differ, by {rms:.2g} of its rms; no known signature"
+
+
+#: name -> what it says of a step, empty where it does not fit. The first that fits is told; the last always fits.
+SIGNATURES: dict[str, Callable[[Step], str]] = {
+    "NaN or Inf": _not_finite,
+    "zeros": _zeros,
+    "not quantized": _untouched,
+    "a factor": _factor,
+    "unrelated": _unrelated,
+    "another step": _quantum,
+    "zeros here and there": _lost,
+    "extremes": _extremes,
+    "a bias": _biased,
+    "random": _random,
+    "unknown": _unlike,
+}

@@ -1,0 +1,85 @@
+"""How far a figure may be from its baseline, as a table.
+
+    tolerance = max(MULTIPLE * spread, floor)
+    floor     = relative * |old| + of_error * rmse + of_rest * (1 - old) + absolute + one unit of the last stored digit
+
+`spread` is what harmless changes did to the figure when the baseline was made. The floors stand for the harmless
+changes that one machine cannot try, above all another instruction set. They were taken from runs of every recipe of
+tiny-mamba and tiny-llama under ATEN_CPU_CAPABILITY=default, oneDNN off, other batches and one-ulp jitter, about three
+times the largest move seen there; docs/gate.md has the figures.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MULTIPLE = 4.0
+#: Float modes round every sum to their own dtype, so another order of sums moves them more.
+FLOAT_FACTOR = 5.0
+#: Significant digits that are stored.
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The floor of one figure, and which way is worse: +1 when larger is, -1 when smaller is, 0 when neither."""
+
+    relative: float = 0.0
+    of_error: float = 0.0  # of the root of the group's mse: the recipe's own error
+    of_rest: float = 0.0  # of what is missing to 1
+    absolute: float = 0.0
+    worse: int = 0
+    multiple: float = MULTIPLE
+
+
+RULES: dict[str, Rule] = {
+    "injected.mse": Rule(relative=1.5e-3, worse=1),
+    "injected.mae": Rule(relative=1e-3, worse=1),
+    "injected.max_abs": Rule(relative=2e-3, worse=1),
+    "injected.correlation": Rule(of_rest=1.5e-3, worse=-1),
+    "injected.cosine": Rule(of_rest=1.5e-3, worse=-1),
+    "injected.p50": Rule(relative=3e-3, worse=1),
+    "injected.p90": Rule(relative=3e-3, worse=1),
+    "injected.p95": Rule(relative=3e-3, worse=1),
+    "injected.p99": Rule(relative=3e-3, worse=1),
+    "injected.mean_difference": Rule(of_error=5e-4),
+    "injected.mean_output": Rule(of_error=5e-4),
+    "injected.std_output": Rule(of_error=5e-4),
+    "injected.min_output": Rule(of_error=0.1),
+    "injected.max_output": Rule(of_error=0.1),
+    "injected.zeroed": Rule(absolute=3e-5, worse=1),
+    "injected.saturated": Rule(absolute=3e-5, worse=1),
+    "injected.distance": Rule(absolute=0.06),
+    "injected.moved": Rule(absolute=0.15),
+    "propagated.mse": Rule(relative=0.03, worse=1),
+    "propagated.mae": Rule(relative=0.015, worse=1),
+    "propagated.max_abs": Rule(relative=0.3, worse=1),
+    "propagated.correlation": Rule(of_rest=0.03, worse=-1),
+    "propagated.p99": Rule(relative=0.03, worse=1),
+    "propagated.mean_difference": Rule(of_error=5e-3),
+    "propagated.distance": Rule(absolute=0.6),
+    "logits.mse": Rule(relative=0.05, worse=1),
+    "logits.correlation": Rule(of_rest=0.05, worse=-1),
+    "logits.kl": Rule(relative=0.12, worse=1),
+    "logits.top1_agreement": Rule(absolute=0.015, worse=-1),
+    "logits.bits_per_byte": Rule(relative=0.01, worse=1),
+    "logits.change_in_bits_per_byte": Rule(absolute=0.01, worse=1),
+    "logits.distance": Rule(absolute=0.6),
+}
+#: The figures that compare values with golden values, not with a stored figure: their baseline is 0.
+OF_VALUES = ("distance", "moved")
+
+
+def tolerance(
+    rule: Rule, figures: Mapping[str, float], name: str, *, spread: float, is_float_mode: bool = False
+) -> float:
+    """The tolerance of a figure, given all old figures of its case and the spread of this one."""
+    old = figures[name]
+    error = math.sqrt(max(figures.get(f"{name.partition('.')[0]}.mse", 0.0), 0.0))
+    floor = rule.relative * abs(old) + rule.of_error * error + rule.of_rest * abs(1 - old) + rule.absolute
+    floor *= FLOAT_FACTOR if is_float_mode else 1.0
+    return max(rule.multiple * spread, floor + _last_digit(old))
+
+
+def _last_digit(x: float) -> float:
+    return 10.0 ** (math.floor(math.log10(abs(x))) - DIGITS + 1) if x else 0.0

@@ -1,0 +1,182 @@
+"""The verdict: an observation against its baseline, and what may be stored as a new baseline."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from probe.cases import Case
+from probe.entries import Entry, Stored
+from probe.golden import flat, gap, parted
+from probe.names import look_up
+from probe.observations import Flaw, Observation
+from probe.outcomes import Figure, Outcome, Verdict
+from probe.tolerances import OF_VALUES, RULES, Rule, tolerance
+
+#: Which of several verdicts a case is told by: the first.
+ORDER: tuple[Verdict, ...] = (
+    "uncovered",
+    "not finite",
+    "not applied",
+    "missing",
+    "over the limit",
+    "drift",
+    "changed values",
+)
+
+
+@dataclass(frozen=True)
+class Standards:
+    """What is asked of every case beside its baseline: rules of tolerance, and absolute limits by recipe pattern."""
+
+    rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
+    limits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+def judge(
+    model: str, case: Case, seen: Observation, entry: Entry | None, standards: Standards, *, baseline_file: str = ""
+) -> Outcome:
+    """The outcome of a case. Nothing that is NaN, undefined or without a baseline ever passes."""
+    findings = list(seen.flaws)
+    figures = {name: Figure(value) for name, value in seen.figures.items()}
+    sound = not findings
+    findings += _over_the_limit(case, seen, standards)
+    if entry is None:
+        findings.append(Flaw("missing", f"there is no baseline for {case}."))
+    else:
+        figures = compared(seen, entry, standards, is_float_mode=not case.format)
+        if sound:  # the figures of a NaN are no news
+            findings += _moved(figures)
+    findings.sort(key=lambda flaw: ORDER.index(flaw.verdict))
+    first = findings[0] if findings else None
+    return Outcome(
+        model,
+        case,
+        "failed" if first else "passed",
+        first.verdict if first else None,
+        first.message if first else "",
+        (*first.details, *(f"also {flaw.verdict}: {flaw.message}" for flaw in findings[1:])) if first else (),
+        figures=figures,
+        points=seen.points,
+        baseline_file=baseline_file,
+    )
+
+
+def compared(seen: Observation, entry: Entry, standards: Standards, *, is_float_mode: bool) -> dict[str, Figure]:
+    """Every figure, old and new, with its tolerance; and the distances of the values."""
+    old = {name: stored.value for name, stored in entry.figures.items()}
+    groups = {name.partition(".")[0] for name in old}
+    golden = parted(entry.values, groups)
+    now: dict[str, float | None] = {**seen.figures, **_gaps(seen, golden, old)}
+    found = {}
+    for name in dict.fromkeys([*now, *old]):
+        new, stored = now.get(name), entry.figures.get(name)
+        if stored is None:
+            found[name] = Figure(new, moved=new is not None)  # undefined when stored, and now
+            continue
+        rule = look_up("figure", name, standards.rules)
+        allowed = tolerance(rule, old, name, spread=stored.spread, is_float_mode=is_float_mode)
+        inside = new is not None and abs(new - stored.value) <= allowed  # False for NaN
+        direction = ""
+        if not inside and new is not None and rule.worse:
+            direction = "worse" if (new - stored.value) * rule.worse > 0 else "better"
+        found[name] = Figure(new, stored.value, allowed, not inside, direction, stored.reason)
+    return found
+
+
+def _gaps(
+    seen: Observation, golden: Mapping[str, tuple[float, ...]], old: Mapping[str, float]
+) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for group, values in golden.items():
+        rmse = math.sqrt(max(old.get(f"{group}.mse", 0.0), 0.0))
+        if group not in seen.values:
+            continue
+        between = gap(seen.values[group], values, count=seen.counts[group], rmse=rmse)
+        for name in OF_VALUES:
+            if f"{group}.{name}" in old:
+                found[f"{group}.{name}"] = getattr(between, name)
+    return found
+
+
+def _moved(figures: Mapping[str, Figure]) -> list[Flaw]:
+    moved = {name: figure for name, figure in figures.items() if figure.moved}
+    if not moved:
+        return []
+    of_values = all(name.endswith(OF_VALUES) for name in moved)
+    name, figure = max(moved.items(), key=lambda pair: strength(pair[1]))
+    text = f"{len(moved)} of {len(figures)} figures moved, {name} by most: {_change(figure)}."
+    return [Flaw("changed values" if of_values else "drift", text)]
+
+
+def strength(figure: Figure) -> float:
+    """By how many tolerances a figure moved."""
+    if figure.new is None or figure.old is None or not figure.tolerance:
+        return math.inf
+    moved = abs(figure.new - figure.old) / figure.tolerance
+    return moved if not math.isnan(moved) else math.inf
+
+
+def _change(figure: Figure) -> str:
+    old, new = ("undefined" if x is None else f"{x:.6g}" for x in (figure.old, figure.new))
+    times = strength(figure)
+    return f"{old} -> {new}" + (f", {times:.1f} times its tolerance" if math.isfinite(times) else "")
+
+
+def _over_the_limit(case: Case, seen: Observation, standards: Standards) -> list[Flaw]:
+    found = []
+    for pattern, limits in standards.limits.items():
+        if not fnmatchcase(case.recipe, pattern):
+            continue
+        for name, limit in limits.items():
+            if name not in seen.figures:
+                continue
+            new, worse = seen.figures[name], RULES[name].worse
+            if new is None or math.isnan(new) or (new - limit) * worse > 0:
+                side = "above" if worse > 0 else "below"
+                value = "undefined" if new is None else f"{new:.6g}"
+                found.append(Flaw("over the limit", f"{name} is {value}, {side} the limit {limit:g} of {pattern!r}."))
+    return found
+
+
+class RefusedError(ValueError):
+    """A baseline that must not be stored."""
+
+
+def renewed(
+    outcome: Outcome, base: Observation, others: Sequence[Observation], old: Entry | None, *, reason: str
+) -> Entry:
+    """The entry to store for a case; `others` are observations of it under harmless changes.
+
+    A case that agrees with its old entry keeps it, so that baselines do not creep and diffs stay small.
+    """
+    if outcome.status == "passed" and old is not None:
+        return old
+    if outcome.verdict in ("uncovered", "not finite", "not applied", "over the limit"):
+        raise RefusedError(f"{outcome.case} cannot be stored, it is {outcome.verdict}: {outcome.message}")
+    undefined = [name for name, value in base.figures.items() if value is None or not math.isfinite(value)]
+    worse = [name for name, figure in outcome.figures.items() if figure.direction == "worse" and figure.moved]
+    if worse and not reason:
+        figure = outcome.figures[worse[0]]
+        raise RefusedError(
+            f"{outcome.case} got worse: {worse[0]} {_change(figure)}"
+            + (f", and {len(worse) - 1} more figures" if len(worse) > 1 else "")
+            + '. If that is meant, say why: --update-baselines --allow-worse "REASON".'
+        )
+    figures = {}
+    for name, value in base.figures.items():
+        if name not in undefined:
+            assert value is not None
+            spread = max((_between(value, other.figures.get(name)) for other in others), default=0.0)
+            figures[name] = Stored(value, spread, reason if name in worse else "")
+    for group, values in base.values.items():
+        rmse = math.sqrt(base.figures.get(f"{group}.mse") or 0.0)
+        gaps = [gap(other.values[group], values, count=base.counts[group], rmse=rmse) for other in others]
+        for name in OF_VALUES:
+            if f"{group}.{name}" in RULES:
+                figures[f"{group}.{name}"] = Stored(0.0, max((getattr(one, name) for one in gaps), default=0.0))
+    return Entry(figures, flat(base.values))
+
+
+def _between(value: float, other: float | None) -> float:
+    return abs(value - other) if other is not None and math.isfinite(other) else 0.0

@@ -1,0 +1,76 @@
+"""A small gate with baselines of its own: a few sequences, and only the recipes that the faults need."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
+
+from probe.anchor_file import render
+from probe.baselines import Store
+from probe.cases import Case
+from probe.configuration import CalibrationSettings, Settings
+from probe.gate import Gate, Update, store_update
+from probe.outcomes import Outcome
+
+BASELINES = "baselines"
+
+
+def settings_of(model: str, recipes: Iterable[str]) -> Settings:
+    modes, formats = zip(*(recipe.partition("-")[::2] for recipe in sorted(recipes)), strict=True)
+    return Settings(
+        model=model,
+        modes=tuple(dict.fromkeys(modes)),
+        formats=tuple(dict.fromkeys(format for format in formats if format)),
+        samples=6,
+        seqlen=64,
+        batch_size=6,
+        calibration=CalibrationSettings(samples=8, seqlen=128),
+    )
+
+
+@dataclass
+class SmallGate:
+    """Baselines under `root`, made when a recipe is first asked for; references are shared by all healthy runs."""
+
+    root: Path
+    settings: dict[str, Settings]
+    healthy: dict[tuple[str, str], dict[str, Outcome]] = field(default_factory=dict)
+
+    @property
+    def shared(self) -> Path:
+        folder = self.root / "shared"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def make_baselines(self, model: str, recipes: Iterable[str]) -> None:
+        """What `pytest --update-baselines` does, but on one thread: two would wait for each other on a busy machine."""
+        gate, settings = Gate(self.root, folder=self.shared, update=True), self.settings[model]
+        entries = {}
+        for recipe in recipes:
+            with mock.patch("os.cpu_count", return_value=1):
+                judged = gate.judged(settings, self.case(gate, model, recipe))
+            assert not judged.refusals, judged.refusals
+            entries |= {judged.outcomes[layer].case: entry for layer, entry in judged.entries.items()}
+        bench = gate.bench(settings)
+        assert bench.anchors is not None
+        store_update(Store(self.root / BASELINES), Update(model, entries, [], bench.input_facts, render(bench.anchors)))
+
+    def judge(
+        self, model: str, recipe: str, *, shared: bool = True, batch_size: int | None = None
+    ) -> dict[str, Outcome]:
+        """What the gate says of a recipe, layer by layer; `shared`: with the reference and scales of a healthy run."""
+        settings = self.settings[model]
+        if batch_size is not None:
+            settings = replace(settings, batch_size=batch_size)
+        gate = Gate(self.root, folder=self.shared if shared else None)
+        return gate.judged(settings, self.case(gate, model, recipe, settings)).outcomes
+
+    def judge_healthy(self, model: str, recipe: str) -> dict[str, Outcome]:
+        """Without any fault."""
+        if (model, recipe) not in self.healthy:
+            self.healthy[model, recipe] = self.judge(model, recipe)
+        return self.healthy[model, recipe]
+
+    def case(self, gate: Gate, model: str, recipe: str, settings: Settings | None = None) -> Case:
+        cases = gate.bench(settings or self.settings[model]).cases
+        return next(case for case in cases if case.recipe == recipe)

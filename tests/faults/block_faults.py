@@ -1,0 +1,275 @@
+"""Faults of the quantized block: what is left out, weights, rotations, the convolution, the scan, the gate."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import probe.calibration
+from probe.cases import LOGITS
+from probe.grids import weight_on_grid
+from probe.models.mamba import SiteMixer
+from probe.quantizers.hadamard import hadamard_transform
+from probe.quantizers.observers import MinMaxObserver, PercentileObserver
+from probe.quantizers.quantize import fake_quantize
+from tests.faults.breaking import Damage, Patient, calls, damaged, during, grid, scanning, weight, with_functions
+from tests.faults.catalogue import FP4, FP8, INT8, NOT_APPLIED, NOT_FINITE, UNCOVERED, VALUES, Fault, WideFault
+
+LLAMA_W, LLAMA_WA = "linear_w-fp8_e4m3", "linear_wa-int8"
+
+
+def made_again(name: str, make: Callable[[Tensor, str], Tensor], *, gamma: bool = True, rotate: bool = True) -> Damage:
+    """A weight folded and put on the grid in another way."""
+
+    def damage(patient: Patient) -> None:
+        healthy = SiteMixer(patient.stock.mixer)
+        healthy.fold(patient.stock.norm.weight if gamma else None, rotate=rotate)
+        patient.mixer.get_parameter(name).copy_(make(healthy.get_parameter(name), patient.format))
+
+    return damage
+
+
+def unquantized(name: str) -> Damage:
+    return made_again(name, lambda w, format: w)
+
+
+def coarser(w: Tensor, format: str) -> Tensor:
+    """int8 at a scale that is 1 % too large."""
+    scale = 1.01 * w.abs().max().double() / 127
+    return (torch.round(w.double() / scale) * scale).float()
+
+
+def of_layer(other: int, name: str) -> Damage:
+    def damage(patient: Patient) -> None:
+        patient.mixer.get_parameter(name).copy_(patient.twin.backbone.layers[other].mixer.get_parameter(name))
+
+    return damage
+
+
+def one_nan(w: Tensor) -> Tensor:
+    w[3, 5] = torch.nan
+    return w
+
+
+def linear(name: str, change: Callable[[Any, nn.Linear], None]) -> Damage:
+    """A linear of a layer of a transformer; `change(quantized, float)`."""
+    return lambda patient: change(patient.block.get_submodule(name), patient.stock.get_submodule(name))
+
+
+def as_float(quantized: Any, plain: nn.Linear) -> None:
+    quantized.weight.copy_(plain.weight)
+
+
+def transposed(quantized: Any, plain: nn.Linear) -> None:
+    quantized.weight.copy_(quantized.weight.T.clone())
+
+
+def without_grid(quantized: Any, plain: nn.Linear) -> None:
+    quantized.input.grid = None
+
+
+def skipped(patient: Patient) -> None:
+    patient.mixer.forward = lambda hidden_states, **_: torch.zeros_like(hidden_states)
+
+
+def left_float(patient: Patient) -> None:
+    patient.block.mixer = SiteMixer(patient.stock.mixer)
+    patient.block.norm.weight.copy_(patient.stock.norm.weight)
+
+
+def fused(patient: Patient) -> None:
+    """The layer is computed without a call of its module, as a compiled or fused one is."""
+    kind = type(patient.block)
+    patient.block.__class__ = type(kind.__name__, (kind,), {"__call__": kind.forward})
+
+
+def unrotated(call: int) -> Damage:
+    """Of the two rotations of the mixer, this one is left out."""
+    return lambda patient: during(patient.mixer, hadamard_transform=calls(call, hadamard_transform))
+
+
+def reads_float(patient: Patient) -> None:
+    """Mode 2-1 as 2-4: the scan is given F, x_proj its rounded values."""
+    kept: list[Tensor] = []
+    patient.mixer.site("conv1d.output").register_forward_hook(lambda module, args, output: kept.append(args[0]))
+    patient.mixer.site("scan.u").grid = lambda x: kept.pop()
+
+
+def bf16_state(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
+    h = torch.zeros(u.shape[0], u.shape[2], A.shape[1])
+    outputs = []
+    for t in range(u.shape[1]):
+        now = slice(t, t + 1)
+        h = real(u[:, now], delta[:, now], A, B[:, now], C[:, now], h)[1].bfloat16().float()
+        outputs.append((h * C[:, t, None, :]).sum(-1))
+    return torch.stack(outputs, 1), h
+
+
+def forgetful(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
+    """The state is not carried from one chunk to the next."""
+    pieces = [slice(start, start + 32) for start in range(0, u.shape[1], 32)]
+    parts = [real(u[:, piece], delta[:, piece], A, B[:, piece], C[:, piece], None) for piece in pieces]
+    return torch.cat([y for y, _ in parts], 1), parts[-1][1]
+
+
+def swapped(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
+    return real(u, delta, A, C, B, state)
+
+
+def growing(real: Any, u: Tensor, delta: Tensor, A: Tensor, *rest: Any) -> Any:
+    return real(u, delta, -A, *rest)
+
+
+def a_twice(real: Any, u: Tensor, delta: Tensor, A: Tensor, *rest: Any) -> Any:
+    return real(u, delta, weight_on_grid(A, "fp8_e4m3"), *rest)
+
+
+def late(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The convolution sees the token before instead of this one."""
+    return functional.conv1d(functional.pad(x, (1, -1)), *args, **kwargs)
+
+
+def without_bias(x: Tensor, taps: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    return functional.conv1d(x, taps, None, groups=groups)
+
+
+def in_bfloat16(patient: Patient) -> None:
+    patient.twin.to(torch.bfloat16)
+
+
+def final_norm_on_grid(patient: Patient) -> None:
+    gamma = patient.twin.backbone.norm_f.weight
+    gamma.copy_(weight_on_grid(gamma, "fp4_e2m1"))
+
+
+@contextmanager
+def observed(make: Callable[[float], Any]) -> Iterator[None]:
+    """Calibration takes its quantiles in another way."""
+    with mock.patch.object(probe.calibration, "PercentileObserver", make):
+        yield
+
+
+LEFT_OUT = (
+    Fault("layer skipped", INT8, skipped, "it gives its input back: the layer is skipped"),
+    Fault("mode not applied to one layer", INT8, left_float, "the mode was not applied to it", NOT_APPLIED, layer=2),
+    Fault(
+        "site skipped", INT8, grid("x_proj.output", lambda _: None), "site x_proj.output; not quantized", NOT_APPLIED
+    ),
+    Fault(
+        "site skipped, fp8", FP8, grid("dt_proj.output", lambda _: None), "site dt_proj.output; not quan", NOT_APPLIED
+    ),
+    Fault(
+        "weight not quantized", INT8, unquantized("x_proj.weight"), "weight x_proj.weight; not quantized", NOT_APPLIED
+    ),
+    Fault("weight not quantized, fp8", FP8, unquantized("out_proj.weight"), "weight out_proj.weight; not", NOT_APPLIED),
+    Fault("D not quantized", FP8, unquantized("D"), "weight D; not quantized", NOT_APPLIED),
+    Fault("the hook never fires", INT8, fused, "", UNCOVERED),
+    Fault(
+        "one linear skipped",
+        LLAMA_W,
+        linear("mlp.up_proj", as_float),
+        "weight mlp.up_proj.weight; not quantized",
+        NOT_APPLIED,
+        model="tiny-llama",
+    ),
+    Fault(
+        "one input skipped",
+        LLAMA_WA,
+        linear("self_attn.o_proj", without_grid),
+        "site self_attn.o_proj.input; not quantized",
+        NOT_APPLIED,
+        model="tiny-llama",
+    ),
+)
+WEIGHTS = (
+    Fault(
+        "weight scale + 1 %", INT8, weight("out_proj.weight", lambda w: w * 1.01), "weight out_proj.weight; the scale"
+    ),
+    Fault("weight rounded at scale + 1 %", INT8, made_again("in_proj.weight", coarser), "the scale is off by +1.00%"),
+    Fault(  # 1.01 is no power of two, so no value is on the grid any more
+        "weight scale + 1 %, fp8",
+        FP8,
+        weight("x_proj.weight", lambda w: w * 1.01),
+        "weight x_proj.weight; the scale is off by +1.00%",
+        NOT_APPLIED,
+    ),
+    Fault(
+        "weight blocks of 16",
+        FP8,
+        made_again("out_proj.weight", lambda w, format: fake_quantize(w, format, block_size=16)),
+        "weight out_proj.weight; blocks of 16 instead of 32",
+    ),
+    Fault(
+        "weight blocks along the wrong axis",
+        FP4,
+        made_again("in_proj.weight", lambda w, format: fake_quantize(w, format, axis=0)),
+        "weight in_proj.weight; blocks run along the wrong axis",
+    ),
+    Fault(
+        "transposed weight",
+        LLAMA_W,
+        linear("self_attn.o_proj", transposed),
+        "weight self_attn.o_proj.weight; transposed",
+        model="tiny-llama",
+    ),
+    Fault("weight of another layer", INT8, of_layer(2, "out_proj.weight"), "weight out_proj.weight; unlike what it"),
+    Fault("one NaN", INT8, weight("in_proj.weight", one_nan), "weight in_proj.weight; NaN in 1 of", NOT_FINITE),
+    Fault("D left out", INT8, weight("D", torch.zeros_like), "weight D; zero"),
+    Fault("dt bias dropped", INT8, weight("dt_proj.bias", torch.zeros_like), "weight dt_proj.bias; zero"),
+    Fault(
+        "gamma not folded",
+        INT8,
+        made_again("in_proj.weight", weight_on_grid, gamma=False),
+        "weight in_proj.weight; the norm's gamma is not folded in",
+    ),
+    Fault(
+        "Hadamard not folded into out_proj",
+        FP8,
+        made_again("out_proj.weight", weight_on_grid, rotate=False),
+        "weight out_proj.weight; the Hadamard rotation is not folded in",
+    ),
+)
+BLOCK = (
+    Fault("Hadamard left out at in_proj", INT8, unrotated(1), "rotation before in_proj; the Hadamard rotation is left"),
+    Fault("Hadamard left out at out_proj", INT8, unrotated(2), "gate and rotation; the Hadamard rotation is left out"),
+    Fault("conv bias dropped", INT8, with_functions(conv1d=without_bias), "conv1d and SiLU; the bias is left out"),
+    Fault("conv one token late", INT8, with_functions(conv1d=late), "conv1d and SiLU; it is one token late"),
+    Fault(
+        "softplus left out",
+        INT8,
+        with_functions(softplus=lambda x: x),
+        "the scan; softplus is left out",
+        (*VALUES, *NOT_FINITE),
+    ),
+    Fault("B and C swapped", INT8, scanning(swapped), "the scan; B and C are swapped"),
+    Fault("A without its minus", INT8, scanning(growing), "the scan; A has lost its minus", (*VALUES, *NOT_FINITE)),
+    Fault("A on the grid twice", FP8, scanning(a_twice), "the scan; A is put on the grid again, after exp"),
+    Fault("bf16 state", INT8, scanning(bf16_state), "the scan; the state is rounded to bfloat16"),
+    Fault(
+        "state lost between chunks", "mode_0-int8", scanning(forgetful), "the scan; the state is lost every 32 tokens"
+    ),
+    Fault(
+        "the scan reads F", INT8, reads_float, "scan.u; it reads the unrounded conv1d output", (*NOT_APPLIED, *VALUES)
+    ),
+    Fault("SiLU gate left out", INT8, with_functions(silu=torch.ones_like), "the gate SiLU(z) is left out"),
+)
+WIDE = (
+    WideFault(
+        "minmax in calibration",
+        INT8,
+        lambda: observed(lambda alpha: MinMaxObserver()),
+        "calibration of conv1d.output; amax",
+    ),
+    WideFault(
+        "another percentile",
+        INT8,
+        lambda: observed(lambda alpha: PercentileObserver(0.9999)),
+        "calibration of conv1d.output; amax",
+    ),
+    WideFault("fp16 run in bf16", "fp16", lambda: damaged(in_bfloat16, 0), "is bfloat16, expected float16"),
+    WideFault("final norm on a grid", INT8, lambda: damaged(final_norm_on_grid, 0), "", LOGITS),
+)

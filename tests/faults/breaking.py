@@ -1,0 +1,148 @@
+"""How a fault gets into one layer: the real `apply` runs, and the copy it made is damaged before anyone sees it."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import probe.causes  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
+import probe.modes
+from probe.calibration import Calibration
+from probe.models import mamba
+from probe.models.mamba import Grid, SiteMixer
+from probe.models.scans import SCANS, Scan
+from probe.modes import Recipe, find_mode
+
+
+@dataclass(frozen=True, eq=False)
+class Patient:
+    """A fresh quantized copy, and the layer of it that is to be damaged."""
+
+    twin: Any
+    model: Any
+    recipe: Recipe
+    calibration: Calibration | None
+    index: int
+
+    @property
+    def block(self) -> Any:
+        return (self.twin.backbone if hasattr(self.twin, "backbone") else self.twin.model).layers[self.index]
+
+    @property
+    def stock(self) -> Any:
+        """The layer of the float model."""
+        return (self.model.backbone if hasattr(self.model, "backbone") else self.model.model).layers[self.index]
+
+    @property
+    def mixer(self) -> SiteMixer:
+        return self.block.mixer
+
+    @property
+    def format(self) -> str:
+        assert self.recipe.format is not None
+        return self.recipe.format
+
+    def amax(self, site: str) -> float:
+        assert self.calibration is not None
+        return self.calibration.amax_of(f"backbone.layers.{self.index}.mixer.{site}")
+
+
+Damage = Callable[[Patient], None]
+
+
+@contextmanager
+def damaged(damage: Damage, index: int) -> Iterator[None]:
+    """While it lasts, every copy that a recipe makes has this damage; the float reference stays whole."""
+    real = probe.modes.apply
+
+    def broken(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
+        twin = real(model, recipe, calibration)
+        if find_mode(recipe.mode).name != "fp32":
+            with torch.no_grad():
+                damage(Patient(twin, model, recipe, calibration, index))
+        return twin
+
+    with ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("probe") and vars(module).get("apply") is real:
+                patches.enter_context(mock.patch.object(module, "apply", broken))
+        yield
+
+
+def grid(site: str, make: Callable[[Any], Grid | None]) -> Damage:
+    """Another grid at a site, made from the one that is there."""
+
+    def damage(patient: Patient) -> None:
+        place = patient.mixer.site(site)
+        assert place.grid is not None, site
+        place.grid = make(place.grid)
+
+    return damage
+
+
+def weight(name: str, change: Callable[[Tensor], Tensor]) -> Damage:
+    """A weight of the mixer, changed after it was put on the grid."""
+
+    def damage(patient: Patient) -> None:
+        parameter = patient.mixer.get_parameter(name)
+        parameter.copy_(change(parameter.clone()))
+
+    return damage
+
+
+def scanning(scan: Callable[..., tuple[Tensor, Tensor]]) -> Damage:
+    """Another scan in the layer; `scan(real, u, delta, A, B, C, state)`."""
+
+    def damage(patient: Patient) -> None:
+        mixer = patient.mixer
+        real: Scan = SCANS[mixer.scan_name]
+
+        def faulty(*tensors: Any) -> tuple[Tensor, Tensor]:
+            return scan(real, *tensors)
+
+        during(mixer, SCANS={**SCANS, mixer.scan_name: faulty})
+
+    return damage
+
+
+class Functional:
+    """torch.nn.functional with some functions replaced, for the one module that is given it."""
+
+    def __init__(self, **replaced: Callable[..., Tensor]) -> None:
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(functional, name)
+
+
+def with_functions(**replaced: Callable[..., Tensor]) -> Damage:
+    """The mixer computes with these in the place of torch.nn.functional's."""
+    return lambda patient: during(patient.mixer, functional=Functional(**replaced))
+
+
+def during(module: nn.Module, **names: Any) -> None:
+    """While this one module runs, these names of probe.models.mamba mean something else."""
+    real = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.multiple(mamba, **names):
+            return real(*args, **kwargs)
+
+    module.forward = forward
+
+
+def calls(count: int, real: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`real`, but the call of this number, of every two, is left out."""
+    made = [0]
+
+    def function(x: Tensor) -> Tensor:
+        made[0] += 1
+        return x if (made[0] - count) % 2 == 0 else real(x)
+
+    return function

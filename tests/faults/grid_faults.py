@@ -1,0 +1,189 @@
+"""Faults of the quantizer: rounding, scales, blocks, the ends of the grid."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from probe.grids import BlockGrid, IntegerGrid, SequenceGrid
+from probe.quantizers.integers import IntegerParameters
+from probe.quantizers.quantize import fake_quantize, round_to
+from tests.faults.breaking import Patient, grid
+from tests.faults.catalogue import FP4, FP6, FP8, INT8, MXINT8, NOT_FINITE, NVFP4, Fault
+
+#: floor(log2(max)) of the elements, written down here so that a wrong table would not go unnoticed.
+LARGEST_EXPONENT = {"fp8_e4m3": 8, "fp6_e2m3": 2, "fp4_e2m1": 2, "mxint8": 0}
+SMALLEST_NORMAL = {"fp8_e4m3": 2.0**-6, "fp6_e2m3": 1.0, "fp4_e2m1": 1.0}
+
+
+def rounded(rounding: str) -> Callable[[IntegerGrid], IntegerGrid]:
+    return lambda healthy: replace(healthy, rounding=rounding)
+
+
+def scaled(factor: float) -> Callable[[IntegerGrid], IntegerGrid]:
+    def make(healthy: IntegerGrid) -> IntegerGrid:
+        old = healthy.parameters
+        return replace(
+            healthy, parameters=IntegerParameters(old.scale * factor, old.zero_point, old.bits, old.symmetric)
+        )
+
+    return make
+
+
+def coded(change: Callable[[Tensor], Tensor]) -> Callable[[IntegerGrid], Callable[[Tensor], Tensor]]:
+    """Codes before they are clamped, changed, and decoded."""
+
+    def make(healthy: IntegerGrid) -> Callable[[Tensor], Tensor]:
+        scale = healthy.parameters.scale.double()
+        return lambda x: (change(torch.round(x.double() / scale)) * scale).to(x.dtype)
+
+    return make
+
+
+def by_chance(healthy: IntegerGrid) -> Callable[[Tensor], Tensor]:
+    """Stochastic rounding, the same in every run."""
+    scale = healthy.parameters.scale.double()
+
+    def on_grid(x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        return (torch.floor(x.double() / scale + noise).clamp(-128, 127) * scale).to(x.dtype)
+
+    return on_grid
+
+
+def one_channel(channel: int, factor: float) -> Callable[[IntegerGrid], Callable[[Tensor], Tensor]]:
+    """One channel keeps the scale of an older calibration."""
+
+    def make(healthy: IntegerGrid) -> Callable[[Tensor], Tensor]:
+        stale = scaled(factor)(healthy)
+
+        def on_grid(x: Tensor) -> Tensor:
+            out = healthy(x)
+            out[..., channel] = stale(x[..., channel])
+            return out
+
+        return on_grid
+
+    return make
+
+
+def one_token(token: int) -> Callable[[IntegerGrid], Callable[[Tensor], Tensor]]:
+    def make(healthy: IntegerGrid) -> Callable[[Tensor], Tensor]:
+        return lambda x: healthy(x) * (torch.arange(x.shape[1]) != token)[:, None]
+
+    return make
+
+
+def one_infinity(healthy: IntegerGrid) -> Callable[[Tensor], Tensor]:
+    def on_grid(x: Tensor) -> Tensor:
+        out = healthy(x)
+        out[0, 3, 7] = torch.inf
+        return out
+
+    return on_grid
+
+
+def largest_value(patient: Patient) -> None:
+    """The scale of conv1d.output from the largest |x| of calibration instead of its quantile."""
+    grid("conv1d.output", scaled(patient.amax("scan.u") / patient.amax("conv1d.output")))(patient)
+
+
+def blocks(**options: Any) -> Callable[[BlockGrid], Callable[[Tensor], Tensor]]:
+    return lambda healthy: lambda x: fake_quantize(x, healthy.format, **options)
+
+
+def elements(
+    change: Callable[[Tensor, str], Tensor], *, shift: int = 0
+) -> Callable[[BlockGrid], Callable[[Tensor], Tensor]]:
+    """MX by hand: `change(y, format)` gives the elements of y = x / scale; `shift` is added to the exponent."""
+
+    def make(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
+        def on_grid(x: Tensor) -> Tensor:
+            rows = functional.pad(x.double(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+            amax = rows.abs().amax(-1, keepdim=True)
+            exponent = torch.frexp(amax).exponent - 1 - LARGEST_EXPONENT[healthy.format] + shift
+            scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)
+            values = change(rows / scale, healthy.format) * scale
+            return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+        return on_grid
+
+    return make
+
+
+def flushed(y: Tensor, format: str) -> Tensor:
+    q = round_to(y, format)
+    return torch.where(q.abs() < SMALLEST_NORMAL[format], 0.0, q)
+
+
+def to_infinity(y: Tensor, format: str) -> Tensor:
+    """464 is half way from 448, the largest e4m3, to what would be the next."""
+    return torch.where(y.abs() >= 464.0, torch.copysign(torch.full_like(y, torch.inf), y), round_to(y, format))
+
+
+def up_to_126(y: Tensor, format: str) -> Tensor:
+    return round_to(y, format).clamp(-126 / 64, 126 / 64)
+
+
+def whole_batch(healthy: SequenceGrid) -> Callable[[Tensor], Tensor]:
+    """One dynamic scale for the batch, so that results depend on what else is in it."""
+    return lambda x: fake_quantize(x.reshape(1, -1), healthy.format, block_size=x.numel()).reshape(x.shape)
+
+
+def site(name: str, recipe: str, where: str, make: Callable[[Any], Any], cause: str, **rest: Any) -> Fault:
+    """A fault of the grid at one site."""
+    return Fault(name, recipe, grid(where, make), f"site {where}; {cause}", **rest)
+
+
+ROUNDING = (
+    site("rounding floor", INT8, "in_proj.input", rounded("floor"), "rounding looks like floor, not nearest (mean er"),
+    site("rounding floor, fp8", FP8, "x_proj.output", blocks(rounding="floor"), "rounding looks like floor"),
+    site("rounding toward zero", INT8, "out_proj.input", rounded("toward_zero"), "rounding looks like toward zero"),
+    site("ties away, fp4", FP4, "dt_proj.output", blocks(rounding="half_away"), "ties are rounded away from zero"),
+    site("stochastic rounding", INT8, "in_proj.output", by_chance, "rounding looks random"),
+)
+SCALES = (
+    site("activation scale + 1 %", INT8, "x_proj.output", scaled(1.01), "the scale is off by +1.00%"),
+    site(
+        "exponent + 1, mxint8", MXINT8, "in_proj.input", elements(round_to, shift=1), "the scale is off by a factor of"
+    ),
+    site(
+        "exponent - 1, fp4", FP4, "in_proj.output", elements(round_to, shift=-1), "the scale is off by a factor of 2^-1"
+    ),
+    site("scale doubled", INT8, "dt_proj.output", scaled(2.0), "the scale is off by a factor of 2^1"),
+    site("scale halved", INT8, "x_proj.output", scaled(0.5), "the scale is off by a factor of 2^-1", layer=3),
+    site(
+        "stale scale of one channel", INT8, "conv1d.output", one_channel(17, 1.5), "only channel 17: the scale is off"
+    ),
+    Fault("minmax at one site", INT8, largest_value, "site conv1d.output; scale from the largest value (minmax)"),
+    site("second scale ignored", NVFP4, "in_proj.input", lambda _: BlockGrid("nvfp4", torch.tensor(1.0)), "the second"),
+    site("dynamic scale over the batch", "mode_3-int8", "conv1d.input", whole_batch, "one scale for all sequences"),
+    site("scale rule rceil", FP8, "in_proj.output", blocks(scale_rule="rceil"), "the scale rule looks like rceil"),
+)
+BLOCKS = (
+    site("blocks of 16", FP8, "in_proj.input", blocks(block_size=16), "blocks of 16 instead of 32"),
+    site("blocks of 64, first layer", FP4, "out_proj.input", blocks(block_size=64), "blocks of 64 instead", layer=0),
+    site("blocks along the wrong axis", FP4, "x_proj.output", blocks(axis=-2), "blocks run along the wrong axis"),
+)
+ENDS = (
+    site("codes wrap around", INT8, "conv1d.output", coded(lambda q: (q + 128) % 256 - 128), "codes wrap around"),
+    site("not clamped", INT8, "conv1d.output", coded(lambda q: q), "not clamped"),
+    site("clamp at 126", INT8, "conv1d.output", coded(lambda q: q.clamp(-128, 126)), "clamped at 126 instead of 127"),
+    site("clamp at 126, mxint8", MXINT8, "in_proj.output", elements(up_to_126), "clamped at -126 and 126"),
+    site("subnormals flushed, fp4", FP4, "in_proj.output", elements(flushed), "subnormals are flushed to zero"),
+    site("subnormals flushed, fp6", FP6, "x_proj.output", elements(flushed), "subnormals are flushed to zero", layer=2),
+    site("Inf, not saturation", FP8, "in_proj.output", elements(to_infinity), "Inf where", verdicts=NOT_FINITE),
+    site("one Inf", INT8, "out_proj.input", one_infinity, "Inf in 1 of", verdicts=NOT_FINITE),
+    site("one token lost", INT8, "x_proj.output", one_token(40), "only token 40: gives only zeros"),
+)
+#: On the text of the gate these change no value, or one: only corner values tell them.
+AT_CORNERS = (
+    site("ties to even", INT8, "conv1d.output", rounded("half_even"), "ties are rounded to even instead of away"),
+    site("ties away", INT8, "in_proj.input", rounded("half_away"), "ties are rounded away from zero instead of to"),
+    site("-128 lost", INT8, "x_proj.output", coded(lambda q: q.clamp(-127, 127)), "-128 is lost, codes end at -127"),
+    site("subnormals flushed, fp8", FP8, "in_proj.input", elements(flushed), "subnormals are flushed to zero"),
+    site("not clamped, minmax", INT8, "out_proj.input", coded(lambda q: q), "not clamped"),
+)

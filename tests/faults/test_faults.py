@@ -1,0 +1,121 @@
+"""What the gate is worth: every injected fault is caught in its layer and named, and no harmless change is."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from probe.corners import wrong_corners
+from probe.modes import Recipe, apply
+from probe.outcomes import Outcome
+from probe.verdicts import strength
+from tests.faults import block_faults, grid_faults
+from tests.faults.bench import SmallGate, settings_of
+from tests.faults.catalogue import Fault, WideFault
+from tests.faults.harmless import HARMLESS, Harmless
+
+AnyFault = Fault | WideFault
+FAULTS: tuple[AnyFault, ...] = (
+    *grid_faults.ROUNDING,
+    *grid_faults.SCALES,
+    *grid_faults.BLOCKS,
+    *grid_faults.ENDS,
+    *block_faults.LEFT_OUT,
+    *block_faults.WEIGHTS,
+    *block_faults.BLOCK,
+    *block_faults.WIDE,
+)
+RECIPES = {
+    model: sorted({fault.recipe for fault in FAULTS if fault.model == model})
+    for model in sorted({fault.model for fault in FAULTS})
+}
+#: On these the harmless changes are tried: a static, a block and a float recipe, and another model.
+TRIED = (
+    ("tiny-mamba", "mode_2_1-int8"),
+    ("tiny-mamba", "mode_2_1-fp4_e2m1"),
+    ("tiny-mamba", "fp16"),
+    ("tiny-llama", "linear_wa-int8"),
+)
+
+pytestmark = pytest.mark.xdist_group("faults")  # one process makes the baselines
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> SmallGate:
+    settings = {model: settings_of(model, recipes) for model, recipes in RECIPES.items()}
+    made = SmallGate(tmp_path_factory.mktemp("faults"), settings)
+    for model, recipes in RECIPES.items():
+        made.make_baselines(model, recipes)
+    return made
+
+
+def test_there_are_at_least_40_faults_and_no_two_of_one_name() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
+def test_a_fault_is_caught_in_its_layer_and_named(gate: SmallGate, fault: AnyFault, kill: Any) -> None:
+    healthy = gate.judge_healthy(fault.model, fault.recipe)
+    with fault.applied():
+        outcomes = gate.judge(fault.model, fault.recipe, shared=not fault.everywhere)
+    outcome = outcomes[fault.label]
+    kill(fault.name, fault.label, fault.recipe, outcome.verdict or "NOT CAUGHT", _strongest(outcome), outcome.cause)
+    assert all(one.status == "passed" for one in healthy.values())
+    assert outcome.status == "failed", "not caught"
+    assert outcome.verdict in fault.verdicts
+    assert fault.cause in outcome.cause
+    if not fault.everywhere:
+        assert [layer for layer in healthy if _injected(outcomes[layer]) != _injected(healthy[layer])] == [fault.label]
+
+
+@pytest.mark.parametrize("fault", grid_faults.AT_CORNERS, ids=lambda fault: fault.name.replace(" ", "_"))
+def test_a_fault_that_the_text_does_not_show_is_told_by_corner_values(gate: SmallGate, fault: Fault) -> None:
+    mode, _, format = fault.recipe.partition("-")
+    recipe, bench = Recipe(mode, format), _bench(gate, fault.model)
+    calibration = bench.calibration()
+    assert wrong_corners(apply(bench.loaded.model, recipe, calibration), recipe, calibration) == {}
+    with fault.applied():
+        import probe.modes
+
+        found = wrong_corners(probe.modes.apply(bench.loaded.model, recipe, calibration), recipe, calibration)
+    (site,) = found
+    site_of_cause, _, said = fault.cause.removeprefix("site ").partition("; ")
+    assert site == f"backbone.layers.{fault.layer}.mixer.{site_of_cause}"
+    assert said in found[site]
+
+
+@pytest.mark.parametrize("change", HARMLESS.values(), ids=lambda change: change.name.replace(" ", "_"))
+def test_a_harmless_change_fails_nothing(gate: SmallGate, change: Harmless) -> None:
+    with change.applied():
+        for model, recipe in TRIED:
+            outcomes = gate.judge(model, recipe, shared=False, batch_size=change.batch_size)
+            assert {layer: one.message for layer, one in outcomes.items() if one.status != "passed"} == {}
+
+
+def _bench(gate: SmallGate, model: str) -> Any:
+    from probe.gate import Gate
+
+    return Gate(gate.root, folder=gate.shared).bar(gate.settings[model]).bench
+
+
+def _injected(outcome: Outcome) -> dict[str, float | None]:
+    return {name: figure.new for name, figure in outcome.figures.items() if name.startswith("injected.")}
+
+
+def _strongest(outcome: Outcome) -> str:
+    """The figure that moved by most, and by how many of its tolerances."""
+    moved = {name: figure for name, figure in outcome.figures.items() if figure.moved}
+    own = {name: figure for name, figure in moved.items() if not name.startswith("propagated.")} or moved
+    if not own:
+        return "-"
+    name, figure = max(own.items(), key=lambda pair: strength(pair[1]))
+    return f"{name} x {strength(figure):.3g}"
