@@ -193,4 +193,3 @@ def needs_calibration(recipe: Recipe) -> bool:
     """Whether a recipe has static scales; modes of users may look at a calibration as well."""
     static = recipe.format is not None and FORMATS[recipe.format].scale in ("float32", "e4m3")
     return static or find_mode(recipe.mode).kind == "user"
-

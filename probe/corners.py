@@ -46,7 +46,7 @@ def corner_steps(mixer_name: str, block: nn.Module, recipe: Recipe, calibration:
         grid = None if site == "scan.state" else site_grid(asked, site)
         if grid is not None:
             given = corner_values(grid, _width(mixer, site))
-            yield grid_step(f"site {site}", grid, given, mixer.site(site)(given.clone()))
+            yield grid_step(f"site {site}", grid, given, mixer.site(site).forward(given.clone()))
 
 
 def _width(mixer: SiteMixer, site: str) -> int:

@@ -127,5 +127,3 @@ def rounding_bound(recipe: Recipe, change: float) -> float:
     bits = {torch.float16: 11, torch.bfloat16: 8}.get(mode.dtype) if recipe.format is None else None
     p = bits if bits is not None else significant_bits(str(recipe.format))
     return 0.01 * math.ldexp(change, -2 * p) / 12
-
-

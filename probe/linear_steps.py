@@ -1,6 +1,7 @@
 """Steps that every quantized model has: a tensor put on a grid, a matrix product, a weight left alone."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from probe.formats import FORMATS, Format
 from probe.models.linear import linear_key, linears
 from probe.modes import Recipe, find_mode
 from probe.plain_grids import PlainGrid, suspects
-from probe.signatures import GRIDS, Replay, Step
+from probe.signatures import AXES_OF_WEIGHTS, GRIDS, Replay, Step
 
 Suspects = Mapping[str, Replay]
 
@@ -61,16 +62,17 @@ def weight_step(name: str, fmt: Format, plain: Tensor, actual: Tensor, more: Sus
     others: dict[str, Replay] = {"zero": lambda: torch.zeros_like(plain), **(more or {})}
     if plain.dim() == 2 and plain.shape[0] == plain.shape[1]:
         others["transposed"] = lambda: grid(plain).T
-    return grid_step(f"weight {name}", grid, plain, actual, more=others)
+    step = grid_step(f"weight {name}", grid, plain, actual, more=others)
+    return replace(step, axes=AXES_OF_WEIGHTS.get(plain.dim(), ()))
 
 
-def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype, *, prefix: str = "") -> Iterator[Step]:
-    """Parameters that should be those of the float model, but for the dtype."""
+def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype | None = None) -> Iterator[Step]:
+    """Parameters that should be those of the float model, in this dtype or their own."""
     found = dict(twin.named_parameters())
     for name, parameter in stock.named_parameters():
         if name in found:
-            plain = parameter.detach().to(dtype)
-            yield Step(f"weight {prefix}{name}", found[name].detach(), plain, noise=GRIDS)
+            plain = parameter.detach().to(dtype or parameter.dtype)
+            yield Step(f"weight {name}", found[name].detach(), plain, noise=GRIDS)
 
 
 def linear_steps(
@@ -99,6 +101,6 @@ def linear_steps(
         yield grid_step(f"site {short}.input", grid, tensors["input.given"], tensors["input.made"])
         yield linear_step(short, module, tensors["input.made"], tensors["linear.made"])
     names = {f"{name}.weight" for name in inside}
-    for step in kept_weights(model.get_submodule(layer), twin.get_submodule(layer), torch.float32):
+    for step in kept_weights(model.get_submodule(layer), twin.get_submodule(layer)):
         if f"{layer}.{step.name.removeprefix('weight ')}" not in names:
             yield step

@@ -133,7 +133,7 @@ class _Node:
 
     def members(self, *keys: str) -> dict[str, "_Node"]:
         """Of an object: just these keys, or any if none are given."""
-        if not isinstance(self.value, dict) or not self.value or "" in self.value:
+        if not isinstance(self.value, dict) or not self.value or not all(map(_is_text, self.value)):
             raise self.wrong("an object with named keys")
         for key in sorted(self.value.keys() ^ set(keys)) if keys else ():
             raise defect(self.file, f"the key {self._below(key)} is {'unknown' if key in self.value else 'missing'}")
@@ -145,9 +145,9 @@ class _Node:
         return [_Node(self.file, f"{self.key}[{index}]", value) for index, value in enumerate(self.value)]
 
     def text(self, pattern: re.Pattern[str] | None = None, expected: str = "a text") -> str:
-        if not isinstance(self.value, str) or not self.value or (pattern and not pattern.fullmatch(self.value)):
+        if not _is_text(self.value) or (pattern and not pattern.fullmatch(self.value)):
             raise self.wrong(expected)
-        return self.value
+        return str(self.value)
 
     def text_or_null(self) -> str | None:
         return None if self.value is None else self.text(expected="a text or null")
@@ -229,6 +229,11 @@ def _check_names(node: _Node, layers: tuple[str, ...], shapes: dict[str, _Node])
         match = TENSOR_NAME.fullmatch(name)
         if not match or match["label"] not in known:
             raise defect(node.file, f"{one.key}: is neither {LOGITS} nor of a layer in {node.key}")
+
+
+def _is_text(value: Any) -> bool:
+    """Names come up in messages and reports, so they hold nothing that a terminal would obey."""
+    return isinstance(value, str) and value != "" and value.isprintable()
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

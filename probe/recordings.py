@@ -281,7 +281,10 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _put(partial: Path, folder: Path, *, in_place_of_another: bool) -> None:
-    """Rename into place. The old recording is set aside first, and put back if that fails."""
+    """Rename into place. The old recording is set aside first, and put back if that fails.
+
+    A folder cannot take the place of another in one step: a kill between the two leaves the old one as `.previous`.
+    """
     old = partial.with_suffix(".previous")
     if in_place_of_another:
         folder.rename(old)

@@ -25,6 +25,7 @@ AXES = {
     2: ("row", "column"),
     3: ("sequence", "token", "channel"),
 }
+AXES_OF_WEIGHTS = {**AXES, 3: ("channel", "group", "tap")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Step:
     unit: Tensor | None = None  # of a grid: the distance between its values
     suspects: Callable[[], Iterator[tuple[str, Replay]]] = lambda: iter(())
     noise: float = SUMS
-    axes: tuple[str, ...] = ()  # names of the dimensions; by default those of activations and of weights
+    axes: tuple[str, ...] = ()  # names of the dimensions; empty: those in AXES
 
     def differs(self) -> Tensor:
         """Where the step is not what it should be, beyond noise."""
@@ -81,7 +82,7 @@ def explain(step: Step) -> str:
     differs = step.differs()
     if not bool(differs.any()):
         return ""
-    return _replayed(step) or _local(step, differs) or _matched(step)
+    return _replayed(step) or _not_finite(step) or _local(step, differs) or _matched(step)
 
 
 def _dtype(x: Tensor) -> str:
@@ -95,13 +96,15 @@ def _matched(step: Step) -> str:
 def _replayed(step: Step) -> str:
     """The sentence of the suspect that leaves the least of the difference, if that is little enough."""
     whole = _distance(step.actual, step.expected)
+    if not math.isfinite(whole):
+        whole = _distance(step.actual, torch.where(step.actual.isfinite(), 0.0, torch.nan))
     best, cause = EXPLAINED, ""
     for sentence, replay in step.suspects():
         made = replay()
         if made.shape != step.actual.shape:
             continue
         left = _distance(step.actual, made)
-        share = 0.0 if left == 0 else left / whole if math.isfinite(left) else math.inf
+        share = left / whole if left > 0 and whole > 0 else left
         if share < best:
             best, cause = share, sentence
     return cause + _bias(step) if cause.startswith("rounding") else cause
@@ -122,7 +125,7 @@ def _local(step: Step, differs: Tensor) -> str:
     axes = step.axes or AXES.get(differs.dim(), ())
     if not axes or int(differs.sum()) == 1:
         return ""
-    for axis in sorted(range(len(axes)), key=lambda axis: axes[axis] not in ("channel", "column")):
+    for axis in reversed(range(len(axes))):
         others = [other for other in range(len(axes)) if other != axis]
         hit = (differs.any(dim=others) if others else differs).nonzero().reshape(-1)
         if hit.numel() == 1 and differs.shape[axis] > 1:

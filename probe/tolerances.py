@@ -5,8 +5,8 @@
 
 `spread` is what harmless changes did to the figure when the baseline was made. The floors stand for the harmless
 changes that one machine cannot try, above all another instruction set. They were taken from runs of every recipe of
-tiny-mamba and tiny-llama under ATEN_CPU_CAPABILITY=default, oneDNN off, other batches and one-ulp jitter, about three
-times the largest move seen there; docs/gate.md has the figures.
+tiny-mamba and tiny-llama under ATEN_CPU_CAPABILITY=default and oneDNN off: at least twice the largest move seen there,
+for most figures ten times and more; docs/gate.md has them.
 """
 
 import math
@@ -33,24 +33,24 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {
-    "injected.mse": Rule(relative=1.5e-3, worse=1),
-    "injected.mae": Rule(relative=1e-3, worse=1),
-    "injected.max_abs": Rule(relative=2e-3, worse=1),
-    "injected.correlation": Rule(of_rest=1.5e-3, worse=-1),
-    "injected.cosine": Rule(of_rest=1.5e-3, worse=-1),
-    "injected.p50": Rule(relative=3e-3, worse=1),
-    "injected.p90": Rule(relative=3e-3, worse=1),
-    "injected.p95": Rule(relative=3e-3, worse=1),
-    "injected.p99": Rule(relative=3e-3, worse=1),
-    "injected.mean_difference": Rule(of_error=5e-4),
-    "injected.mean_output": Rule(of_error=5e-4),
-    "injected.std_output": Rule(of_error=5e-4),
-    "injected.min_output": Rule(of_error=0.1),
-    "injected.max_output": Rule(of_error=0.1),
+    "injected.mse": Rule(relative=7e-4, worse=1),
+    "injected.mae": Rule(relative=5e-4, worse=1),
+    "injected.max_abs": Rule(relative=1e-3, worse=1),
+    "injected.correlation": Rule(of_rest=7e-4, worse=-1),
+    "injected.cosine": Rule(of_rest=7e-4, worse=-1),
+    "injected.p50": Rule(relative=1.5e-3, worse=1),
+    "injected.p90": Rule(relative=1.5e-3, worse=1),
+    "injected.p95": Rule(relative=1.5e-3, worse=1),
+    "injected.p99": Rule(relative=1.5e-3, worse=1),
+    "injected.mean_difference": Rule(of_error=3e-4),
+    "injected.mean_output": Rule(of_error=3e-4),
+    "injected.std_output": Rule(of_error=3e-4),
+    "injected.min_output": Rule(of_error=0.05),
+    "injected.max_output": Rule(of_error=0.05),
     "injected.zeroed": Rule(absolute=3e-5, worse=1),
     "injected.saturated": Rule(absolute=3e-5, worse=1),
-    "injected.distance": Rule(absolute=0.06),
-    "injected.moved": Rule(absolute=0.15),
+    "injected.distance": Rule(absolute=0.04),
+    "injected.moved": Rule(absolute=0.08),
     "propagated.mse": Rule(relative=0.03, worse=1),
     "propagated.mae": Rule(relative=0.015, worse=1),
     "propagated.max_abs": Rule(relative=0.3, worse=1),

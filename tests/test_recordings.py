@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -334,6 +335,8 @@ DEFECTS: list[tuple[str, Change, str]] = [
     ("unknown of recipe", of_recipe("dtypes", value={}), rf"the key recipes\.{RECIPE}\.dtypes is unknown"),
     ("model number", at("model", value=3), r"model: expected a text, found 3"),
     ("model empty", at("model", value=""), r'model: expected a text, found ""'),
+    ("model escape", at("model", value="\x1b[2J"), r'model: expected a text, found "\\u001b\[2J"'),
+    ("layer escape", of_recipe("layers", value=["\x1b[2J"]), r'layers\[0\]: expected a text, found "\\u001b\[2J"'),
     ("fingerprint", at("fingerprint", value=7), r"fingerprint: expected a text or null, found 7"),
     ("device", at("device", value=None), r"device: expected a text, found null"),
     ("tokens", at("tokens", value=[]), r"tokens: expected an object with named keys, found \[\]"),
@@ -463,7 +466,8 @@ def test_files_that_the_system_refuses_are_told(folder: Path, monkeypatch: pytes
         ("[" * 100_000, "is not JSON that can be read"),
         ('{"version": ' + "9" * 5000 + "}", "is not JSON that can be read"),
         ('{"version": NaN}', "version: expected a whole number, 1 or more, found NaN"),
-        ('{"version": 1, "a\\u001b[2J\\ud800": 0}', r"the key a\\x1b\[2J\\ud800 is unknown"),
+        ('{"version": 1, "a\\u001b[2J\\ud800": 0}', r'named keys, found \{"version": 1, "a\\u001b\[2J\\ud800": 0\}'),
+        ('{"version": 1, "a\\u001b[2J": 0, "a\\u001b[2J": 0}', r"the key 'a\\x1b\[2J' is there twice"),
     ],
 )
 def test_text_that_is_no_manifest_is_told(folder: Path, text: str, message: str) -> None:
@@ -738,6 +742,53 @@ def test_an_accident_at_any_step_leaves_what_was_there(
         assert beside(target) == []
     else:
         pytest.fail("it never ended")
+
+
+def test_what_the_writer_of_tensors_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: dict[str, Tensor], file: Path) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(probe.recordings, "save_file", full)
+    with pytest.raises(RecordingError, match=r"cannot write .*fp32\.safetensors: .*No space left on device"):
+        write_small(tmp_path / "r")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "r"
+    synced: list[tuple[str, bool]] = []
+
+    def note(descriptor: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, target.exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_small(target)
+    names = [name for name, _ in synced]
+    assert sorted(names[:3]) == ["fp32.safetensors", "manifest.json", f"{RECIPE}.safetensors"]
+    assert names[3].endswith(".partial")
+    assert synced[4:] == [(tmp_path.name, True)]
+    assert not any(in_place for _, in_place in synced[:4])
+
+
+def test_nothing_is_run_when_there_is_no_place_for_it(folder: Path) -> None:
+    def recipes() -> Iterator[tuple[Recipe, Parts]]:
+        pytest.fail("the model was run for nothing")
+        yield
+
+    with pytest.raises(RecordingError, match="holds a recording already"):
+        write_recording(folder, recipes(), model="m", device="d", batches=SMALL_TOKENS)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_comes_while_it_is_recorded_is_not_lost(tmp_path: Path, overwrite: bool) -> None:
+    def recipes() -> Iterator[tuple[Recipe, Parts]]:
+        yield FLOAT, small_parts()
+        (tmp_path / "r").mkdir()
+        (tmp_path / "r" / "thesis.txt").write_text("years of work")
+
+    with pytest.raises(RecordingError, match="is not empty and is no recording"):
+        write_recording(tmp_path / "r", recipes(), model="m", device="d", batches=SMALL_TOKENS, overwrite=overwrite)
+    assert files(tmp_path) == {"r/thesis.txt": b"years of work"}
 
 
 def test_a_recipe_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -131,12 +131,13 @@ def _counts(outcomes: list[Outcome]) -> list[str]:
         recipes = {one.case.recipe for one in members}
         failing = {one.case.recipe for one in members if one.status == "failed"}
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
-        lines.append(f"{model} on {device}: {len(members)} cases: {told}; {len(failing)} of {len(recipes)} recipes fail")
+        lines.append(
+            f"{model} on {device}: {len(members)} cases: {told}; {len(failing)} of {len(recipes)} recipes fail"
+        )
     return lines
 
 
 def _narrowed_by_paths(config: pytest.Config) -> bool:
     """Whether the command line named files, keywords or markers, so that tests may be missing."""
-    options = config.option
-    plain = config.args_source is not pytest.Config.ArgsSource.ARGS
-    return not plain or bool(options.keyword or options.markexpr or getattr(options, "deselect", None) or options.lf)
+    given = config.args_source is pytest.Config.ArgsSource.ARGS
+    return given or any(config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf", "ignore"))

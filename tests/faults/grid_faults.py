@@ -161,7 +161,7 @@ SCALES = (
     Fault("minmax at one site", INT8, largest_value, "site conv1d.output; scale from the largest value (minmax)"),
     site("second scale ignored", NVFP4, "in_proj.input", lambda _: BlockGrid("nvfp4", torch.tensor(1.0)), "the second"),
     site("dynamic scale over the batch", "mode_3-int8", "conv1d.input", whole_batch, "one scale for all sequences"),
-    site("scale rule rceil", FP8, "in_proj.output", blocks(scale_rule="rceil"), "the scale rule looks like rceil"),
+    site("scale rule rceil", FP4, "in_proj.output", blocks(scale_rule="rceil"), "the scale rule looks like rceil"),
 )
 BLOCKS = (
     site("blocks of 16", FP8, "in_proj.input", blocks(block_size=16), "blocks of 16 instead of 32"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from probe.causes import WIDTH
 from probe.corners import wrong_corners
 from probe.modes import Recipe, apply
 from probe.outcomes import Outcome
@@ -73,6 +74,7 @@ def test_a_fault_is_caught_in_its_layer_and_named(gate: SmallGate, fault: AnyFau
     assert outcome.status == "failed", "not caught"
     assert outcome.verdict in fault.verdicts
     assert fault.cause in outcome.cause
+    assert len(outcome.cause) <= WIDTH
     if not fault.everywhere:
         assert [layer for layer in healthy if _injected(outcomes[layer]) != _injected(healthy[layer])] == [fault.label]
 

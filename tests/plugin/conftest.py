@@ -1,0 +1,40 @@
+"""A repository to run pytest in, in this process: torch is loaded already."""
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from probe import bench
+from probe.modes import MODES
+from tests.plugin.project import files
+
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """`project(*arguments, fault=..., ...)` writes the repository anew and runs pytest in it."""
+    monkeypatch.delenv("CI", raising=False)
+    pytester.syspathinsert()
+    known = set(MODES)
+
+    def run(*arguments: str, subprocess: bool = False, **changed: object) -> pytest.RunResult:
+        for name, text in files(**changed).items():  # type: ignore[arg-type]
+            path = pytester.path / name
+            if not path.exists() or path.read_text() != text:
+                path.write_text(text)
+        forget()
+        if subprocess:
+            return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", *arguments)
+
+    def forget() -> None:
+        for name in set(MODES) - known:
+            del MODES[name]
+        for name in ("network", "modes", "conftest", "test_gate"):
+            sys.modules.pop(name, None)
+        bench._load.cache_clear()
+
+    yield run
+    forget()

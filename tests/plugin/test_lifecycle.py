@@ -1,0 +1,181 @@
+"""The life of a baseline, end to end: missing, accepted, passing, changed, refused, accepted with a reason."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.plugin.conftest import Run
+from tests.plugin.project import lines_of
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_missing_fails_and_writes_nothing_then_update_creates_then_it_passes(
+    project: Run, pytester: pytest.Pytester
+) -> None:
+    result = project()
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*coarse-layer_0-cpu-int8 has no baseline*", "*create*--update-baselines*"])
+    assert not (pytester.path / "baselines").exists()
+
+    result = project("--update-baselines")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*8 cases measured (all of the matrix), 8 changes*"])
+    stored = snapshot(pytester.path / "baselines")
+    assert {Path(name).name for name in stored} >= {"coarse.json", "coarse.safetensors", "environment.json"}
+
+    assert project().ret == 0
+    assert project("--update-baselines").ret == 0, "an update without a change is no change"
+    assert snapshot(pytester.path / "baselines") == stored
+
+
+def test_a_fault_in_one_layer_is_told_once_with_the_layer_the_figures_and_the_way_to_accept_it(
+    project: Run, pytester: pytest.Pytester
+) -> None:
+    project("--update-baselines")
+    result = project("-k", "fp8_e4m3", fault="scale")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    text = lines_of(result.outlines, "coarse-layer_1-cpu-fp8_e4m3 drifted from its baseline")
+    assert len(text) <= 22
+    told = "\n".join(text)
+    for part in ("injected.mse", "worse", "own: layer_1", "baselines/", "accept", '--allow-worse "REASON"'):
+        assert part in told, f"{part} is not told:\n{told}"
+    result.assert_outcomes(failed=1, passed=3, deselected=4)
+    assert sum("drifted from its baseline" in line for line in result.outlines) == 1
+
+    before = snapshot(pytester.path / "baselines")
+    refused = project("-k", "fp8_e4m3", "--update-baselines", fault="scale")
+    assert refused.ret == pytest.ExitCode.TESTS_FAILED
+    refused.stdout.fnmatch_lines(["*got worse: injected.m*", "*no baseline of network:make was written*"])
+    assert snapshot(pytester.path / "baselines") == before
+
+    reason = "the scale is a trial of ours"
+    accepted = project("-k", "fp8_e4m3", "--update-baselines", "--allow-worse", reason, fault="scale")
+    assert accepted.ret == 0
+    accepted.stdout.fnmatch_lines(["*coarse-layer_1-cpu-fp8_e4m3  injected.mse  * -> *"])
+    (file,) = pytester.path.glob("baselines/*/cpu/coarse.json")
+    figures = json.loads(file.read_text())["cases"]
+    assert figures["fp8_e4m3"]["layer_1"]["injected"]["mse"][2] == reason
+    assert len(figures["fp8_e4m3"]["layer_0"]["injected"]["mse"]) == 2, "layer_0 did not get worse"
+    assert figures["int8"] == json.loads(before[str(file.relative_to(pytester.path / "baselines"))])["cases"]["int8"]
+    assert project("-k", "fp8_e4m3", fault="scale").ret == 0
+    assert project("-k", "int8").ret == 0
+
+
+def test_a_sudden_gain_fails_too_and_needs_no_reason(project: Run) -> None:
+    project("--update-baselines")
+    result = project("-k", "int8", fault="better")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert any(re.search(r"injected\.mse .*better", line) for line in result.outlines)
+    assert project("-k", "int8", "--update-baselines", fault="better").ret == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("skipped", "was not applied"),
+        ("nan", "is not finite"),
+        ("uncovered", "was not covered"),
+    ],
+)
+def test_what_is_wrong_in_itself_fails_with_or_without_baselines_and_is_never_stored(
+    project: Run, pytester: pytest.Pytester, fault: str, words: str
+) -> None:
+    for arguments in ((), ("--update-baselines",)):
+        result = project(*arguments, fault=fault)
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        assert not (pytester.path / "baselines").exists()
+    project("--update-baselines")
+    before = snapshot(pytester.path / "baselines")
+    result = project(fault=fault)
+    assert any(f"coarse-layer_1-cpu-int8 {words}" in line for line in result.outlines), result.outlines
+    result = project("--update-baselines", "--allow-worse", "we want it all the same", fault=fault)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert snapshot(pytester.path / "baselines") == before
+
+
+def test_over_the_limit_fails_whatever_the_baseline_says(project: Run) -> None:
+    limits = '{ "coarse-*" = { mse = 1e-9 } }'
+    project("--update-baselines")
+    result = project(limits=limits)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*is over its limit*"])
+    assert any("propagated.mse is" in line and "above the limit 1e-09" in line for line in result.outlines)
+    assert project("--update-baselines", limits=limits).ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_obsolete_cases_fail_the_run_by_name_unless_they_were_only_left_out(
+    project: Run, pytester: pytest.Pytester
+) -> None:
+    project("--update-baselines")
+    smaller = '["int8"]'
+    for selection in (("-k", "int8"), ("--deselect", "test_gate.py::test_matches_baseline[coarse-layer_0-cpu-int8]")):
+        assert project(*selection).ret == 0
+    assert project("--probe-formats", "int8").ret == 0, "an option leaves out, it does not make obsolete"
+    result = project(formats=smaller)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["obsolete: coarse-layer_0-cpu-fp8_e4m3 of network:make*"])
+    assert project("-k", "layer_0", "--update-baselines", formats=smaller).ret == 0
+    assert project(formats=smaller).ret == pytest.ExitCode.TESTS_FAILED, "an update with -k deletes nothing"
+    assert project("--update-baselines", formats=smaller).ret == 0
+    assert project(formats=smaller).ret == 0
+    (file,) = pytester.path.glob("baselines/*/cpu/coarse.json")
+    assert list(json.loads(file.read_text())["cases"]) == ["int8"]
+
+
+def test_a_model_that_no_test_measures_is_obsolete(project: Run, pytester: pytest.Pytester) -> None:
+    project("--update-baselines")
+    folder = next((pytester.path / "baselines").iterdir())
+    other = folder.with_name("forgotten")
+    for file in snapshot(folder):
+        (other / file).parent.mkdir(parents=True, exist_ok=True)
+        text = (folder / file).read_bytes().replace(b'"model": "network:make"', b'"model": "forgotten"')
+        (other / file).write_bytes(text)
+    result = project()
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*forgotten has baselines of forgotten, which no test measures*"])
+
+
+def test_another_input_is_said_and_only_a_full_update_may_follow(project: Run) -> None:
+    project("--update-baselines")
+    result = project(seqlen=32)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*were made with another input: input.tokens*"])
+    assert project("-k", "int8", "--update-baselines", seqlen=32).ret == pytest.ExitCode.TESTS_FAILED
+    assert project("--update-baselines", "--allow-worse", "longer samples now", seqlen=32).ret == 0
+    assert project(seqlen=32).ret == 0
+
+
+def test_a_case_that_was_never_checked_fails(project: Run, pytester: pytest.Pytester) -> None:
+    project("--update-baselines")
+    (pytester.path / "test_more.py").write_text("def test_idle(probe_case):\n    pass\n")
+    result = project("test_more.py")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*never called probe_case.check()*"])
+
+
+def test_an_absent_device_is_a_skip_that_says_so(project: Run) -> None:
+    devices = '["cpu", "xla"]'
+    assert project("--update-baselines", devices=devices).ret == 0
+    result = project("-rs", devices=devices)
+    assert result.ret == 0
+    result.assert_outcomes(passed=8, skipped=8)
+    result.stdout.fnmatch_lines(["*device xla is not present on this machine*"])
+
+
+def test_all_layers_drifting_is_one_story_of_at_most_25_lines(project: Run) -> None:
+    options: dict[str, object] = {"depth": 24, "formats": '["int8"]'}
+    project("--update-baselines", **options)
+    result = project(fault="everywhere", **options)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    start = next(i for i, line in enumerate(result.outlines) if "= FAILURES =" in line)
+    end = next(i for i, line in enumerate(result.outlines) if "= probe =" in line)
+    failed = [line for line in result.outlines if line.startswith("FAILED ")]
+    printed = result.outlines[start + 1 : end] + failed
+    assert len(printed) <= 25, "\n".join(printed)
+    assert any("24 of 24 layers" in line for line in printed), "\n".join(printed)
+    result.stdout.fnmatch_lines(["*1 failed, * failed in the same recipe*"])
