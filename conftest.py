@@ -1,15 +1,20 @@
 """Settings for every test of the project."""
 
+import importlib.util
+
 import pytest
-import torch
-from hypothesis import settings
 
 pytest_plugins = ["probe.plugin", "pytester"]  # the plugin also where the package is not installed
 
-settings.register_profile("probe", deadline=None, derandomize=True, max_examples=60)
-settings.load_profile("probe")
+if importlib.util.find_spec("hypothesis"):  # the gate alone does without
+    from hypothesis import settings
+
+    settings.register_profile("probe", deadline=None, derandomize=True, max_examples=60)
+    settings.load_profile("probe")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # xdist runs one process per core already
+        import torch
+
         torch.set_num_threads(1)

@@ -4,18 +4,19 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-
 from probe.version import VERSION
 
 PACKAGES = ("torch", "numpy", "transformers", "safetensors")
 #: Facts about the input rather than the environment: where these differ, nothing can be compared.
 INPUT = "input."
 ANCHORS = "anchors"
+THREADS = "threads"
 
 
 def environment() -> dict[str, str]:
     """The facts of this process."""
+    import torch  # the rest of this file is for reports, which need not wait for it
+
     facts = {"probe": VERSION, "python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
         try:
@@ -23,13 +24,18 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             facts[package] = "not installed"
     facts["cpu capability"] = str(torch.backends.cpu.get_cpu_capability())
-    facts["threads"] = str(torch.get_num_threads())
+    facts[THREADS] = str(torch.get_num_threads())
     return facts
 
 
+def comparable(facts: Mapping[str, str]) -> dict[str, str]:
+    """The facts that may explain a drift: not the input, which is checked by itself, nor how many threads ran."""
+    return {name: fact for name, fact in facts.items() if not name.startswith((INPUT, ANCHORS, THREADS))}
+
+
 def differences(then: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
-    """What is not as it was when the baselines were made, `torch 2.12.0 -> 2.13.0`; threads never matter."""
-    if then is None:
+    """What is not as it was, `torch 2.12.0 -> 2.13.0`; nothing where it was never written down."""
+    if not then:
         return []
-    names = [name for name in now if name in then and name != "threads" and then[name] != now[name]]
-    return [f"{name} {then[name]} -> {now[name]}" for name in names]
+    pairs = [(name, then.get(name, "none"), now.get(name, "none")) for name in dict.fromkeys([*then, *now])]
+    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]

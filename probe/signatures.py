@@ -162,6 +162,14 @@ def _not_finite(step: Step) -> str:
     return f"{kind} in {count} of {bad.numel()} values, the first at {bad.nonzero()[0].tolist()}"
 
 
+def _single(step: Step) -> str:
+    differs = step.differs()
+    if int(differs.sum()) != 1:
+        return ""
+    place = tuple(differs.nonzero()[0].tolist())
+    return f"one value, at {list(place)}: {float(step.actual[place]):.4g} instead of {float(step.expected[place]):.4g}"
+
+
 def _zeros(step: Step) -> str:
     return "gives only zeros" if not bool(step.actual.any()) and bool(step.expected.any()) else ""
 
@@ -207,7 +215,7 @@ def _quantum(step: Step) -> str:
     counts = levels[levels.isfinite()] / quantum
     ratio = quantum / float(step.unit.reshape(-1)[0])
     on_it = float(((counts - counts.round()).abs() < 0.01).float().mean())
-    return _scaled(ratio) if on_it > 0.95 and abs(ratio - 1) > 1e-4 else ""
+    return _scaled(ratio) if on_it > 0.95 and 1e-4 < abs(ratio - 1) < 10 else ""
 
 
 def _scaled(ratio: float) -> str:
@@ -258,11 +266,6 @@ def _random(step: Step) -> str:
 
 def _unlike(step: Step) -> str:
     differs = step.differs()
-    if int(differs.sum()) == 1:
-        place = tuple(differs.nonzero()[0].tolist())
-        return (
-            f"one value, at {list(place)}: {float(step.actual[place]):.4g} instead of {float(step.expected[place]):.4g}"
-        )
     difference = (step.actual.double() - step.expected.double())[differs]
     scale = float(step.expected.double().square().mean().sqrt()) or 1.0
     rms = float(difference.square().mean().sqrt()) / scale
@@ -272,6 +275,7 @@ def _unlike(step: Step) -> str:
 #: name -> what it says of a step, empty where it does not fit. The first that fits is told; the last always fits.
 SIGNATURES: dict[str, Callable[[Step], str]] = {
     "NaN or Inf": _not_finite,
+    "one value": _single,
     "zeros": _zeros,
     "not quantized": _untouched,
     "a factor": _factor,

@@ -484,6 +484,9 @@ def test_a_file_with_more_or_fewer_tensors_than_the_manifest_is_told(folder: Pat
     put_file(folder, save({**tensors, "layer_3.output": torch.zeros(3, 4, 5)}))
     with pytest.raises(RecordingError, match=rf"{RECIPE}\.safetensors: layer_3\.output is in the file only\. Copy"):
         read_recording(folder)
+    put_file(folder, save({**tensors, "\x1b[2J": torch.zeros(3)}))
+    with pytest.raises(RecordingError, match=r": \\x1b\[2J is in the file only\. Copy"):
+        read_recording(folder)
     put_file(folder, save({name: tensor for name, tensor in tensors.items() if name != OUTPUT}))
     with pytest.raises(RecordingError, match=rf"{RECIPE}\.safetensors: layer_2\.output is in the manifest only\. Copy"):
         read_recording(folder)

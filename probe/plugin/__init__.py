@@ -139,11 +139,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         name = metafunc.definition.name
         raise pytest.Collector.CollectError(f"probe: the marker of {name} takes keywords only, such as model=...")
     session = metafunc.config.stash[SESSION]
+    _share_cores()
     try:
         asked = session.ask(marker.kwargs if marker else {}, where=f"the probe marker of {metafunc.definition.name}")
     except (ValueError, OSError) as problem:
         raise pytest.Collector.CollectError(f"probe: {problem}") from None
     metafunc.parametrize("probe_case", asked, indirect=True, ids=[str(one.case) for one in asked])
+
+
+def _share_cores() -> None:
+    """Among workers, each takes its part of the cores: twice as many threads as cores would wait for one another."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        import torch
+
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

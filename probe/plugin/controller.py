@@ -79,7 +79,7 @@ class Controller:
 
     def _facts(self) -> dict[str, Any]:
         from probe.baselines import Store
-        from probe.environment import environment
+        from probe.environment import comparable, environment
 
         stored: dict[str, str] | None = None
         for dossier in self.session.dossiers.values():
@@ -88,7 +88,7 @@ class Controller:
             except ValueError:
                 stored = None
             break
-        return {"environment": environment(), "baseline_environment": stored}
+        return {"environment": comparable(environment()), "baseline_environment": stored and comparable(stored)}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_html_results_summary(self, prefix: list[str]) -> None:

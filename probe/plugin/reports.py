@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from probe.environment import differences, environment
+from probe.environment import comparable, differences, environment
 from probe.outcomes import Outcome
 from probe.plugin.taken import GateFailure, ProbeCase
 from probe.report.plots import recipe_picture
@@ -84,7 +84,7 @@ def _teller(taken: ProbeCase) -> str:
 
 
 def _changed(taken: ProbeCase) -> list[str]:
-    return differences(taken.session.gate.bar(taken.settings).stored, environment())
+    return differences(comparable(taken.session.gate.bar(taken.settings).stored or {}), comparable(environment()))
 
 
 def _report_file(config: pytest.Config) -> str | None:

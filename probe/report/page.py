@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
+from probe.environment import differences
 from probe.outcomes import Outcome
 from probe.report.assets import SCRIPT, STYLE
 from probe.report.heat import heat_html, heat_maps
 from probe.report.numbers import number, short, value
-from probe.report.recipes import Run, environment_differences, runs, totals
+from probe.report.recipes import Run, runs, totals
 from probe.report.story import heading, story
 from probe.report.tables import text_html
 
@@ -23,11 +24,11 @@ def front(
 ) -> str:
     """HTML for `prefix` of pytest_html_results_summary. Nothing in it is loaded from elsewhere."""
     found = runs(outcomes)
-    differences = environment_differences(environment, baseline_environment)
+    changed = differences(baseline_environment, environment)
     parts = [
         _totals(outcomes),
-        _note(differences) if differences and any(run.failing for run in found) else "",
-        _stories(found, differences),
+        _note(changed) if changed and any(run.failing for run in found) else "",
+        _stories(found, changed),
         f"<h3>Error by mode and layer</h3>{heat_html(heat_maps(outcomes))}" if found else "",
         f"<h3>Recipes <small>the worst figure of all layers</small></h3>{_recipes(found)}" if found else "",
         _environment(environment, baseline_environment),
@@ -47,12 +48,12 @@ def _totals(outcomes: Iterable[Outcome]) -> str:
     return f"<p>{''.join(chips)}</p>"
 
 
-def _note(differences: Sequence[str]) -> str:
-    text = "; ".join(differences)
+def _note(changed: Sequence[str]) -> str:
+    text = "; ".join(changed)
     return f"<p class=probe-note>The environment is not that of the baselines: {text_html(text)}.</p>"
 
 
-def _stories(found: Sequence[Run], differences: Sequence[str]) -> str:
+def _stories(found: Sequence[Run], changed: Sequence[str]) -> str:
     """One element per recipe, whose id is the anchor; it holds the stories of all its models and devices."""
     told: dict[str, list[Run]] = {}
     for run in found:
@@ -62,7 +63,7 @@ def _stories(found: Sequence[Run], differences: Sequence[str]) -> str:
     for place, (recipe, same) in enumerate(told.items()):
         failing = [outcome for run in same for outcome in run.failing]
         count = sum(len(run.outcomes) for run in same)
-        texts = [story(run.outcomes, report=None, environment=differences) for run in same]
+        texts = [story(run.outcomes, report=None, environment=changed) for run in same]
         parts.append(
             f'<details class=probe-story id="{text_html(recipe)}"{" open" * (place < OPEN_STORIES)}>'
             f"<summary>{text_html(heading(failing[0]))}<small>{len(failing)} of {count} cases failed</small></summary>"

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -122,12 +122,3 @@ def _beginning(names: Sequence[str]) -> str:
     """What all of them begin with: what the first and the last in order do."""
     first, last = min(names), max(names)
     return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
-
-
-def environment_differences(environment: Mapping[str, str], baseline: Mapping[str, str] | None) -> list[str]:
-    """torch 2.12.0 -> 2.13.0, and so on: how this run's environment differs from that of its baseline."""
-    if baseline is None:
-        return []
-    names = [*baseline, *(name for name in environment if name not in baseline)]
-    pairs = [(name, baseline.get(name, "none"), environment.get(name, "none")) for name in names]
-    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]

@@ -1,10 +1,12 @@
 """A failing recipe as text: where it began, how it grew, what it was before, and the commands that come next."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from urllib.parse import quote
 
+from probe.formats import FORMATS
 from probe.outcomes import Figure, Outcome
 from probe.report.numbers import change, number, ranked, tolerance
 from probe.report.recipes import Run, got_worse, is_inherited, is_own
@@ -115,8 +117,13 @@ def names_in_order(names: Sequence[str], order: Sequence[str], *, most: int) -> 
 
 
 def selection(outcome: Outcome) -> str:
-    """The command that runs this recipe alone."""
-    return f'pytest -k "{" and ".join(part for part in (outcome.case.mode, outcome.case.format) if part)}"'
+    """The command that runs this recipe and no other: -k matches parts of names, and int8 is a part of mxint8."""
+    mode, format = outcome.case.mode, outcome.case.format
+    parts = [mode if re.fullmatch(r"mode_\d(_\d)?", mode) else f"{mode}-"]
+    if format:
+        part_of_another = any(format in other and format != other for other in FORMATS)
+        parts.append(f"{outcome.case.device}-{format}" if part_of_another else format)
+    return f'pytest -k "{" and ".join(parts)}"'
 
 
 def _figure_rows(outcome: Outcome) -> list[Row]:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from probe.environment import differences
 from probe.outcomes import Outcome
 from probe.report.heat import HeatMap, cell_text, heat_maps
 from probe.report.numbers import change, finite, ranked, tolerance
-from probe.report.recipes import Run, environment_differences, is_inherited, is_own, runs, totals
+from probe.report.recipes import Run, is_inherited, is_own, runs, totals
 from probe.report.story import plain, selection
 from probe.version import VERSION
 
@@ -52,10 +53,10 @@ def markdown(
     counts = ", ".join(f"**{count}** {name}" for name, count in totals(outcomes).items()) or "no case was judged"
     passed = exit_status == 0 and not failing
     text = f"### probe: {'passed' if passed else 'failed'}\n\n{counts} in {len(found)} recipes.\n"
-    differences = environment_differences(environment, baseline_environment)
-    if differences and failing:
-        listed = "; ".join(harmless(line, most=100) for line in differences[:8])
-        more = f"; and {len(differences) - 8} more" if len(differences) > 8 else ""
+    changed = differences(baseline_environment, environment)
+    if changed and failing:
+        listed = "; ".join(harmless(line, most=100) for line in changed[:8])
+        more = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
         text += f"\nThe environment is not that of the baselines: {listed}{more}.\n"
     if failing:
         text += "\n| recipe | first layer | verdict | worst figure | tolerance | likely cause |\n"

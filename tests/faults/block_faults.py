@@ -99,14 +99,19 @@ def reads_float(patient: Patient) -> None:
     patient.mixer.site("scan.u").grid = lambda x: kept.pop()
 
 
-def bf16_state(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
-    h = torch.zeros(u.shape[0], u.shape[2], A.shape[1])
-    outputs = []
-    for t in range(u.shape[1]):
-        now = slice(t, t + 1)
-        h = real(u[:, now], delta[:, now], A, B[:, now], C[:, now], h)[1].bfloat16().float()
-        outputs.append((h * C[:, t, None, :]).sum(-1))
-    return torch.stack(outputs, 1), h
+def state_in(dtype: torch.dtype) -> Damage:
+    """The state of the scan is kept in a narrower dtype from token to token."""
+
+    def scan(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
+        h = torch.zeros(u.shape[0], u.shape[2], A.shape[1])
+        outputs = []
+        for t in range(u.shape[1]):
+            now = slice(t, t + 1)
+            h = real(u[:, now], delta[:, now], A, B[:, now], C[:, now], h)[1].to(dtype).float()
+            outputs.append((h * C[:, t, None, :]).sum(-1))
+        return torch.stack(outputs, 1), h
+
+    return scanning(scan)
 
 
 def forgetful(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
@@ -248,7 +253,8 @@ BLOCK = (
     Fault("B and C swapped", INT8, scanning(swapped), "the scan; B and C are swapped"),
     Fault("A without its minus", INT8, scanning(growing), "the scan; A has lost its minus", (*VALUES, *NOT_FINITE)),
     Fault("A on the grid twice", FP8, scanning(a_twice), "the scan; A is put on the grid again, after exp"),
-    Fault("bf16 state", INT8, scanning(bf16_state), "the scan; the state is rounded to bfloat16"),
+    Fault("bf16 state", INT8, state_in(torch.bfloat16), "the scan; the state is rounded to bfloat16"),
+    Fault("fp16 state", INT8, state_in(torch.float16), "the scan; the state is rounded to float16"),
     Fault(
         "state lost between chunks", "mode_0-int8", scanning(forgetful), "the scan; the state is lost every 32 tokens"
     ),

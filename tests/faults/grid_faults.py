@@ -143,6 +143,9 @@ ROUNDING = (
     site("rounding floor, fp8", FP8, "x_proj.output", blocks(rounding="floor"), "rounding looks like floor"),
     site("rounding toward zero", INT8, "out_proj.input", rounded("toward_zero"), "rounding looks like toward zero"),
     site("ties away, fp4", FP4, "dt_proj.output", blocks(rounding="half_away"), "ties are rounded away from zero"),
+    site(
+        "ties away, mxint8", MXINT8, "in_proj.output", blocks(rounding="half_away"), "ties are rounded away from zero"
+    ),
     site("stochastic rounding", INT8, "in_proj.output", by_chance, "rounding looks random"),
 )
 SCALES = (
@@ -153,6 +156,7 @@ SCALES = (
     site(
         "exponent - 1, fp4", FP4, "in_proj.output", elements(round_to, shift=-1), "the scale is off by a factor of 2^-1"
     ),
+    site("activation scale + 0.1 %", INT8, "in_proj.output", scaled(1.001), "the scale is off by +0.10%"),
     site("scale doubled", INT8, "dt_proj.output", scaled(2.0), "the scale is off by a factor of 2^1"),
     site("scale halved", INT8, "x_proj.output", scaled(0.5), "the scale is off by a factor of 2^-1", layer=3),
     site(
@@ -179,10 +183,12 @@ ENDS = (
     site("one Inf", INT8, "out_proj.input", one_infinity, "Inf in 1 of", verdicts=NOT_FINITE),
     site("one token lost", INT8, "x_proj.output", one_token(40), "only token 40: gives only zeros"),
 )
-#: On the text of the gate these change no value, or one: only corner values tell them.
+#: On the text of the gate these change no value, or a few by little: only corner values tell them.
 AT_CORNERS = (
     site("ties to even", INT8, "conv1d.output", rounded("half_even"), "ties are rounded to even instead of away"),
     site("ties away", INT8, "in_proj.input", rounded("half_away"), "ties are rounded away from zero instead of to"),
+    site("ties away, fp8", FP8, "dt_proj.output", blocks(rounding="half_away"), "ties are rounded away from zero"),
+    site("clamp at 126, minmax", INT8, "in_proj.output", coded(lambda q: q.clamp(-128, 126)), "clamped at 126 instead"),
     site("-128 lost", INT8, "x_proj.output", coded(lambda q: q.clamp(-127, 127)), "-128 is lost, codes end at -127"),
     site("subnormals flushed, fp8", FP8, "in_proj.input", elements(flushed), "subnormals are flushed to zero"),
     site("not clamped, minmax", INT8, "out_proj.input", coded(lambda q: q), "not clamped"),

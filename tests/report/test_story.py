@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from probe.cases import Case
+from probe.environment import differences
 from probe.outcomes import Figure, Outcome, Verdict
 from probe.report.numbers import change, number, ranked, short
-from probe.report.recipes import environment_differences, layer_names, natural, runs, short_names, totals
+from probe.report.recipes import layer_names, natural, runs, short_names, totals
 from probe.report.story import (
     HEADINGS,
     MOST_COLUMNS,
@@ -101,12 +102,12 @@ def test_one_refused_layer_refuses_the_recipe() -> None:
 def test_a_gain_needs_no_reason() -> None:
     found = [layer(0, Case("mode_2_1", "", "cpu", "int8"), own=0.5, inherited=0.5)]
     lines = story(found, report=None)
-    assert lines[-1].endswith('pytest -k "mode_2_1 and int8" --update-baselines')
+    assert lines[-1].endswith('pytest -k "mode_2_1 and cpu-int8" --update-baselines')
     assert "better" in lines[1]
 
 
 def test_a_float_mode_is_selected_by_its_name() -> None:
-    assert '  rerun                   pytest -k "bf16"' in story(recipe("bf16", "", faulty=0), report=None)
+    assert '  rerun                   pytest -k "bf16-"' in story(recipe("bf16", "", faulty=0), report=None)
 
 
 def test_a_fault_of_the_logits_alone_begins_with_them() -> None:
@@ -261,5 +262,5 @@ def test_totals_count_by_verdict() -> None:
 
 def test_the_environment_is_compared_both_ways() -> None:
     now, then = {"torch": "2.13", "cpu": "AVX2"}, {"torch": "2.12", "mkl": "1"}
-    assert environment_differences(now, then) == ["torch 2.12 -> 2.13", "mkl 1 -> none", "cpu none -> AVX2"]
-    assert environment_differences(now, None) == environment_differences(now, now) == []
+    assert differences(then, now) == ["torch 2.12 -> 2.13", "mkl 1 -> none", "cpu none -> AVX2"]
+    assert differences(None, now) == differences(now, now) == []
