@@ -20,6 +20,7 @@ from probe.models.mamba import mamba_blocks
 from probe.modes import Recipe, expand_modes, find_mode
 from probe.observations import Observation, observe
 from probe.overview import calibrate_on, check_recipes, recipes_of
+from probe.recordings import Recording, observe_recording, read_recording
 from probe.runner import Reference, run_reference
 from probe.sharing import shared_calibration, shared_reference
 from probe.variations import Variation, under
@@ -32,14 +33,17 @@ OTHER_MODES = ("linear_w", "linear_wa")
 class Bench:
     """A model, its text, and the runs over it that were made so far.
 
-    `folder` is one that the processes of this run share, or None for a process alone.
+    Relative paths of recordings are taken from `root`. `folder` is one that the processes of this run share, or None
+    for a process alone.
     """
 
-    def __init__(self, settings: Settings, *, folder: Path | None = None) -> None:
+    def __init__(self, settings: Settings, *, root: Path | None = None, folder: Path | None = None) -> None:
         self.settings = settings
+        self._root = root or Path()
         self.anchors: Anchors | None = None
         self._folder = folder
         self._references: dict[Variation | None, Reference] = {}
+        self._recordings: dict[str, Recording] = {}
         self._calibrations: dict[Variation | None, Calibration] = {}
 
     @property
@@ -143,10 +147,8 @@ class Bench:
         """Both measurements of every layer of a recipe, on a device or from a recording."""
         reference = self.reference(variation)
         if is_recorded(device):
-            from probe.recordings import observe_recording, read_recording
-
             return observe_recording(
-                read_recording(recorded_folder(device)),
+                self._recording(device),
                 recipe,
                 reference,
                 model_fingerprint=self.loaded.fingerprint,
@@ -158,6 +160,11 @@ class Bench:
             return observe(
                 self.loaded.model, recipe, reference, calibration, device=device, bytes_per_token=self.bytes_per_token
             )
+
+    def _recording(self, device: str) -> Recording:
+        if device not in self._recordings:
+            self._recordings[device] = read_recording(recorded_folder(device, self._root))
+        return self._recordings[device]
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
         return nullcontext() if variation is None else under(variation, self.loaded.model)

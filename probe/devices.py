@@ -31,15 +31,15 @@ def is_recorded(device: str) -> bool:
     return device.startswith(RECORDED)
 
 
-def recorded_folder(device: str) -> Path:
-    """The folder of the recording."""
-    return Path(device.removeprefix(RECORDED)).expanduser()
+def recorded_folder(device: str, root: Path) -> Path:
+    """The folder of the recording; a relative one lies in `root`."""
+    return root / Path(device.removeprefix(RECORDED)).expanduser()
 
 
-def check_device(device: str) -> None:
+def check_device(device: str, root: Path) -> None:
     """Refuse a device that nobody has heard of, and a recording that is not there."""
     if is_recorded(device):
-        folder = recorded_folder(device)
+        folder = recorded_folder(device, root)
         if not folder.is_dir():
             raise ValueError(f"device {device!r}: there is no folder {folder}. Give the folder of a recording.")
         return

@@ -92,7 +92,7 @@ class Gate:
                 name: replace(rule, **settings.tolerances.get(name, {}))  # type: ignore[arg-type]
                 for name, rule in RULES.items()
             }
-            bench = Bench(settings, folder=self._folder)
+            bench = Bench(settings, root=self.root, folder=self._folder)
             self._bars[settings.key] = Bar(bench, store, Standards(rules, settings.limits), None)
         return self._bars[settings.key]
 

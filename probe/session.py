@@ -110,7 +110,7 @@ class Session:
         axes: dict[str, Any] = {name: value for name, value in self.options.axes.items() if value is not None}
         narrowed = configured if marked else settings_of(axes, where="the options", base=configured)
         for device in narrowed.devices:
-            check_device(device)
+            check_device(device, self.root)
         cases = list(self.gate.bench(narrowed).cases)
         if marked:
             cases = [case for case in cases if self._named(axes, configured, case)]

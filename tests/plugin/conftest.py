@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+import transformers.models.llama.modeling_llama
+import transformers.models.mamba.modeling_mamba  # noqa: F401  pytester forgets modules that a run inside it loads
 
 from probe import bench
 from probe.modes import MODES
