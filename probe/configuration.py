@@ -69,9 +69,9 @@ def read_settings(root: Path) -> Settings:
     file = root / "pyproject.toml"
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Settings()
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as problem:
+        if not has_settings(root):  # a project that does not use probe is none of its business
+            return Settings()
         raise ConfigurationError(f"{file} cannot be read ({problem}). Correct it and run again.") from None
     return settings_of(document.get("tool", {}).get("probe", {}), where=f"[tool.probe] of {file}")
 
@@ -128,7 +128,7 @@ def _words(where: str, value: Any) -> tuple[str, ...]:
     )
     if not good or not value:
         raise ConfigurationError(f'{where} is {value!r}; expected a list of names, such as ["0", "2-1"].')
-    return tuple(str(one) for one in value)
+    return tuple(dict.fromkeys(str(one) for one in value))
 
 
 def _calibration(where: str, value: Any, default: CalibrationSettings) -> CalibrationSettings:

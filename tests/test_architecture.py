@@ -59,3 +59,15 @@ def test_no_public_name_is_also_the_name_of_a_module() -> None:
 
     modules = {path.stem for path in ROOT.glob("*.py")} | {path.name for path in ROOT.iterdir() if path.is_dir()}
     assert not modules & set(probe.__all__)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_the_plugin_knows_pytest_and_only_the_report_draws(path: Path) -> None:
+    known = tops(imports(path))
+    assert "plugin" in path.parts or not known & {"pytest", "xdist", "pytest_html"}
+    assert "report" in path.parts or "matplotlib" not in known
+
+
+@pytest.mark.parametrize("name", ["plugin/__init__", "plugin/controller", "configuration", "session", "cases", "outcomes"])
+def test_a_pytest_run_without_a_case_loads_nothing_heavy(name: str) -> None:
+    assert not tops(imports(ROOT / f"{name}.py", top_only=True)) & (HEAVY - {"pytest"})

@@ -31,6 +31,8 @@ MARKER = (
     "probe(model=..., modes=[...], layers=[...], formats=[...], ...): "
     "the matrix of this test, over that of [tool.probe]; the same keys"
 )
+#: In the place of the cases of a test that has none.
+LEFT_OUT = "left out"
 #: The category of cases that failed in a recipe whose story is told already; failures of the run all the same.
 FOLLOWS = "failed in the same recipe"
 
@@ -58,9 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         settings = read_settings(config.rootpath)
         options = Options(
-            model=config.getoption("--probe-model"),
+            model=_word(config, "--probe-model"),
             axes={axis: _words(config, axis) for axis in AXES},
-            baselines=config.getoption("--baselines-dir"),
+            baselines=_word(config, "--baselines-dir"),
             update=config.getoption("--update-baselines"),
             reason=_reason(config),
         )
@@ -73,6 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("numprocesses", None) and has_settings(config.rootpath):
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers on the same cores must not spin
         config.pluginmanager.register(Controller(config, config.stash[SESSION]), "probe-controller")
+
+
+def _word(config: pytest.Config, option: str) -> str | None:
+    given: str | None = config.getoption(option)
+    if given is not None and not given.strip():
+        raise ValueError(f"{option} is empty, perhaps an unset variable. Give it a value or leave it out.")
+    return given
 
 
 def _words(config: pytest.Config, axis: str) -> tuple[str, ...] | None:
@@ -144,7 +153,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         asked = session.ask(marker.kwargs if marker else {}, where=f"the probe marker of {metafunc.definition.name}")
     except (ValueError, OSError) as problem:
         raise pytest.Collector.CollectError(f"probe: {problem}") from None
-    metafunc.parametrize("probe_case", asked, indirect=True, ids=[str(one.case) for one in asked])
+    ids = [str(one.case) for one in asked]
+    metafunc.parametrize("probe_case", asked or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A marked test of which the options leave no case is deselected, as -k would do it."""
+    empty = [item for item in items if _asked(item) is LEFT_OUT]
+    if empty:
+        config.hook.pytest_deselected(items=empty)
+        items[:] = [item for item in items if item not in empty]
 
 
 def _share_cores() -> None:
@@ -161,11 +179,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ours = session.config.stash[SESSION]
     for item in session.items:
         asked = _asked(item)
-        if asked is not None:
+        if asked is not None and asked is not LEFT_OUT:
             ours.select(asked)
 
 
-def _asked(item: pytest.Item) -> Asked | None:
+def _asked(item: pytest.Item) -> Any:
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("probe_case") if callspec else None
 
@@ -192,11 +210,12 @@ def _plain_nodeid(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_html_results_table_row(report: Any, cells: list[str]) -> None:
-    """Of pytest-html, which writes test ids unescaped: layer names come from models."""
+    """Of pytest-html, which writes test ids unescaped: layer names come from models. Other tests are not ours."""
+    if not hasattr(report, "probe"):
+        return
     from probe.report.tables import name_cell
 
-    if len(cells) > 1:
-        cells[1] = name_cell(report.nodeid)
+    cells[:] = [name_cell(report.nodeid) if 'class="col-testId"' in cell else cell for cell in cells]
 
 
 @pytest.hookimpl(wrapper=True)
