@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-pytest_plugins = ["probe.plugin", "pytester"]  # the plugin also where the package is not installed
+pytest_plugins = ["probe.plugin", "pytester", "tests.faults.kills"]  # the first also where it is not installed
 
 if importlib.util.find_spec("hypothesis"):  # the gate alone does without
     from hypothesis import settings

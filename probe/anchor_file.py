@@ -5,15 +5,17 @@ which is written last, names the new ones.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from torch import Tensor
 
 from probe.anchors import Anchors
-from probe.baseline_files import make_folder, replace_whole
+from probe.baseline_files import make_folder, replace_whole, writing
 from probe.baseline_format import BaselineError, digest
 
 
@@ -31,6 +33,17 @@ def render(anchors: Anchors) -> tuple[str, bytes]:
     return f"anchors-{digest(data)}.safetensors", data
 
 
+def united(files: Mapping[str, bytes]) -> tuple[str, bytes]:
+    """File name and content of all anchors in several rendered files: tests of one model may look at other layers."""
+    places: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    amax: dict[str, float] = {}
+    for _, data in sorted(files.items()):
+        one = _parsed(data)
+        places, values, amax = {**one.places, **places}, {**one.values, **values}, {**one.amax, **amax}
+    return render(Anchors(places, values, amax))
+
+
 def write_anchors(folder: Path, name: str, data: bytes) -> None:
     """Store rendered anchors."""
     make_folder(folder)
@@ -41,7 +54,7 @@ def write_anchors(folder: Path, name: str, data: bytes) -> None:
 def read_anchors(folder: Path, name: str) -> Anchors:
     """The anchors of that file, which must hold what its name says."""
     file = folder / name
-    again = "Restore it with git checkout, or make the baselines again with: pytest --update-baselines"
+    again = f"Restore it with git checkout, or delete {folder} and make all again with: pytest --update-baselines"
     if "/" in name or not name.startswith("anchors-"):
         raise BaselineError(f"{folder / 'environment.json'}: anchors is {name!r}, not a name of anchors. {again}")
     try:
@@ -51,21 +64,26 @@ def read_anchors(folder: Path, name: str) -> Anchors:
     if name != f"anchors-{digest(data)}.safetensors":
         raise BaselineError(f"{file} does not hold what its name says: it is damaged or was edited. {again}")
     try:
-        tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        sites = json.loads(header["__metadata__"]["sites"])
-        labels = [key.removeprefix("gaps/") for key in tensors if key.startswith("gaps/")]
-        return Anchors(
-            {label: torch.from_numpy(np.cumsum(tensors[f"gaps/{label}"].astype(np.int64))).int() for label in labels},
-            {label: torch.from_numpy(tensors[f"bits/{label}"].copy()).view(torch.bfloat16) for label in labels},
-            dict(zip(sites, (float(x) for x in tensors["amax"]), strict=True)),
-        )
+        return _parsed(data)
     except (SafetensorError, KeyError, ValueError) as problem:
         raise BaselineError(f"{file} is not a file of anchors ({problem}). {again}") from None
 
 
+def _parsed(data: bytes) -> Anchors:
+    tensors = load(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    sites = json.loads(header["__metadata__"]["sites"])
+    labels = [key.removeprefix("gaps/") for key in tensors if key.startswith("gaps/")]
+    return Anchors(
+        {label: torch.from_numpy(np.cumsum(tensors[f"gaps/{label}"].astype(np.int64))).int() for label in labels},
+        {label: torch.from_numpy(tensors[f"bits/{label}"].copy()).view(torch.bfloat16) for label in labels},
+        dict(zip(sites, (float(x) for x in tensors["amax"]), strict=True)),
+    )
+
+
 def remove_other_anchors(folder: Path, name: str) -> None:
-    """Once the environment names `name`, what older baselines used can go."""
-    for file in folder.glob("anchors-*.safetensors"):
+    """Once the environment names `name`, what older baselines used can go, and what a killed write left."""
+    for file in folder.glob("anchors-*"):
         if file.name != name:
-            file.unlink()
+            with writing(file, state="It is not needed any more; delete it."):
+                file.unlink()

@@ -1,5 +1,6 @@
 """A bench: one model with all that its recipes share. Reference and calibration are made once, whoever asks first."""
 
+import hashlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
@@ -81,6 +82,10 @@ class Bench:
             for recipe in self.recipes
             for case in cases_of(recipe, self.labels, device)
         )
+
+    def check(self) -> None:
+        """Refuse what cannot be measured: a layer, mode or text that is not there, or too little text."""
+        _ = self.cases, self.input_facts
 
     def batches(self, batch_size: int | None = None) -> list[Tensor]:
         """The text as tokens."""
@@ -183,7 +188,10 @@ class Bench:
 
     def _key(self, kind: str, variation: Variation | None) -> str:
         name = "check" if variation is None else variation.name.replace(" ", "_").replace(",", "")
-        return f"{kind}-{self.loaded.fingerprint}-{name}"
+        ours = self.settings
+        data = (ours.data, ours.samples, ours.seqlen, ours.batch_size, ours.calibration)
+        given = hashlib.sha256(repr((ours.model, ours.baselines, ours.layers, data)).encode()).hexdigest()[:16]
+        return f"{kind}-{self.loaded.fingerprint}-{given}-{name}"
 
 
 @lru_cache(maxsize=4)

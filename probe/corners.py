@@ -4,49 +4,85 @@ Ties, both ends of the grid and what lies beyond, subnormals and half of the sma
 side. A fault that shows only there moves no figure of a layer until the day it does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from probe.calibration import Calibration
-from probe.formats import Format
+from probe.formats import FORMATS, Format
 from probe.linear_steps import grid_step
 from probe.mamba_steps import Block, site_grid
+from probe.models.linear import NEVER_CALLED, GridLinear, linear_key
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.modes import Recipe, find_mode
 from probe.plain_grids import PlainGrid
-from probe.signatures import Step, explain
+from probe.signatures import explain
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A site that the recipe puts on a grid, and the width of what flows through it."""
+
+    name: str  # of the module: backbone.layers.0.mixer.conv1d.output
+    grid: PlainGrid
+    module: nn.Module
+    width: int
+    device: torch.device
 
 
 def wrong_corners(twin: nn.Module, recipe: Recipe, calibration: Calibration | None) -> dict[str, str]:
-    """Sites of a quantized Mamba whose grid is not the one of the recipe: module name -> how it looks."""
+    """Sites whose grid is not the one of the recipe: name -> how it looks."""
     found = {}
-    for name, block in mamba_blocks(twin):
-        for step in corner_steps(f"{name}.mixer", block, recipe, calibration):
-            said = explain(step)
-            if said:
-                found[f"{name}.mixer.{step.name.removeprefix('site ')}"] = said
+    for asked in asked_sites(twin, recipe, calibration):
+        given = corner_values(asked.grid, asked.width)
+        said = explain(grid_step(asked.name, asked.grid, given, _answer(asked, given)))
+        if said:
+            found[asked.name] = said
     return found
 
 
+def corner_answers(twin: nn.Module, recipe: Recipe, calibration: Calibration | None) -> dict[str, Tensor]:
+    """What every site makes of its corner values, over their rms: the same on every machine."""
+    answers = {}
+    for asked in asked_sites(twin, recipe, calibration):
+        given = corner_values(asked.grid, asked.width)
+        answers[asked.name] = _answer(asked, given).double() / given.double().square().mean().sqrt()
+    return answers
+
+
 @torch.no_grad()
-def corner_steps(mixer_name: str, block: nn.Module, recipe: Recipe, calibration: Calibration | None) -> Iterator[Step]:
-    """Every site of a block that has a grid, given corner values."""
-    mode, mixer = find_mode(recipe.mode), block.mixer
-    if mode.kind != "ssm" or not isinstance(mixer, SiteMixer):
+def _answer(asked: Asked, given: Tensor) -> Tensor:
+    made: Tensor = asked.module.forward(given.to(asked.device, copy=True))  # past the hooks: the model does not run
+    return made.cpu()
+
+
+def asked_sites(twin: nn.Module, recipe: Recipe, calibration: Calibration | None) -> Iterator[Asked]:
+    """The sites of Mamba mixers, or the inputs of linears, that this recipe puts on a grid."""
+    mode = find_mode(recipe.mode)
+    if recipe.format is None or mode.kind not in ("ssm", "linear"):
         return
-    assert recipe.format is not None
+    for name, block in mamba_blocks(twin) if mode.kind == "ssm" else ():
+        mixer = block.mixer
+        assert isinstance(mixer, SiteMixer)
+        context = Block({}, block, block, mode, recipe.format, _amax(calibration, f"{name}.mixer."))
+        for site in SITES:
+            grid = None if site == "scan.state" else site_grid(context, site)
+            if grid is not None:
+                yield Asked(f"{name}.mixer.{site}", grid, mixer.site(site), _width(mixer, site), mixer.D.device)
+    fmt = FORMATS[recipe.format]
+    for name, module in twin.named_modules():
+        if mode.inputs and isinstance(module, GridLinear) and not name.endswith(NEVER_CALLED):
+            key = linear_key(name)
+            amax = calibration.amax_of(key) if calibration and fmt.scale in ("float32", "e4m3") else None
+            weight = module.weight
+            yield Asked(f"{name}.input", PlainGrid(fmt, amax), module.input, weight.shape[1], weight.device)
 
-    def amax(site: str) -> float | None:
-        return None if calibration is None else calibration.amax_of(f"{mixer_name}.{site}")
 
-    asked = Block({}, block, block, mode, recipe.format, amax)
-    for site in SITES:
-        grid = None if site == "scan.state" else site_grid(asked, site)
-        if grid is not None:
-            given = corner_values(grid, _width(mixer, site))
-            yield grid_step(f"site {site}", grid, given, mixer.site(site).forward(given.clone()))
+def _amax(calibration: Calibration | None, prefix: str) -> Callable[[str], float | None]:
+    return lambda site: None if calibration is None else calibration.amax_of(f"{prefix}{site}")
 
 
 def _width(mixer: SiteMixer, site: str) -> int:
@@ -55,6 +91,7 @@ def _width(mixer: SiteMixer, site: str) -> int:
     return {"in_proj.input": hidden, "in_proj.output": 2 * inner, "x_proj.output": parts}.get(site, inner)
 
 
+@lru_cache(maxsize=512)
 def corner_values(grid: PlainGrid, width: int) -> Tensor:
     """Corner values of a grid as an activation [1, token, channel]."""
     fmt = grid.format

@@ -10,17 +10,23 @@ from pathlib import Path
 from probe.anchor_file import read_anchors, remove_other_anchors, write_anchors
 from probe.baselines import BaselineError, Store, changes, path_part
 from probe.bench import Bench
+from probe.calibration import Calibration
 from probe.cases import LOGITS, Case
+from probe.causes import WIDTH, diagnose
 from probe.configuration import Settings
+from probe.corners import wrong_corners
 from probe.devices import is_recorded
 from probe.entries import Entry
 from probe.environment import ANCHORS, INPUT, differences, environment
-from probe.modes import Recipe
+from probe.modes import Recipe, apply
 from probe.observations import Observation
 from probe.outcomes import Outcome
 from probe.tolerances import RULES
 from probe.variations import BASE, variations
 from probe.verdicts import RefusedError, Standards, judge, renewed
+
+#: Figures of what a layer does by itself.
+OWN = ("injected.", "corners.")
 
 
 @dataclass(frozen=True)
@@ -102,9 +108,10 @@ class Gate:
         if stored is None:
             devices = bar.store.devices(model)
             if devices:
+                folder = bar.store.root / path_part(model)
                 raise BaselineError(
-                    f"{bar.store.root / path_part(model)} has baselines of {', '.join(devices)} but no "
-                    "environment.json. Restore it with git checkout, or make all again: pytest --update-baselines"
+                    f"{folder} has baselines of {', '.join(devices)} but no environment.json. Restore it with "
+                    f"git checkout, or delete {folder} and make all again with: pytest --update-baselines"
                 )
             return replace(bar, stored={})
         changed = differences({k: v for k, v in stored.items() if k.startswith(INPUT)}, bench.input_facts)
@@ -115,6 +122,7 @@ class Gate:
 
     def _run(self, bar: Bar, case: Case) -> Judged:
         recipe = Recipe(case.mode, case.format or None)
+        self.entries(bar, case.device)  # a defect in them is told before anything is measured
         if self.update:
             return self._renew(bar, recipe, case.device)
         if bar.other_input:
@@ -137,8 +145,9 @@ class Gate:
                     model, case, seen[case.layer], stored.get(case), bar.standards, baseline_file=shown
                 )
             except ValueError as problem:
-                again = "Make it again with: pytest --update-baselines"
-                raise BaselineError(f"{shown}: {case}: {problem}. {again}") from None
+                both = Path(shown).with_suffix(".*")
+                again = f"Restore it with git checkout, or delete {both} and make it again: pytest --update-baselines"
+                raise BaselineError(f"{shown}: {case}: {str(problem).rstrip('.')}. {again}") from None
         return self._with_cause(bar, recipe, device, outcomes)
 
     def _with_cause(self, bar: Bar, recipe: Recipe, device: str, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
@@ -147,12 +156,24 @@ class Gate:
         first = next((one for one in failing if is_own(one)), failing[0] if failing else None)
         if first is None or first.case.layer == LOGITS or is_recorded(device) or first.verdict == "uncovered":
             return outcomes
-        from probe.causes import diagnose  # only a failure needs it
-
         calibration = bar.bench.calibration() if recipe.format else None
         reference = bar.bench.reference()
-        cause = diagnose(bar.bench.loaded.model, recipe, reference, calibration, first.case.layer)
+        moved = [name for name, figure in first.figures.items() if figure.moved]
+        if moved and all(name.startswith("corners.") for name in moved):
+            cause = self._corner_cause(bar, recipe, reference.modules[first.case.layer], calibration)
+        else:
+            cause = diagnose(bar.bench.loaded.model, recipe, reference, calibration, first.case.layer)
         return {**outcomes, first.case.layer: replace(first, cause=cause)}
+
+    def _corner_cause(self, bar: Bar, recipe: Recipe, module: str, calibration: Calibration | None) -> str:
+        twin = apply(bar.bench.loaded.model, recipe, calibration)
+        wrong = wrong_corners(twin, recipe, calibration)
+        said = [
+            f"site {name.removeprefix(f'{module}.').removeprefix('mixer.')}; {text}"
+            for name, text in wrong.items()
+            if name.startswith(f"{module}.")
+        ]
+        return f"{said[0]} (at corner values)"[:WIDTH] if said else "corner values give other results"
 
     def _renew(self, bar: Bar, recipe: Recipe, device: str) -> Judged:
         """Measure under every harmless change, and say what to store."""
@@ -180,7 +201,7 @@ class Gate:
 def is_own(outcome: Outcome) -> bool:
     """Whether a layer failed by its own doing, not only by what reached it."""
     moved = [name for name, figure in outcome.figures.items() if figure.moved]
-    return outcome.verdict not in ("drift", "changed values") or any(name.startswith("injected.") for name in moved)
+    return outcome.verdict not in ("drift", "changed values") or any(name.startswith(OWN) for name in moved)
 
 
 @dataclass(frozen=True)
@@ -210,13 +231,17 @@ def store_update(store: Store, update: Update) -> list[str]:
     if not told and stored is not None and all(stored.get(key) == facts[key] for key in (*update.facts, ANCHORS)):
         return []
     write_anchors(folder, name, data)
-    for device in devices:
-        store.write(
-            update.model,
-            device,
-            {case: entry for case, entry in update.entries.items() if case.device == device},
-            drop=[case for case in update.drop if case.device == device],
-        )
-    store.write_environment(update.model, facts)
+    try:
+        for device in devices:
+            store.write(
+                update.model,
+                device,
+                {case: entry for case, entry in update.entries.items() if case.device == device},
+                drop=[case for case in update.drop if case.device == device],
+            )
+        store.write_environment(update.model, facts)
+    except BaselineError:
+        remove_other_anchors(folder, (stored or {}).get(ANCHORS, ""))
+        raise
     remove_other_anchors(folder, name)
     return told

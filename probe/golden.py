@@ -11,7 +11,7 @@ NaN and Inf make both useless, and are a verdict of their own before these are l
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -21,9 +21,11 @@ from torch import Tensor
 
 SKETCH = 64
 SAMPLE = 40
+#: Buckets for what the grids of a layer make of corner values (corners.py), which no noise reaches.
+CORNERS = 16
 #: What is kept of each group. In a run of the whole model nearly every element moves by noise, so there only the
 #: distance says something.
-KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH}
+KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH, "corners": CORNERS}
 #: How many points of a layer a plot is given.
 POINTS = 384
 #: An element of the sample has moved if it differs by more than this part of the recipe's own rms error.
@@ -65,6 +67,14 @@ class Golden:
     def values(self) -> tuple[float, ...]:
         """Sketch, then sample, as float32: what a baseline stores."""
         return tuple(float(x) for x in np.concatenate([self.sketch, self.sample]).astype(np.float32))
+
+
+def corner_sketch(answers: Iterable[npt.NDArray[np.float64]]) -> tuple[tuple[float, ...], int]:
+    """The sketch of several tensors in a row, in CORNERS buckets, and how many elements they have."""
+    row = np.concatenate([answer.reshape(-1) for answer in answers])
+    bucket, sign = _hashed(0, row.size)
+    sketch = np.bincount(bucket * CORNERS // SKETCH, weights=sign * row, minlength=CORNERS)
+    return tuple(float(x) for x in sketch.astype(np.float32)), row.size
 
 
 def flat(values: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:

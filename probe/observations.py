@@ -1,14 +1,15 @@
 """What the gate sees of a recipe: both measurements of every layer, golden values, and flaws no baseline excuses."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from probe.calibration import Calibration
 from probe.cases import LOGITS
+from probe.corners import corner_answers
 from probe.coverage import rounding_bound, watching
-from probe.golden import Golden
+from probe.golden import Golden, corner_sketch
 from probe.hooks import UncoveredError
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.modes import Recipe, apply, find_mode
@@ -92,6 +93,7 @@ def observe(
     def injected(label: str, output: Tensor, expected: Tensor) -> None:
         streams["injected"][label].take(output, expected)
 
+    answers = corner_answers(twin, recipe, calibration)
     uncovered: list[str] = []
     with watching(twin, recipe) as strays:
         for take, feed in ((propagated, False), (injected, True)):
@@ -102,9 +104,19 @@ def observe(
     found = {}
     for label in reference.layers:
         own = {kind: layers[label] for kind, layers in streams.items()}
-        found[label] = layer_observation(label, recipe, reference, own, strays, uncovered)
+        seen = layer_observation(label, recipe, reference, own, strays, uncovered)
+        found[label] = _with_corners(seen, reference.modules[label], answers)
     found[LOGITS] = logits_observation(whole, logits, uncovered, bytes_per_token)
     return found
+
+
+def _with_corners(seen: Observation, module: str, answers: dict[str, Tensor]) -> Observation:
+    """What the grids inside the layer make of corner values, beside what they make of the text."""
+    inside = [answer.numpy() for name, answer in answers.items() if name.startswith(f"{module}.")]
+    if not inside:
+        return seen
+    sketch, count = corner_sketch(inside)
+    return replace(seen, values={**seen.values, "corners": sketch}, counts={**seen.counts, "corners": count})
 
 
 def layer_observation(

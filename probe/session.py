@@ -7,7 +7,8 @@ Importing this loads nothing heavy; the gate is loaded when a test first takes a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ class Dossier:
     matrix: set[Case] = field(default_factory=set)  # as configured, whatever the options say
     selected: set[Case] = field(default_factory=set)
     facts: dict[str, str] = field(default_factory=dict)
-    anchors: tuple[str, bytes] | None = None
+    anchors: dict[str, bytes] = field(default_factory=dict)  # files by name; tests with other layers have their own
 
     def as_dict(self) -> dict[str, Any]:
         """For execnet."""
@@ -57,19 +58,18 @@ class Dossier:
             "matrix": [vars(case) for case in sorted(self.matrix)],
             "selected": [vars(case) for case in sorted(self.selected)],
             "facts": self.facts,
-            "anchors": list(self.anchors) if self.anchors else None,
+            "anchors": self.anchors,
         }
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Dossier:
         """The inverse of as_dict."""
-        anchors = given["anchors"]
         return cls(
             Settings.from_dict(given["settings"]),
             {Case(**case) for case in given["matrix"]},
             {Case(**case) for case in given["selected"]},
             dict(given["facts"]),
-            (anchors[0], anchors[1]) if anchors else None,
+            dict(given["anchors"]),
         )
 
 
@@ -83,7 +83,7 @@ class Session:
         self.dossiers: dict[str, Dossier] = {}  # by model
         self.outcomes: dict[tuple[str, Case], Outcome] = {}
         self.entries: dict[str, dict[Case, Entry]] = {}
-        self.refusals: dict[Case, str] = {}
+        self.refusals: dict[tuple[str, Case], str] = {}
         self.told: list[str] = []  # of the update, for the terminal
         self.problems: list[str] = []  # each fails the run
         self._folder = folder
@@ -108,41 +108,49 @@ class Session:
             configured = replace(configured, baselines=self.options.baselines)
         configured = settings_of(marked, where=where, base=configured) if marked else configured
         axes: dict[str, Any] = {name: value for name, value in self.options.axes.items() if value is not None}
-        narrowed = configured if marked else settings_of(axes, where="the options", base=configured)
-        for device in narrowed.devices:
+        named = settings_of(axes, where="the options", base=configured)
+        narrowed = configured if marked else named
+        for device in (*narrowed.devices, *named.devices):
             check_device(device, self.root)
+        self.gate.bench(narrowed).check()
         cases = list(self.gate.bench(narrowed).cases)
         if marked:
-            cases = [case for case in cases if self._named(axes, configured, case)]
+            cases = self._named(cases, axes, configured, has_own_model="model" in marked)
         dossier = self.dossiers.setdefault(configured.model, Dossier(configured))
         self._check_shared(dossier.settings, configured)
         dossier.matrix |= set(self.gate.bench(configured).cases)
         return [Asked(narrowed, case) for case in cases]
 
-    def _named(self, axes: Mapping[str, Any], settings: Settings, case: Case) -> bool:
-        """Whether the options name a case of a marked test: they narrow its matrix and add nothing to it."""
+    def _named(
+        self, cases: list[Case], axes: Mapping[str, Any], settings: Settings, *, has_own_model: bool
+    ) -> list[Case]:
+        """The cases of a marked test that the options name: they narrow its matrix and add nothing to it."""
         from probe.hooks import select
         from probe.modes import expand_modes
 
-        if "modes" in axes and case.mode not in {mode.id for mode in expand_modes(list(axes["modes"]))}:
-            return False
-        if "formats" in axes and case.format and case.format not in axes["formats"]:
-            return False
-        if "devices" in axes and case.device not in axes["devices"]:
-            return False
-        if "layers" in axes and case.layer != LOGITS:
-            try:
-                return case.layer in select(self.gate.bench(settings).loaded.model, axes["layers"])
-            except ValueError:  # a pattern for another model
-                return False
-        return True
+        named: dict[str, Any] = {"device": axes.get("devices"), "format": axes.get("formats")}
+        if "modes" in axes:
+            named["mode"] = [mode.id for mode in expand_modes(list(axes["modes"]))]
+        if "layers" in axes:
+            named["layer"] = [LOGITS]
+            for pattern in axes["layers"]:
+                try:
+                    named["layer"] += select(self.gate.bench(settings).loaded.model, pattern, model_name=settings.model)
+                except ValueError:
+                    if not has_own_model:  # else it may be a pattern for another model
+                        raise
+        wanted = {
+            part: ("", *names) for part, names in named.items() if names is not None
+        }  # a float mode has no format
+        left = [case for case in cases if all(getattr(case, part) in names for part, names in wanted.items())]
+        return left if any(case.layer != LOGITS for case in left) else []
 
     def _check_shared(self, one: Settings, other: Settings) -> None:
         for name in ("data", "samples", "seqlen", "calibration", "baselines"):
             if getattr(one, name) != getattr(other, name):
                 raise ValueError(
                     f"two tests measure {one.model} with another {name}: {getattr(one, name)!r} and "
-                    f"{getattr(other, name)!r}. One set of baselines serves one: give the second its own `baselines`."
+                    f"{getattr(other, name)!r}. One set of baselines serves one of them: make them agree."
                 )
 
     def select(self, asked: Asked) -> None:
@@ -155,10 +163,10 @@ class Session:
             from probe.anchor_file import render
 
             for bar in self._gate.bars():
-                dossier = self.dossiers[bar.bench.settings.model]
-                dossier.facts = bar.bench.input_facts
-                if bar.bench.anchors is not None:
-                    dossier.anchors = render(bar.bench.anchors)
+                if bar.bench.anchors is not None:  # else nothing was measured on it
+                    dossier = self.dossiers[bar.bench.settings.model]
+                    dossier.facts = bar.bench.input_facts
+                    dossier.anchors |= dict([render(bar.bench.anchors)])
         return {model: dossier.as_dict() for model, dossier in self.dossiers.items()}
 
     def merge(self, given: Mapping[str, Any]) -> None:
@@ -169,7 +177,7 @@ class Session:
             mine.matrix |= other.matrix
             mine.selected |= other.selected
             mine.facts = mine.facts or other.facts
-            mine.anchors = mine.anchors or other.anchors
+            mine.anchors |= other.anchors
 
     def take(self, outcome: Outcome, entry: Entry | None, refusal: str) -> None:
         """What became of a case, in the process that writes."""
@@ -177,22 +185,37 @@ class Session:
         if entry is not None:
             self.entries.setdefault(outcome.model, {})[outcome.case] = entry
         if refusal:
-            self.refusals[outcome.case] = refusal
+            self.refusals[outcome.model, outcome.case] = refusal
 
-    def finish(self, *, narrowed_by_paths: bool) -> None:
-        """At the end, where all is known: obsolete cases become problems, and an update is written, or refused."""
-        for dossier in self.dossiers.values():
-            if not dossier.selected:
-                continue
-            try:
+    def finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str = "") -> None:
+        """At the end, where all is known: obsolete cases become problems, and an update is written, or refused.
+
+        Where tests or folders of tests were left out, what was not asked for may be another test's. `stopped` says why
+        the run ended early, if it did.
+        """
+        used = {model: dossier for model, dossier in self.dossiers.items() if dossier.selected}
+        if stopped and self.options.update:
+            self.problems.append(f"no baseline was written: the run ended early ({stopped}).")
+            return
+        for dossier in used.values():
+            with self._problems():
                 if self.options.update:
-                    self._update(dossier)
-                else:
+                    self._update(dossier, keep_obsolete=tests_left_out)
+                elif not tests_left_out:
                     self._find_obsolete(dossier)
-            except ValueError as problem:
-                self.problems.append(str(problem))
-        if not self.options.update and not narrowed_by_paths and any(d.selected for d in self.dossiers.values()):
-            self._find_obsolete_models()
+        if self.options.update:
+            for model in sorted(set(self.entries) - set(used)):
+                self.problems.append(f"no baseline of {model} was written: the run ended before its workers did.")
+        elif used and not folders_left_out:
+            with self._problems():
+                self._find_obsolete_models()
+
+    @contextmanager
+    def _problems(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as problem:
+            self.problems.append(str(problem))
 
     def _find_obsolete(self, dossier: Dossier) -> None:
         for case in self._obsolete(dossier):
@@ -222,7 +245,8 @@ class Session:
         stored = [case for device in store.devices(model) for case in store.read(model, device)]
         return sorted(set(stored) - dossier.matrix)
 
-    def _update(self, dossier: Dossier) -> None:
+    def _update(self, dossier: Dossier, *, keep_obsolete: bool) -> None:
+        from probe.anchor_file import united
         from probe.baselines import Store
         from probe.gate import Update, store_update
 
@@ -232,13 +256,13 @@ class Session:
         skipped = {case for case, outcome in ours.items() if outcome.status == "skipped"}
         lost = dossier.selected - set(entries) - skipped
         if lost:
-            refused = [text for case, text in self.refusals.items() if case in lost]
+            refused = [text for (one, case), text in self.refusals.items() if one == model and case in lost]
             first = refused[0] if refused else f"{min(lost)} was not measured."
             raise ValueError(
                 f"no baseline of {model} was written: {len(lost)} of {len(dossier.selected)} cases have nothing to "
                 f"store. {first}"
             )
-        if not entries or dossier.anchors is None:
+        if not entries:
             return
         whole = dossier.selected - skipped >= {case for case in dossier.matrix if case.device not in _absent(skipped)}
         store = Store(self.root / dossier.settings.baselines)
@@ -248,8 +272,8 @@ class Session:
                 f"no baseline of {model} was written: the input changed, so all cases must be made anew. "
                 "Run pytest --update-baselines without -k and without --probe-* options."
             )
-        drop = self._obsolete(dossier) if whole else []
-        lines = store_update(store, Update(model, entries, drop, dossier.facts, dossier.anchors))
+        drop = self._obsolete(dossier) if whole and not keep_obsolete else []
+        lines = store_update(store, Update(model, entries, drop, dossier.facts, united(dossier.anchors)))
         kind = "all" if whole else "some"
         self.told.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
         self.told += _shortened(lines)

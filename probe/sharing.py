@@ -5,26 +5,30 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from probe.calibration import Calibration, load_calibration
 from probe.runner import Reference
 
-T = TypeVar("T")
+#: What a full disk raises: then every process has its own.
+NO_ROOM = (OSError, SafetensorError)
 
 
 def shared_reference(folder: Path | None, key: str, make: Callable[[], Reference]) -> Reference:
     """The reference of that key: read if another process has made it, else made, and left for the others."""
     if folder is None:
         return make()
-    file = folder / f"{key}.safetensors"
-    with _alone(folder / f"{key}.lock"):
-        if not file.exists():
-            _save(make(), file)
+    file, made = folder / f"{key}.safetensors", None
+    try:
+        with _alone(folder / f"{key}.lock"):
+            if not file.exists():
+                made = make()
+                _save(made, file)
+    except NO_ROOM:
+        return made or make()
     return _load(file)
 
 
@@ -32,10 +36,14 @@ def shared_calibration(folder: Path | None, key: str, make: Callable[[], Calibra
     """The calibration of that key, likewise."""
     if folder is None:
         return make()
-    base = folder / key
-    with _alone(folder / f"{key}.lock"):
-        if not base.with_name(f"{key}.json").exists():
-            make().save(base)
+    base, made = folder / key, None
+    try:
+        with _alone(folder / f"{key}.lock"):
+            if not base.with_name(f"{key}.json").exists():
+                made = make()
+                made.save(base)
+    except NO_ROOM:
+        return made or make()
     model = json.loads(base.with_name(f"{key}.json").read_text())["model"]
     return load_calibration(base, model=model)
 

@@ -68,7 +68,7 @@ def compared(seen: Observation, entry: Entry, standards: Standards, *, is_float_
     groups = {name.partition(".")[0] for name in old}
     golden = parted(entry.values, groups)
     now: dict[str, float | None] = {**seen.figures, **_gaps(seen, golden, old)}
-    found = {}
+    found = {f"{group}.distance": Figure(None, moved=True) for group in seen.values if group not in golden}
     for name in dict.fromkeys([*now, *old]):
         new, stored = now.get(name), entry.figures.get(name)
         if stored is None:
@@ -89,14 +89,19 @@ def _gaps(
 ) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for group, values in golden.items():
-        rmse = math.sqrt(max(old.get(f"{group}.mse", 0.0), 0.0))
         if group not in seen.values:
             continue
-        between = gap(seen.values[group], values, count=seen.counts[group], rmse=rmse)
+        between = gap(seen.values[group], values, count=seen.counts[group], rmse=_own_error(group, old))
         for name in OF_VALUES:
             if f"{group}.{name}" in old:
                 found[f"{group}.{name}"] = getattr(between, name)
     return found
+
+
+def _own_error(group: str, figures: Mapping[str, float | None]) -> float:
+    """The unit of distances: the recipe's own error; of corner values, which have none, their rms, which is 1."""
+    mse = figures.get(f"{group}.mse", 1.0)
+    return math.sqrt(max(mse or 0.0, 0.0))
 
 
 def _moved(figures: Mapping[str, Figure]) -> list[Flaw]:
@@ -170,7 +175,7 @@ def renewed(
             spread = max((_between(value, other.figures.get(name)) for other in others), default=0.0)
             figures[name] = Stored(value, spread, reason if name in worse else "")
     for group, values in base.values.items():
-        rmse = math.sqrt(base.figures.get(f"{group}.mse") or 0.0)
+        rmse = _own_error(group, base.figures)
         gaps = [gap(other.values[group], values, count=base.counts[group], rmse=rmse) for other in others]
         for name in OF_VALUES:
             if f"{group}.{name}" in RULES:

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,8 +211,8 @@ def _plain_nodeid(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_html_results_table_row(report: Any, cells: list[str]) -> None:
-    """Of pytest-html, which writes test ids unescaped: layer names come from models. Other tests are not ours."""
-    if not hasattr(report, "probe"):
+    """Of pytest-html, which writes test ids unescaped: layer names come from models."""
+    if escape(report.nodeid) == report.nodeid:
         return
     from probe.report.tables import name_cell
 

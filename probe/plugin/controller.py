@@ -40,7 +40,7 @@ class Controller:
         )
         self.session.take(Outcome.from_dict(given["outcome"]), stored, given["refusal"])
 
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Find what is obsolete, write an update; either may fail the run."""
         self._finished = True
         ours = self.session
@@ -48,10 +48,18 @@ class Controller:
             return
         if not getattr(session.config, "workerinput", None) and session.items:
             ours.close()
-        ours.finish(narrowed_by_paths=_narrowed_by_paths(self.config))
-        if ours.problems and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        ours.finish(
+            tests_left_out=_tests_left_out(self.config),
+            folders_left_out=_folders_left_out(self.config),
+            stopped=_stopped(session),
+        )
+        self._fail_on_problems(session)
         self._write_summaries(int(session.exitstatus))
+        self._fail_on_problems(session)
+
+    def _fail_on_problems(self, session: pytest.Session) -> None:
+        if self.session.problems and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _write_summaries(self, exit_status: int) -> None:
         folder = self._output()
@@ -101,9 +109,11 @@ class Controller:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Counts, what is obsolete, what an update changed, where the reports are."""
         ours = self.session
-        if not ours.outcomes:
-            return
         write = terminalreporter.write_line
+        if not ours.outcomes:
+            if ours.options.update and not self.config.getoption("collectonly"):
+                write("probe: no case was measured, so no baseline was written.", red=True)
+            return
         terminalreporter.section("probe")
         for line in _counts(self._outcomes()):
             write(line)
@@ -115,7 +125,7 @@ class Controller:
         if len(ours.problems) > most:
             write(f"and {len(ours.problems) - most} more", red=True)
         if any(one.startswith("obsolete: ") for one in ours.problems):
-            write("Obsolete cases are dropped by: pytest --update-baselines   (all cases, without -k)")
+            write("Obsolete cases are dropped by: pytest --update-baselines   (all cases: no -k, no files named)")
         for line in self.written:
             write(f"wrote {line}")
 
@@ -127,7 +137,7 @@ def _counts(outcomes: list[Outcome]) -> list[str]:
         groups.setdefault((one.model, one.case.device), []).append(one)
     lines = []
     for (model, device), members in sorted(groups.items()):
-        kinds = Counter(one.verdict if one.status == "failed" else one.status for one in members)
+        kinds = Counter(one.verdict or "failed" if one.status == "failed" else one.status for one in members)
         recipes = {one.case.recipe for one in members}
         failing = {one.case.recipe for one in members if one.status == "failed"}
         told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
@@ -137,7 +147,20 @@ def _counts(outcomes: list[Outcome]) -> list[str]:
     return lines
 
 
-def _narrowed_by_paths(config: pytest.Config) -> bool:
-    """Whether the command line named files, keywords or markers, so that tests may be missing."""
-    given = config.args_source is pytest.Config.ArgsSource.ARGS
-    return given or any(config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf", "ignore"))
+def _stopped(session: pytest.Session) -> str:
+    """Why the run ended before its end: -x, --maxfail, an interrupt; empty if it did not."""
+    interrupted = "interrupted" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
+    return str(session.shouldfail or session.shouldstop or interrupted)
+
+
+def _tests_left_out(config: pytest.Config) -> bool:
+    """Whether the command line names files or tests, or leaves some out: then the matrices of others are not known."""
+    named = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
+    folders = all((config.invocation_params.dir / name).is_dir() for name in named)
+    return not folders or any(config.getoption(name, None) for name in ("lf", "ignore", "ignore_glob"))
+
+
+def _folders_left_out(config: pytest.Config) -> bool:
+    """Whether the command line names anything at all, or narrows: then other models may have tests elsewhere."""
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
+    return named or any(config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf", "ignore"))

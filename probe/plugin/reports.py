@@ -28,16 +28,10 @@ def describe(report: pytest.TestReport, taken: ProbeCase, problem: BaseException
         _attach(report, taken, outcome)
     if report.when != "call":
         return
-    if isinstance(problem, GateFailure) and taken.outcome is None:
-        report.longrepr = str(problem)
-    elif taken.outcome is not None:
+    if taken.outcome is not None:
         _describe_judged(report, taken, taken.outcome, problem, config)
-    elif report.passed and not taken.checked:
-        report.outcome = "failed"
-        report.longrepr = (
-            f"{taken.case}: the test took probe_case and never called probe_case.check(), so nothing was compared. "
-            "Call it."
-        )
+    else:
+        _describe_unjudged(report, taken, problem)
 
 
 def _describe_judged(
@@ -61,6 +55,22 @@ def _describe_judged(
         report.extras = [*getattr(report, "extras", []), *_extras(taken, outcome)]  # type: ignore[attr-defined]
 
 
+def _describe_unjudged(report: pytest.TestReport, taken: ProbeCase, problem: BaseException | None) -> None:
+    """A case that nothing could be said of: its baselines are damaged, the test crashed, or it never asked."""
+    message = f"{type(problem).__name__}: {problem}"
+    if isinstance(problem, GateFailure):
+        report.longrepr = message = str(problem)
+        report.probe_follows = _teller(taken) != str(taken.case)  # type: ignore[attr-defined]
+    elif report.passed and not taken.checked:
+        report.outcome = "failed"
+        report.longrepr = message = (
+            f"{taken.case}: the test took probe_case and never called probe_case.check(), so nothing was compared. "
+            "Call it."
+        )
+    if report.failed:
+        _attach(report, taken, Outcome(taken.settings.model, taken.case, "failed", None, message, nodeid=taken.nodeid))
+
+
 def _attach(report: pytest.TestReport, taken: ProbeCase, outcome: Outcome) -> None:
     entry = getattr(taken, "entry", None)
     report.probe = {  # type: ignore[attr-defined]
@@ -79,7 +89,7 @@ def _teller(taken: ProbeCase) -> str:
     """The case of this recipe that tells its story: the first of this process to fail."""
     tellers: dict[tuple[str, str, str, bool], str] = taken.session.__dict__.setdefault("tellers", {})
     key = (taken.settings.key, taken.case.device, taken.case.recipe, bool(taken.refusal))
-    failed = taken.refusal or (taken.outcome is not None and taken.outcome.status == "failed")
+    failed = taken.refusal or taken.outcome is None or taken.outcome.status == "failed"
     return tellers.setdefault(key, str(taken.case)) if failed else str(taken.case)
 
 

@@ -19,5 +19,7 @@ def recipe_of(nodeid: str) -> str:
     """`test_gate.py::test[mode_2_1-*-cpu-int8]` of any case of that recipe; the nodeid itself of any other test."""
     head, bracket, rest = nodeid.partition("[")
     parts = rest.removesuffix("]").split("-")
-    is_case = bracket and len(parts) in (3, 4) and (parts[2].partition(":")[0] in DEVICES or is_recorded(parts[2]))
-    return f"{head}[{'-'.join([parts[0], '*', *parts[2:]])}]" if is_case else nodeid
+    for index, part in enumerate(parts):
+        if index >= 2 and bracket and (part.partition(":")[0] in DEVICES or is_recorded(part)):
+            return f"{head}[{'-'.join([*parts[: index - 1], '*', *parts[index:]])}]"
+    return nodeid

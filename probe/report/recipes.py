@@ -74,7 +74,7 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 def is_own(outcome: Outcome) -> bool:
     """Whether the layer itself has changed, not only what it was fed."""
-    return any(figure.moved and name.startswith("injected.") for name, figure in outcome.figures.items())
+    return any(figure.moved and name.startswith(("injected.", "corners.")) for name, figure in outcome.figures.items())
 
 
 def is_inherited(outcome: Outcome) -> bool:

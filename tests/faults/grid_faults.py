@@ -183,7 +183,7 @@ ENDS = (
     site("one Inf", INT8, "out_proj.input", one_infinity, "Inf in 1 of", verdicts=NOT_FINITE),
     site("one token lost", INT8, "x_proj.output", one_token(40), "only token 40: gives only zeros"),
 )
-#: On the text of the gate these change no value, or a few by little: only corner values tell them.
+#: On the text of the gate these change no value, or a few by little: corner values tell them.
 AT_CORNERS = (
     site("ties to even", INT8, "conv1d.output", rounded("half_even"), "ties are rounded to even instead of away"),
     site("ties away", INT8, "in_proj.input", rounded("half_away"), "ties are rounded away from zero instead of to"),

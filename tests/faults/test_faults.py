@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from probe.causes import WIDTH
-from probe.corners import wrong_corners
-from probe.modes import Recipe, apply
 from probe.outcomes import Outcome
 from probe.verdicts import strength
 from tests.faults import block_faults, grid_faults
@@ -22,6 +20,7 @@ FAULTS: tuple[AnyFault, ...] = (
     *grid_faults.SCALES,
     *grid_faults.BLOCKS,
     *grid_faults.ENDS,
+    *grid_faults.AT_CORNERS,
     *block_faults.LEFT_OUT,
     *block_faults.WEIGHTS,
     *block_faults.BLOCK,
@@ -33,8 +32,6 @@ RECIPES = {
 }
 #: On these the harmless changes are tried: a static and a float recipe, and another model.
 TRIED = (("tiny-mamba", "mode_2_1-int8"), ("tiny-mamba", "fp16"), ("tiny-llama", "linear_wa-int8"))
-
-pytestmark = pytest.mark.xdist_group("faults")  # one process makes the baselines
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,22 +71,6 @@ def test_a_fault_is_caught_in_its_layer_and_named(gate: SmallGate, fault: AnyFau
         assert [layer for layer in healthy if _injected(outcomes[layer]) != _injected(healthy[layer])] == [fault.label]
 
 
-@pytest.mark.parametrize("fault", grid_faults.AT_CORNERS, ids=lambda fault: fault.name.replace(" ", "_"))
-def test_a_fault_that_the_text_does_not_show_is_told_by_corner_values(gate: SmallGate, fault: Fault) -> None:
-    mode, _, format = fault.recipe.partition("-")
-    recipe, bench = Recipe(mode, format), _bench(gate, fault.model)
-    calibration = bench.calibration()
-    assert wrong_corners(apply(bench.loaded.model, recipe, calibration), recipe, calibration) == {}
-    with fault.applied():
-        import probe.modes
-
-        found = wrong_corners(probe.modes.apply(bench.loaded.model, recipe, calibration), recipe, calibration)
-    (site,) = found
-    site_of_cause, _, said = fault.cause.removeprefix("site ").partition("; ")
-    assert site == f"backbone.layers.{fault.layer}.mixer.{site_of_cause}"
-    assert said in found[site]
-
-
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=lambda change: change.name.replace(" ", "_"))
 def test_a_harmless_change_fails_nothing(gate: SmallGate, change: Harmless) -> None:
     with change.applied():
@@ -98,14 +79,8 @@ def test_a_harmless_change_fails_nothing(gate: SmallGate, change: Harmless) -> N
             assert {layer: one.message for layer, one in outcomes.items() if one.status != "passed"} == {}
 
 
-def _bench(gate: SmallGate, model: str) -> Any:
-    from probe.gate import Gate
-
-    return Gate(gate.root, folder=gate.shared).bar(gate.settings[model]).bench
-
-
 def _injected(outcome: Outcome) -> dict[str, float | None]:
-    return {name: figure.new for name, figure in outcome.figures.items() if name.startswith("injected.")}
+    return {name: figure.new for name, figure in outcome.figures.items() if name.startswith(("injected.", "corners."))}
 
 
 def _strongest(outcome: Outcome) -> str:

@@ -12,16 +12,21 @@ from probe.modes import MODES
 from tests.plugin.project import files
 
 Run = Callable[..., pytest.RunResult]
+#: Plugins that take every worker a second to load.
+UNUSED = ("-p", "no:hypothesispytest", "-p", "no:anyio")
 
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`project(*arguments, fault=..., ...)` writes the repository anew and runs pytest in it."""
+    """`project(*arguments, fault=..., ...)` writes the repository anew and runs pytest in it.
+
+    With `workers` xdist starts so many processes, of which this one is the controller.
+    """
     monkeypatch.delenv("CI", raising=False)
     pytester.syspathinsert()
     known = set(MODES)
 
-    def run(*arguments: str, subprocess: bool = False, **changed: object) -> pytest.RunResult:
+    def run(*arguments: str, subprocess: bool = False, workers: int = 0, **changed: object) -> pytest.RunResult:
         for name, text in files(**changed).items():  # type: ignore[arg-type]
             path = pytester.path / name
             if not path.exists() or path.read_text() != text:
@@ -29,7 +34,8 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Itera
         forget()
         if subprocess:
             return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", *arguments)
+        xdist = ("-n", str(workers), *UNUSED) if workers else ("-p", "no:xdist")
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *xdist, *arguments)
 
     def forget() -> None:
         for name in set(MODES) - known:
