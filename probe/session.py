@@ -46,7 +46,7 @@ class Dossier:
     """What one process knows of a model: the whole matrix, what was selected, and what an update needs."""
 
     settings: Settings
-    matrix: set[Case] = field(default_factory=set)  # as configured, whatever the options say
+    matrix: dict[Case, None] = field(default_factory=dict)  # in order, as configured, whatever the options say
     selected: set[Case] = field(default_factory=set)
     facts: dict[str, str] = field(default_factory=dict)
     anchors: dict[str, bytes] = field(default_factory=dict)  # files by name; tests with other layers have their own
@@ -55,7 +55,7 @@ class Dossier:
         """For execnet."""
         return {
             "settings": self.settings.as_dict(),
-            "matrix": [vars(case) for case in sorted(self.matrix)],
+            "matrix": [vars(case) for case in self.matrix],
             "selected": [vars(case) for case in sorted(self.selected)],
             "facts": self.facts,
             "anchors": self.anchors,
@@ -66,7 +66,7 @@ class Dossier:
         """The inverse of as_dict."""
         return cls(
             Settings.from_dict(given["settings"]),
-            {Case(**case) for case in given["matrix"]},
+            {Case(**case): None for case in given["matrix"]},
             {Case(**case) for case in given["selected"]},
             dict(given["facts"]),
             dict(given["anchors"]),
@@ -118,7 +118,7 @@ class Session:
             cases = self._named(cases, axes, configured, has_own_model="model" in marked)
         dossier = self.dossiers.setdefault(configured.model, Dossier(configured))
         self._check_shared(dossier.settings, configured)
-        dossier.matrix |= set(self.gate.bench(configured).cases)
+        dossier.matrix |= dict.fromkeys(self.gate.bench(configured).cases)
         return [Asked(narrowed, case) for case in cases]
 
     def _named(
@@ -187,6 +187,11 @@ class Session:
         if refusal:
             self.refusals[outcome.model, outcome.case] = refusal
 
+    def ordered(self) -> list[Outcome]:
+        """The outcomes in the order of the matrix; what it does not have comes last, as it came."""
+        places = {(model, case): i for model, one in self.dossiers.items() for i, case in enumerate(one.matrix)}
+        return [self.outcomes[key] for key in sorted(self.outcomes, key=lambda key: places.get(key, len(places)))]
+
     def finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str = "") -> None:
         """At the end, where all is known: obsolete cases become problems, and an update is written, or refused.
 
@@ -243,7 +248,7 @@ class Session:
 
         store, model = Store(self.root / dossier.settings.baselines), dossier.settings.model
         stored = [case for device in store.devices(model) for case in store.read(model, device)]
-        return sorted(set(stored) - dossier.matrix)
+        return sorted(set(stored) - set(dossier.matrix))
 
     def _update(self, dossier: Dossier, *, keep_obsolete: bool) -> None:
         from probe.anchor_file import united

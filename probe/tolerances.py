@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 MULTIPLE = 4.0
 #: Float modes round every sum to their own dtype, so another order of sums moves them more.
-FLOAT_FACTOR = 5.0
+FLOAT_FACTOR = 8.0
 #: Significant digits that are stored.
 DIGITS = 6
 

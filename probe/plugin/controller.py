@@ -83,7 +83,7 @@ class Controller:
         return Path(report).parent if report else None
 
     def _outcomes(self) -> list[Outcome]:
-        return list(self.session.outcomes.values())
+        return self.session.ordered()
 
     def _facts(self) -> dict[str, Any]:
         from probe.baselines import Store

@@ -3,13 +3,39 @@
 xdist's own `--dist loadgroup` would do, but groups nothing under pytest 9.2 (pytest-xdist issue 1386).
 """
 
+from typing import Any
+
 from xdist.scheduler import LoadScopeScheduling
 
 from probe.devices import DEVICES, is_recorded
 
 
 class RecipeScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Load scheduling in which a recipe is a unit."""
+    """Load scheduling in which a recipe is a unit.
+
+    After a crash xdist 3.8 would run the test that crashed again and again, and could wait forever: for units that are
+    done, or with a worker that has one test left (its issues 1189, 1323, 1327 and pull request 1371).
+    """
+
+    def remove_node(self, node: Any) -> str | None:
+        """A worker is gone: what it left undone goes to the others, but for the test that it died of."""
+        units: dict[str, dict[str, bool]] = self.assigned_work.pop(node)
+        left = [(unit, nodeid) for unit in units.values() for nodeid, done in unit.items() if not done]
+        if not left:
+            return None
+        unit, crashed = left[0]
+        unit[crashed] = True
+        self.workqueue.update({name: unit for name, unit in units.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
+
+    def _reschedule(self, node: Any) -> None:
+        if node not in self.registered_collections:  # a new one, which is still collecting
+            return
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)  # a worker starts a test when it knows the next, or that there is none
 
     def _split_scope(self, nodeid: str) -> str:
         return recipe_of(nodeid)

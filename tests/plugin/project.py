@@ -101,13 +101,13 @@ def settings(**changed: object) -> str:
     return "\n".join(["[tool.probe]", *lines, ""])
 
 
-def files(*, fault: str = "", depth: int = 3, **changed: object) -> dict[str, str]:
-    """Name -> text of the whole repository."""
+def files(*, fault: str = "", depth: int = 3, hooks: str = "", **changed: object) -> dict[str, str]:
+    """Name -> text of the whole repository; `hooks` are further ones of its conftest."""
     return {
         "pyproject.toml": settings(**changed),
         "network.py": NETWORK.format(fault=fault, depth=depth),
         "modes.py": MODES.format(fault=fault),
-        "conftest.py": CONFTEST,
+        "conftest.py": CONFTEST + hooks,
         "test_gate.py": TEST,
     }
 
