@@ -15,7 +15,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from probe.anchors import Anchors
-from probe.baseline_files import make_folder, replace_whole, writing
+from probe.baseline_files import PARTIAL, make_folder, replace_whole, writing
 from probe.baseline_format import BaselineError, digest
 
 
@@ -81,9 +81,9 @@ def _parsed(data: bytes) -> Anchors:
     )
 
 
-def remove_other_anchors(folder: Path, name: str) -> None:
-    """Once the environment names `name`, what older baselines used can go, and what a killed write left."""
-    for file in folder.glob("anchors-*"):
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Once the environment names the anchors `name`, those of older baselines can go, and what a killed write left."""
+    for file in (*folder.glob("anchors-*.safetensors"), *folder.glob(f"*{PARTIAL}")):
         if file.name != name:
             with writing(file, state="It is not needed any more; delete it."):
                 file.unlink()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.anchor_file import read_anchors, remove_other_anchors, write_anchors
+from probe.anchor_file import read_anchors, remove_leftovers, write_anchors
 from probe.baselines import BaselineError, Store, changes, path_part
 from probe.bench import Bench
 from probe.calibration import Calibration
@@ -218,7 +218,7 @@ class Update:
 def store_update(store: Store, update: Update) -> list[str]:
     """Write an update and tell what changed: anchors, then cases, then the environment, which makes the anchors count.
 
-    Where nothing changed nothing is written.
+    Where nothing changed nothing is written, but what a killed write left is put right.
     """
     folder = store.root / path_part(update.model)
     name, data = update.anchors
@@ -228,10 +228,10 @@ def store_update(store: Store, update: Update) -> list[str]:
     told = changes(old, new)
     stored = store.environment(update.model)
     facts = {**environment(), **update.facts, ANCHORS: name}
-    if not told and stored is not None and all(stored.get(key) == facts[key] for key in (*update.facts, ANCHORS)):
-        return []
-    write_anchors(folder, name, data)
+    is_new = bool(told) or stored is None or any(stored.get(key) != facts[key] for key in (*update.facts, ANCHORS))
     try:
+        if is_new:
+            write_anchors(folder, name, data)
         for device in devices:
             store.write(
                 update.model,
@@ -239,9 +239,10 @@ def store_update(store: Store, update: Update) -> list[str]:
                 {case: entry for case, entry in update.entries.items() if case.device == device},
                 drop=[case for case in update.drop if case.device == device],
             )
-        store.write_environment(update.model, facts)
+        if is_new:
+            store.write_environment(update.model, facts)
     except BaselineError:
-        remove_other_anchors(folder, (stored or {}).get(ANCHORS, ""))
+        remove_leftovers(folder, (stored or {}).get(ANCHORS, ""))
         raise
-    remove_other_anchors(folder, name)
+    remove_leftovers(folder, name)
     return told

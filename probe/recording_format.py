@@ -47,7 +47,7 @@ TENSOR_NAME = re.compile(rf"{LOGITS}|(?P<label>.+)\.(output|input)", re.DOTALL)
 #: Plain names only: a manifest from elsewhere must not lead out of its folder.
 FILE_NAME = re.compile(r"\w[\w.-]*\.safetensors")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-AGAIN = "Copy the recording again from where it was made, or make it again with: probe record"
+AGAIN = "Copy the recording again from where it was made, or make it again there"
 
 
 class RecordingError(ValueError):

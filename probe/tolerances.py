@@ -5,8 +5,8 @@
 
 `spread` is what harmless changes did to the figure when the baseline was made. The floors stand for the harmless
 changes that one machine cannot try, above all another instruction set. They were taken from runs of every recipe of
-tiny-mamba and tiny-llama under ATEN_CPU_CAPABILITY=default and oneDNN off: at least twice the largest move seen there,
-for most figures ten times and more; docs/gate.md has them.
+tiny-mamba and tiny-llama under ATEN_CPU_CAPABILITY=default and oneDNN off: the largest move seen there was 0.6 of its
+tolerance, of most figures less than a tenth; docs/gate.md has more.
 """
 
 import math

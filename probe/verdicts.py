@@ -109,7 +109,8 @@ def _moved(figures: Mapping[str, Figure]) -> list[Flaw]:
     if not moved:
         return []
     of_values = all(name.endswith(OF_VALUES) for name in moved)
-    name, figure = max(moved.items(), key=lambda pair: strength(pair[1]))
+    of_text = {name: figure for name, figure in moved.items() if not name.startswith("corners.")}  # these say more
+    name, figure = max((of_text or moved).items(), key=lambda pair: strength(pair[1]))
     text = f"{len(moved)} of {len(figures)} figures moved, {name} by most: {_change(figure)}."
     return [Flaw("changed values" if of_values else "drift", text)]
 
