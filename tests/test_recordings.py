@@ -36,7 +36,7 @@ Parts = dict[str, list[Tensor]]
 FLOAT, QUANTIZED, CALIBRATED = Recipe("fp32"), Recipe("2-1", "fp8_e4m3"), Recipe("0", "int8")
 RECIPES = (FLOAT, Recipe("fp16"), Recipe("bf16"), QUANTIZED, CALIBRATED)
 LAYERS = ("layer_0", "layer_1", "layer_2", "layer_3")
-AGAIN = "Copy the recording again from where it was made, or make it again with: probe record"
+AGAIN = "Copy the recording again from where it was made, or make it again there"
 
 
 @pytest.fixture(scope="module", autouse=True)

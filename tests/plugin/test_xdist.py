@@ -313,8 +313,13 @@ def test_a_kill_at_any_moment_of_writing_leaves_old_or_new(
 def captured_update(project: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Update]:
     """What an update would have written, with other anchors as well."""
     taken: list[tuple[Store, Update]] = []
+
+    def take(store: Store, update: Update) -> list[str]:
+        taken.append((store, update))
+        return []
+
     with monkeypatch.context() as patched:
-        patched.setattr("probe.gate.store_update", lambda store, update: taken.append((store, update)) or [])
+        patched.setattr("probe.gate.store_update", take)
         assert project("--update-baselines", fault="better").ret == 0
     ((store, update),) = taken
     more = Anchors({"layer_9": torch.tensor([3, 5]).int()}, {"layer_9": torch.ones(2).bfloat16()}, {"site": 1.0})
