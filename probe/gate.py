@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.anchor_file import read_anchors, remove_leftovers, write_anchors
 from probe.baselines import BaselineError, Store, changes, path_part
+from probe.baselines.anchor_file import read_anchors, remove_leftovers, write_anchors
+from probe.baselines.entries import Entry
 from probe.bench import Bench
 from probe.calibration import Calibration
 from probe.cases import LOGITS, Case
 from probe.causes import WIDTH, diagnose
+from probe.causes.corners import wrong_corners
 from probe.configuration import Settings
-from probe.corners import wrong_corners
 from probe.devices import is_recorded
-from probe.entries import Entry
 from probe.environment import ANCHORS, INPUT, differences, environment
 from probe.modes import Recipe, apply
 from probe.observations import Observation

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from probe.calibration import Calibration
 from probe.cases import LOGITS
-from probe.corners import corner_answers
+from probe.causes.corners import corner_answers
 from probe.coverage import rounding_bound, watching
 from probe.golden import Golden, corner_sketch
 from probe.hooks import UncoveredError

@@ -18,7 +18,7 @@ from probe.configuration import Settings, settings_of
 from probe.outcomes import Outcome
 
 if TYPE_CHECKING:
-    from probe.entries import Entry
+    from probe.baselines.entries import Entry
     from probe.gate import Gate
 
 
@@ -160,7 +160,7 @@ class Session:
     def close(self) -> dict[str, Any]:
         """The dossiers of this process, complete, for the controller."""
         if self.options.update and self._gate is not None:
-            from probe.anchor_file import render
+            from probe.baselines.anchor_file import render
 
             for bar in self._gate.bars():
                 if bar.bench.anchors is not None:  # else nothing was measured on it
@@ -251,8 +251,8 @@ class Session:
         return sorted(set(stored) - set(dossier.matrix))
 
     def _update(self, dossier: Dossier, *, keep_obsolete: bool) -> None:
-        from probe.anchor_file import united
         from probe.baselines import Store
+        from probe.baselines.anchor_file import united
         from probe.gate import Update, store_update
 
         model = dossier.settings.model

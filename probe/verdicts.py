@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from probe.baselines.entries import Entry, Stored
 from probe.cases import Case
-from probe.entries import Entry, Stored
 from probe.golden import flat, gap, parted
 from probe.names import look_up
 from probe.observations import Flaw, Observation

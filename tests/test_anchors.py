@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import probe
-from probe.anchor_file import read_anchors, render, write_anchors
 from probe.anchors import NEAR, SAME_SCALE, Anchors, anchored, narrowed, near_ties
 from probe.baselines import BaselineError
+from probe.baselines.anchor_file import read_anchors, render, write_anchors
 from probe.calibration import Calibration
 
 X = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(0))

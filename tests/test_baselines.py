@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save, save_file
 
-from probe.baseline_format import digest
 from probe.baselines import MAX_BYTES_PER_CASE, BaselineError, Store, changes, natural_key, path_part, rounded
+from probe.baselines.entries import Entry, Stored
+from probe.baselines.format import digest
 from probe.cases import Case
-from probe.entries import Entry, Stored
 
 MODEL = "tiny-mamba"
 Entries = dict[Case, Entry]

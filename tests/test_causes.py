@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from probe.calibration import Calibration
 from probe.causes import WIDTH, diagnose
-from probe.corners import corner_values, wrong_corners
+from probe.causes.corners import corner_values, wrong_corners
+from probe.causes.linear_steps import grid_step
+from probe.causes.plain_grids import PlainGrid, suspects
+from probe.causes.signatures import Step, explain
 from probe.data import text_of, token_batches
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.grids import activation_grid, sequence_grid, weight_on_grid
-from probe.linear_steps import grid_step
 from probe.models.load import Loaded, load_model
 from probe.modes import GROUPS, Recipe, apply, register_mode, unregister_mode
 from probe.overview import calibrate_on
-from probe.plain_grids import PlainGrid, suspects
 from probe.runner import Reference, run_reference
-from probe.signatures import Step, explain
 from tests.faults.block_faults import final_norm_on_grid
 from tests.faults.breaking import damaged
 

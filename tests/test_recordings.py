@@ -28,8 +28,8 @@ from probe.models.load import Loaded, load_model
 from probe.modes import Recipe, apply
 from probe.observations import Observation, observe
 from probe.overview import calibrate_on
-from probe.recording_format import manifest_from_json, manifest_to_json
 from probe.recordings import Recording, RecordingError, observe_recording, read_recording, write_recording
+from probe.recordings.format import manifest_from_json, manifest_to_json
 from probe.runner import Reference, run_reference
 
 Parts = dict[str, list[Tensor]]
@@ -426,7 +426,7 @@ def test_links_that_leave_the_folder_are_refused(folder: Path, name: str) -> Non
 
 
 def test_missing_folders_and_files_are_told(folder: Path) -> None:
-    with pytest.raises(RecordingError, match=r"there is no folder .*nowhere\. .* probe record --out .*nowhere"):
+    with pytest.raises(RecordingError, match=r"there is no folder .*nowhere\. .*make it again there"):
         read_recording(folder / "nowhere")
     with pytest.raises(RecordingError, match="there is no folder"):
         read_recording(folder / "manifest.json")

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from probe.baselines.entries import Entry, Stored
 from probe.cases import Case
-from probe.entries import Entry, Stored
 from probe.golden import KEPT, flat
 from probe.observations import FIGURES, Flaw, Observation
 from probe.tolerances import FLOAT_FACTOR, RULES, Rule, tolerance

@@ -31,7 +31,7 @@ class Controller:
         given = getattr(report, "probe", None)
         if given is None:
             return
-        from probe.entries import Entry, Stored
+        from probe.baselines.entries import Entry, Stored
         from probe.outcomes import Outcome
 
         entry = given["entry"]

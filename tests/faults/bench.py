@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
-from probe.anchor_file import render
 from probe.baselines import Store
+from probe.baselines.anchor_file import render
 from probe.cases import Case
 from probe.configuration import CalibrationSettings, Settings
 from probe.gate import Gate, Update, store_update

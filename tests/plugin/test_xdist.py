@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError
 
 from probe import sharing
-from probe.anchor_file import read_anchors, render
 from probe.anchors import Anchors
 from probe.baselines import Store, rounded
+from probe.baselines.anchor_file import read_anchors, render
 from probe.gate import Update, store_update
 from probe.plugin.scheduling import recipe_of
 from tests.plugin.conftest import UNUSED, Run

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from probe.calibration import PERCENTILE_SITES, Calibration
 from probe.cases import LOGITS
-from probe.corners import wrong_corners
+from probe.causes.corners import wrong_corners
+from probe.causes.linear_steps import kept_weights, linear_steps
+from probe.causes.mamba_steps import Block, NeverRanError, mamba_steps, watched
+from probe.causes.signatures import GRIDS, Step, explain
 from probe.formats import FORMATS
 from probe.hooks import UncoveredError
-from probe.linear_steps import kept_weights, linear_steps
-from probe.mamba_steps import Block, NeverRanError, mamba_steps, watched
 from probe.models.linear import GridLinear, linears
 from probe.models.mamba import mamba_blocks
 from probe.modes import Mode, Recipe, apply, find_mode
 from probe.runner import NOISE, Reference, replay
-from probe.signatures import GRIDS, Step, explain
 
 #: The longest line that a diagnosis may be.
 WIDTH = 110

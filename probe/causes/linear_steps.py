@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from probe.calibration import Calibration
+from probe.causes.plain_grids import PlainGrid, suspects
+from probe.causes.signatures import AXES_OF_WEIGHTS, GRIDS, Replay, Step
 from probe.formats import FORMATS, Format
 from probe.models.linear import linear_key, linears
 from probe.modes import Recipe, find_mode
-from probe.plain_grids import PlainGrid, suspects
-from probe.signatures import AXES_OF_WEIGHTS, GRIDS, Replay, Step
 
 Suspects = Mapping[str, Replay]
 

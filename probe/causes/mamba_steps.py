@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from probe.definitions import convolved, rotated, scan, softplus
+from probe.causes.definitions import convolved, rotated, scan, softplus
+from probe.causes.linear_steps import Suspects, grid_step, linear_step, sums_step, weight_step
+from probe.causes.plain_grids import PlainGrid
+from probe.causes.signatures import Replay, Step
 from probe.formats import FORMATS
-from probe.linear_steps import Suspects, grid_step, linear_step, sums_step, weight_step
 from probe.models.mamba import SITES, SiteMixer
 from probe.modes import HALF_AWAY, Mode
-from probe.plain_grids import PlainGrid
-from probe.signatures import Replay, Step
 
 #: These have the scale of conv1d.output, a quantile; scan.u is calibrated with the largest value of the same tensor.
 SHARED = ("conv1d.output", "x_proj.input", "scan.u")

@@ -15,8 +15,8 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from probe.anchors import Anchors
-from probe.baseline_files import PARTIAL, make_folder, replace_whole, writing
-from probe.baseline_format import BaselineError, digest
+from probe.baselines.files import PARTIAL, make_folder, replace_whole, writing
+from probe.baselines.format import BaselineError, digest
 
 
 def render(anchors: Anchors) -> tuple[str, bytes]:

@@ -1,6 +1,6 @@
 """Recordings: what a model gave on one device, kept so that it can be judged on any other machine.
 
-<folder>/manifest.json                   what really ran (recording_format.py)
+<folder>/manifest.json                   what really ran (format.py)
 <folder>/mode_2_1-fp8_e4m3.safetensors   one recipe: layer_0.output, layer_0.input if it was asked for, logits
 
 A tensor is [samples, tokens, ...], all samples in a row, in the dtype that the model gave. Files from elsewhere are
@@ -28,7 +28,7 @@ from probe.data import fingerprint
 from probe.metrics import LogitComparison
 from probe.modes import Recipe, find_mode
 from probe.observations import Observation, Stream, layer_observation, logits_observation
-from probe.recording_format import (
+from probe.recordings.format import (
     AGAIN,
     DTYPES,
     TENSOR_NAME,
@@ -99,7 +99,7 @@ def read_recording(folder: Path | str) -> Recording:
 def _read_manifest(folder: Path) -> Manifest:
     with _reading(folder):
         if not folder.is_dir():
-            raise RecordingError(f"there is no folder {folder}. Expected a recording. {AGAIN} --out {folder}")
+            raise RecordingError(f"there is no folder {folder}. Expected a recording. {AGAIN}.")
     file = _inside(folder, MANIFEST)
     with _reading(file):
         return manifest_from_json(file.read_bytes(), file)

@@ -21,7 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.baseline_format import (
+from probe.baselines.entries import Entry
+from probe.baselines.format import (
     BaselineError,
     DefectError,
     Figures,
@@ -32,7 +33,6 @@ from probe.baseline_format import (
     values_to_safetensors,
 )
 from probe.cases import Case
-from probe.entries import Entry
 
 PARTIAL = ".partial"
 UNTOUCHED = "The old baselines are untouched."

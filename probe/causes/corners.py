@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from probe.calibration import Calibration
+from probe.causes.linear_steps import grid_step
+from probe.causes.mamba_steps import Block, site_grid
+from probe.causes.plain_grids import PlainGrid
+from probe.causes.signatures import explain
 from probe.formats import FORMATS, Format
-from probe.linear_steps import grid_step
-from probe.mamba_steps import Block, site_grid
 from probe.models.linear import NEVER_CALLED, GridLinear, linear_key
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.modes import Recipe, find_mode
-from probe.plain_grids import PlainGrid
-from probe.signatures import explain
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from probe.baselines.entries import Entry, Stored
 from probe.cases import Case
-from probe.entries import Entry, Stored
 
 VERSION = 1
 VALUE_DIGITS = 6

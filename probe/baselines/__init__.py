@@ -1,8 +1,8 @@
 """Baselines: what was measured before, by model, device and mode, and what changed since.
 
 <root>/<model>/environment.json              what they were made with
-<root>/<model>/<device>/<mode>.json          figures          (baseline_format.py)
-<root>/<model>/<device>/<mode>.safetensors   golden values    (how both are written: baseline_files.py)
+<root>/<model>/<device>/<mode>.json          figures          (format.py)
+<root>/<model>/<device>/<mode>.safetensors   golden values    (how both are written: files.py)
 """
 
 import re
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from probe.baseline_files import (
+from probe.baselines.entries import Entry, Stored
+from probe.baselines.files import (
     ModeFiles,
     Steps,
     exists,
@@ -24,7 +25,7 @@ from probe.baseline_files import (
     settle,
     stems_in,
 )
-from probe.baseline_format import (
+from probe.baselines.format import (
     VERSION,
     BaselineError,
     DefectError,
@@ -38,7 +39,6 @@ from probe.baseline_format import (
     to_json,
 )
 from probe.cases import Case
-from probe.entries import Entry, Stored
 
 __all__ = ["MAX_BYTES_PER_CASE", "BaselineError", "Store", "changes", "natural_key", "path_part", "rounded"]
 
@@ -84,7 +84,7 @@ class Store:
         """Drop the cases in `drop`, then store `entries`; all other cases stay. A mode without cases loses its files.
 
         What is stored is `rounded(entry)`. Files that would not change are not touched. After an error, and after a
-        kill, every mode is wholly as before or wholly as wanted: see baseline_files.py.
+        kill, every mode is wholly as before or wholly as wanted: see files.py.
         """
         new = {case: rounded(entry) for case, entry in entries.items()}
         for case, entry in new.items():
