@@ -69,7 +69,7 @@ def asked_sites(twin: nn.Module, recipe: Recipe, calibration: Calibration | None
         assert isinstance(mixer, SiteMixer)
         context = Block({}, block, block, mode, recipe.format, _amax(calibration, f"{name}.mixer."))
         for site in SITES:
-            grid = None if site == "scan.state" else site_grid(context, site)
+            grid = site_grid(context, site)
             if grid is not None:
                 yield Asked(f"{name}.mixer.{site}", grid, mixer.site(site), _width(mixer, site), mixer.D.device)
     fmt = FORMATS[recipe.format]
@@ -88,7 +88,8 @@ def _amax(calibration: Calibration | None, prefix: str) -> Callable[[str], float
 def _width(mixer: SiteMixer, site: str) -> int:
     parts = mixer.time_step_rank + 2 * mixer.state_size
     hidden, inner = mixer.in_proj.weight.shape[1], mixer.intermediate_size
-    return {"in_proj.input": hidden, "in_proj.output": 2 * inner, "x_proj.output": parts}.get(site, inner)
+    widths = {"in_proj.input": hidden, "in_proj.output": 2 * inner, "x_proj.output": parts}
+    return {**widths, "scan.state": mixer.state_size}.get(site, inner)
 
 
 @lru_cache(maxsize=512)

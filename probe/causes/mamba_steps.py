@@ -228,6 +228,7 @@ def site_grid(block: Block, site: str) -> PlainGrid | None:
         "x_proj.input": mode.conv_gives != "float",  # on the grid already
         "scan.u": mode.scan_reads == "float",
         "scan.y": True,
+        "scan.state": fmt.scale != "float32",  # MX formats leave it float
     }
     if absent.get(site, False):
         return None

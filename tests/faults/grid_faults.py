@@ -191,5 +191,6 @@ AT_CORNERS = (
     site("clamp at 126, minmax", INT8, "in_proj.output", coded(lambda q: q.clamp(-128, 126)), "clamped at 126 instead"),
     site("-128 lost", INT8, "x_proj.output", coded(lambda q: q.clamp(-127, 127)), "-128 is lost, codes end at -127"),
     site("subnormals flushed, fp8", FP8, "in_proj.input", elements(flushed), "subnormals are flushed to zero"),
+    site("state left float", INT8, "scan.state", lambda _: None, "not quantized"),
     site("not clamped, minmax", INT8, "out_proj.input", coded(lambda q: q), "not clamped"),
 )
