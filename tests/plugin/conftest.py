@@ -4,13 +4,12 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-import transformers.models.llama.modeling_llama
-import transformers.models.mamba.modeling_mamba  # noqa: F401  pytester forgets modules that a run inside it loads
 
 from probe import bench
 from probe.modes import MODES
 from tests.plugin.project import files
 
+QUIET = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 Run = Callable[..., pytest.RunResult]
 #: Plugins that take every worker a second to load.
 UNUSED = ("-p", "no:hypothesispytest", "-p", "no:anyio")
@@ -23,6 +22,8 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Itera
     With `workers` xdist starts so many processes, of which this one is the controller.
     """
     monkeypatch.delenv("CI", raising=False)
+    # pytester forgets what a run inside it loads; transformers and matplotlib, half forgotten, do not work again
+    monkeypatch.setattr("_pytest.pytester.SysModulesSnapshot.restore", lambda self: None)
     pytester.syspathinsert()
     known = set(MODES)
 
@@ -33,9 +34,9 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Itera
                 path.write_text(text)
         forget()
         if subprocess:
-            return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+            return pytester.runpytest_subprocess(*QUIET, *arguments)
         xdist = ("-n", str(workers), *UNUSED) if workers else ("-p", "no:xdist")
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *xdist, *arguments)
+        return pytester.runpytest_inprocess(*QUIET, *xdist, *arguments)
 
     def forget() -> None:
         for name in set(MODES) - known:
