@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from probe.cases import LOGITS, Case
 from probe.configuration import Settings, settings_of
+from probe.names import nearest
 from probe.outcomes import Outcome
 
 if TYPE_CHECKING:
@@ -116,6 +118,8 @@ class Session:
         cases = list(self.gate.bench(narrowed).cases)
         if marked:
             cases = self._named(cases, axes, configured, has_own_model="model" in marked)
+        if not marked and narrowed.model == self.settings.model:
+            _check_limits(configured, {case.recipe for case in self.gate.bench(configured).cases})
         dossier = self.dossiers.setdefault(configured.model, Dossier(configured))
         self._check_shared(dossier.settings, configured)
         dossier.matrix |= dict.fromkeys(self.gate.bench(configured).cases)
@@ -282,6 +286,14 @@ class Session:
         kind = "all" if whole else "some"
         self.told.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
         self.told += _shortened(lines)
+
+
+def _check_limits(settings: Settings, recipes: set[str]) -> None:
+    """A limit for no recipe at all would never be looked at."""
+    for pattern in settings.limits:
+        if not any(fnmatchcase(recipe, pattern) for recipe in recipes):
+            near = ", ".join(nearest(pattern, sorted(recipes)))
+            raise ValueError(f"[tool.probe.limits]: {pattern!r} matches no recipe of the matrix. Nearest: {near}.")
 
 
 def _absent(skipped: set[Case]) -> set[str]:

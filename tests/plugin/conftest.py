@@ -41,8 +41,9 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Itera
     def forget() -> None:
         for name in set(MODES) - known:
             del MODES[name]
-        for name in ("network", "modes", "conftest", "test_gate"):
-            sys.modules.pop(name, None)
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", "")).startswith(str(pytester.path)):
+                del sys.modules[name]
         bench._load.cache_clear()
 
     yield run

@@ -179,3 +179,9 @@ def test_all_layers_drifting_is_one_story_of_at_most_25_lines(project: Run) -> N
     assert len(printed) <= 25, "\n".join(printed)
     assert any("24 of 24 layers" in line for line in printed), "\n".join(printed)
     result.stdout.fnmatch_lines(["*1 failed, * failed in the same recipe*"])
+
+
+def test_a_limit_for_no_recipe_is_refused(project: Run) -> None:
+    result = project(limits='{ "corse-*" = { correlation = 0.9 } }')
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*'corse-[*]' matches no recipe of the matrix. Nearest: coarse-*"])
