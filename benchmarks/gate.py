@@ -22,8 +22,8 @@ MAMBA = "tests/gate/test_gate.py::test_matches_baseline"
 
 
 def bare() -> None:
-    from probe.bench import Bench, needs_calibration
-    from probe.configuration import read_settings
+    from probe.gate.bench import Bench, needs_calibration
+    from probe.gate.configuration import read_settings
     from probe.modes import apply
     from probe.runner import replay
 

@@ -1,10 +1,13 @@
-"""Looking a name up in a table, with the nearest name offered when it is not there."""
+"""Names: looking one up in a table, with the nearest offered when it is not there."""
 
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
+
+#: The label of what the whole model gives, beside `layer_0` and the names of modules.
+LOGITS = "logits"
 
 
 def nearest(name: str, names: Iterable[str], *, count: int = 3) -> list[str]:

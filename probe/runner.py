@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from probe.anchors import Anchors, narrowed, near_ties
 from probe.calibration import Calibration
-from probe.cases import LOGITS
 from probe.hooks import UncoveredError, capture
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
 from probe.models.load import fingerprint
 from probe.modes import Recipe, apply, find_mode
+from probe.names import LOGITS
 from probe.variations import jittered
 
 Take = Callable[[str, Tensor, Tensor], None]

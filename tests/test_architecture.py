@@ -68,8 +68,12 @@ def test_only_the_plugin_knows_pytest_and_only_the_report_draws(path: Path) -> N
     assert "report" in path.parts or "matplotlib" not in known
 
 
-@pytest.mark.parametrize(
-    "name", ["plugin/__init__", "plugin/controller", "configuration", "session", "cases", "outcomes"]
+LIGHT = (
+    *("plugin/__init__", "plugin/controller", "gate/__init__"),
+    *("gate/configuration", "gate/session", "gate/cases", "gate/outcomes"),
 )
+
+
+@pytest.mark.parametrize("name", LIGHT)
 def test_a_pytest_run_without_a_case_loads_nothing_heavy(name: str) -> None:
     assert not tops(imports(ROOT / f"{name}.py", top_only=True)) & (HEAVY - {"pytest"})

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save, save_file
 from probe.baselines import MAX_BYTES_PER_CASE, BaselineError, Store, changes, natural_key, path_part, rounded
 from probe.baselines.entries import Entry, Stored
 from probe.baselines.format import digest
-from probe.cases import Case
+from probe.gate.cases import Case
 
 MODEL = "tiny-mamba"
 Entries = dict[Case, Entry]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import probe
-from probe.coverage import STRAY, expected_on_grid, off_grid, rounding_bound, watching
 from probe.formats import GATE_FORMATS
+from probe.gate.coverage import STRAY, expected_on_grid, off_grid, rounding_bound, watching
+from probe.gate.observations import observe
 from probe.modes import GROUPS, Recipe, find_mode
-from probe.observations import observe
 
 #: Left out there, values lie on a grid all the same: of conv1d.output, and of in_proj.output. The figures tell these.
 STILL_ON_A_GRID = {("2-0", "scan.u"), ("3", "conv1d.input")}
@@ -76,8 +76,8 @@ def test_an_error_too_small_for_its_rounding_is_told(
     """fp8 that is in truth bfloat16: the error is not zero, but far too small."""
     loaded, _, reference = parts
     finer = lambda model, recipe, calibration=None: probe.apply(model, Recipe("bf16"))  # noqa: E731
-    monkeypatch.setattr("probe.observations.apply", finer)
-    monkeypatch.setattr("probe.observations.watching", lambda twin, recipe: nullcontext({}))
+    monkeypatch.setattr("probe.gate.observations.apply", finer)
+    monkeypatch.setattr("probe.gate.observations.watching", lambda twin, recipe: nullcontext({}))
     seen = observe(loaded.model, Recipe("linear_w", "fp4_e2m1"), reference)
     flaws = [flaw for one in seen.values() for flaw in one.flaws]
     assert {flaw.verdict for flaw in flaws} == {"not applied"}

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probe.golden import CORNERS, KEPT, MOVED, SAMPLE, SKETCH, Golden, corner_sketch, flat, gap, parted, places_of
+from probe.gate.golden import CORNERS, KEPT, MOVED, SAMPLE, SKETCH, Golden, corner_sketch, flat, gap, parted, places_of
 
 COUNT = 5000
 G = torch.Generator().manual_seed(0)

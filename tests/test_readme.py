@@ -16,12 +16,12 @@ import yaml
 
 from probe import plugin
 from probe.cli import _parser
-from probe.configuration import CalibrationSettings, Settings
-from probe.golden import MOVED, SAMPLE, SKETCH
-from probe.observations import FIGURES
-from probe.outcomes import Verdict
+from probe.gate.configuration import CalibrationSettings, Settings
+from probe.gate.golden import MOVED, SAMPLE, SKETCH
+from probe.gate.observations import FIGURES
+from probe.gate.outcomes import Verdict
+from probe.gate.tolerances import FLOAT_FACTOR, MULTIPLE, OF_VALUES, RULES
 from probe.report.story import HEADINGS
-from probe.tolerances import FLOAT_FACTOR, MULTIPLE, OF_VALUES, RULES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

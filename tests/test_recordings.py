@@ -23,10 +23,10 @@ from torch import Tensor
 import probe.recordings
 from probe.calibration import Calibration
 from probe.data import fingerprint, text_of, token_batches
+from probe.gate.observations import Observation, observe
 from probe.hooks import capture
 from probe.models.load import Loaded, load_model
 from probe.modes import Recipe, apply
-from probe.observations import Observation, observe
 from probe.overview import calibrate_on
 from probe.recordings import Recording, RecordingError, observe_recording, read_recording, write_recording
 from probe.recordings.format import manifest_from_json, manifest_to_json

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from probe.baselines.entries import Entry, Stored
-from probe.cases import Case
-from probe.golden import KEPT, flat
-from probe.observations import FIGURES, Flaw, Observation
-from probe.tolerances import FLOAT_FACTOR, RULES, Rule, tolerance
-from probe.verdicts import RefusedError, Standards, judge, renewed
+from probe.gate.cases import Case
+from probe.gate.golden import KEPT, flat
+from probe.gate.observations import FIGURES, Flaw, Observation
+from probe.gate.tolerances import FLOAT_FACTOR, MOST, RULES, Rule, tolerance
+from probe.gate.verdicts import RefusedError, Standards, judge, renewed
 
 CASE = Case("mode_2_1", "layer_0", "cpu", "int8")
 VALUES = {group: tuple(float(i) for i in range(KEPT[group])) for group in ("injected", "propagated", "corners")}
@@ -81,6 +81,11 @@ def test_a_wider_spread_widens_the_tolerance_by_its_multiple() -> None:
     assert tolerance(rule, {"injected.mse": 1.0}, "injected.mse", spread=0.1) == pytest.approx(0.4)
     float_mode = tolerance(rule, {"injected.mse": 1.0}, "injected.mse", spread=0.0, is_float_mode=True)
     assert float_mode == pytest.approx(0.1 * FLOAT_FACTOR, rel=1e-4)
+
+
+def test_a_spread_that_was_edited_to_be_huge_does_not_open_the_gate() -> None:
+    rule = Rule(relative=1e-3)
+    assert tolerance(rule, {"injected.mse": 1.0}, "injected.mse", spread=1e9) == pytest.approx(MOST * 1e-3, rel=0.02)
 
 
 def test_what_is_wrong_in_itself_comes_before_what_moved() -> None:

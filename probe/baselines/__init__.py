@@ -38,7 +38,7 @@ from probe.baselines.format import (
     text_in,
     to_json,
 )
-from probe.cases import Case
+from probe.gate.cases import Case
 
 __all__ = ["MAX_BYTES_PER_CASE", "BaselineError", "Store", "changes", "natural_key", "path_part", "rounded"]
 

@@ -32,7 +32,7 @@ from probe.baselines.format import (
     values_from_safetensors,
     values_to_safetensors,
 )
-from probe.cases import Case
+from probe.gate.cases import Case
 
 PARTIAL = ".partial"
 UNTOUCHED = "The old baselines are untouched."

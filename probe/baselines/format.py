@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from probe.baselines.entries import Entry, Stored
-from probe.cases import Case
+from probe.gate.cases import Case
 
 VERSION = 1
 VALUE_DIGITS = 6

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from probe.calibration import PERCENTILE_SITES, Calibration
-from probe.cases import LOGITS
 from probe.causes.corners import wrong_corners
 from probe.causes.linear_steps import kept_weights, linear_steps
 from probe.causes.mamba_steps import Block, NeverRanError, mamba_steps, watched
@@ -23,6 +22,7 @@ from probe.hooks import UncoveredError
 from probe.models.linear import GridLinear, linears
 from probe.models.mamba import mamba_blocks
 from probe.modes import Mode, Recipe, apply, find_mode
+from probe.names import LOGITS
 from probe.runner import NOISE, Reference, replay
 
 #: The longest line that a diagnosis may be.

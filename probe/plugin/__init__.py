@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from probe.configuration import AXES, has_settings, read_settings
+from probe.gate.configuration import AXES, has_settings, read_settings
 
 if TYPE_CHECKING:
+    from probe.gate.session import Asked, Session
     from probe.plugin.taken import ProbeCase
-    from probe.session import Asked, Session
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
 FOLDER = pytest.StashKey[Path]()
@@ -55,8 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Check what was asked for; nothing is loaded yet."""
     config.addinivalue_line("markers", MARKER)
+    from probe.gate.session import Options, Session
     from probe.plugin.controller import Controller
-    from probe.session import Options, Session
 
     try:
         settings = read_settings(config.rootpath)

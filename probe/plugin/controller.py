@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from probe.outcomes import Outcome
-    from probe.session import Session
+    from probe.gate.outcomes import Outcome
+    from probe.gate.session import Session
 
 
 class Controller:
@@ -32,7 +32,7 @@ class Controller:
         if given is None:
             return
         from probe.baselines.entries import Entry, Stored
-        from probe.outcomes import Outcome
+        from probe.gate.outcomes import Outcome
 
         entry = given["entry"]
         stored = entry and Entry(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from probe.environment import comparable, differences, environment
-from probe.outcomes import Outcome
+from probe.gate.outcomes import Outcome
 from probe.plugin.taken import GateFailure, ProbeCase
 from probe.report.plots import recipe_picture
 from probe.report.story import case_text, one_line, story

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from probe.outcomes import Outcome
-from probe.session import Asked, Session
+from probe.gate.outcomes import Outcome
+from probe.gate.session import Asked, Session
 
 
 class GateFailure(AssertionError):  # noqa: N818

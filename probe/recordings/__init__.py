@@ -23,11 +23,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from probe.cases import LOGITS
 from probe.data import fingerprint
+from probe.gate.observations import Observation, Stream, layer_observation, logits_observation
 from probe.metrics import LogitComparison
 from probe.modes import Recipe, find_mode
-from probe.observations import Observation, Stream, layer_observation, logits_observation
+from probe.names import LOGITS
 from probe.recordings.format import (
     AGAIN,
     DTYPES,

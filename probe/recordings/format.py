@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from probe.cases import LOGITS
+from probe.names import LOGITS
 
 VERSION = 1
 #: The dtypes of a recording: as torch calls them, and as a safetensors file does.

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from probe.cases import LOGITS
-from probe.outcomes import Outcome
+from probe.gate.outcomes import Outcome
+from probe.names import LOGITS
 from probe.report.numbers import number, ranked, short, value
 from probe.report.recipes import Run, layer_names, natural, runs, short_names
 from probe.report.tables import text_html

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from probe.outcomes import Figure
+from probe.gate.outcomes import Figure
 
 #: The order in which figures matter; all others come after, worst first.
 PRIORITY = ("mse", "correlation", "distance", "moved", "max_abs")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 from probe.environment import differences
-from probe.outcomes import Outcome
+from probe.gate.outcomes import Outcome
 from probe.report.assets import SCRIPT, STYLE
 from probe.report.heat import heat_html, heat_maps
 from probe.report.numbers import number, short, value

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from probe.cases import LOGITS
-from probe.outcomes import Outcome
+from probe.gate.outcomes import Outcome
+from probe.names import LOGITS
 from probe.report.numbers import number
 from probe.report.recipes import Run, short_names
 from probe.report.story import tail

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from probe.cases import LOGITS
-from probe.outcomes import Outcome, Verdict
+from probe.gate.outcomes import Outcome, Verdict
+from probe.names import LOGITS
 
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 

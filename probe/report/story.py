@@ -7,7 +7,7 @@ from itertools import pairwise
 from urllib.parse import quote
 
 from probe.formats import FORMATS
-from probe.outcomes import Figure, Outcome
+from probe.gate.outcomes import Figure, Outcome
 from probe.report.numbers import change, number, ranked, tolerance
 from probe.report.recipes import Run, got_worse, is_inherited, is_own
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from probe.environment import differences
-from probe.outcomes import Outcome
+from probe.gate.outcomes import Outcome
 from probe.report.heat import HeatMap, cell_text, heat_maps
 from probe.report.numbers import change, finite, ranked, tolerance
 from probe.report.recipes import Run, is_inherited, is_own, runs, totals

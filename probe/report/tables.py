@@ -2,7 +2,7 @@
 
 from html import escape
 
-from probe.outcomes import Figure, Outcome
+from probe.gate.outcomes import Figure, Outcome
 from probe.report.numbers import change, number, ranked, tolerance
 from probe.report.story import heading, plain
 

@@ -7,10 +7,10 @@ from unittest import mock
 
 from probe.baselines import Store
 from probe.baselines.anchor_file import render
-from probe.cases import Case
-from probe.configuration import CalibrationSettings, Settings
-from probe.gate import Gate, Update, store_update
-from probe.outcomes import Outcome
+from probe.gate.cases import Case
+from probe.gate.configuration import CalibrationSettings, Settings
+from probe.gate.engine import Gate, Update, store_update
+from probe.gate.outcomes import Outcome
 
 BASELINES = "baselines"
 

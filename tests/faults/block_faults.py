@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import probe.calibration
-from probe.cases import LOGITS
 from probe.grids import weight_on_grid
 from probe.models.mamba import SiteMixer
+from probe.names import LOGITS
 from probe.quantizers.hadamard import hadamard_transform
 from probe.quantizers.observers import MinMaxObserver, PercentileObserver
 from probe.quantizers.quantize import fake_quantize

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from probe.causes import WIDTH
-from probe.outcomes import Outcome
-from probe.verdicts import strength
+from probe.gate.outcomes import Outcome
+from probe.gate.verdicts import strength
 from tests.faults import block_faults, grid_faults
 from tests.faults.bench import SmallGate, settings_of
 from tests.faults.catalogue import Fault, WideFault

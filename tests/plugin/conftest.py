@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from probe import bench
+from probe.gate import bench
 from probe.modes import MODES
 from tests.plugin.project import files
 

@@ -181,7 +181,7 @@ def test_a_damage_is_told_once_for_each_recipe_and_before_anything_is_measured(
     project: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut(folder / FIGURES)
-    monkeypatch.setattr("probe.bench.Bench.observe", lambda *_: pytest.fail("a recipe was measured"))
+    monkeypatch.setattr("probe.gate.bench.Bench.observe", lambda *_: pytest.fail("a recipe was measured"))
     result = project()
     told(result, "coarse.json", "is not JSON")
     result.stdout.fnmatch_lines(["*2 failed, 6 failed in the same recipe*"])

@@ -129,6 +129,7 @@ def test_settings_that_cannot_be_read_are_refused_but_only_where_there_are_some(
         return pytester.runpytest_inprocess("-c", "other.ini", "--rootdir=.", "-p", "no:cacheprovider")
 
     refused(run("[tool]\nprobe = 3\n"), f"[tool.probe] of {file} is 3; expected a table of settings")
+    refused(run("[tool.prob]\nmodel = 'x'\n"), f"{file} has a [tool.prob] and no [tool.probe]. Did you mean")
     refused(run("[tool.probe]\nmodel = \n"), f"{file} cannot be read", "Correct it and run again")
     assert run("[project\nname = ").ret == 0, "the file of a project that does not use probe is none of its business"
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from probe import sharing
 from probe.anchors import Anchors
 from probe.baselines import Store, rounded
 from probe.baselines.anchor_file import read_anchors, render
-from probe.gate import Update, store_update
+from probe.gate import sharing
+from probe.gate.engine import Update, store_update
 from probe.plugin.scheduling import recipe_of
 from tests.plugin.conftest import UNUSED, Run
 from tests.plugin.project import files
@@ -43,7 +43,7 @@ from pathlib import Path
 
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
-        from probe import bench
+        from probe.gate import bench
 
         for name in ("run_reference", "calibrate_on"):
             setattr(bench, name, watched(name, getattr(bench, name)))
@@ -319,7 +319,7 @@ def captured_update(project: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Stor
         return []
 
     with monkeypatch.context() as patched:
-        patched.setattr("probe.gate.store_update", take)
+        patched.setattr("probe.gate.engine.store_update", take)
         assert project("--update-baselines", fault="better").ret == 0
     ((store, update),) = taken
     more = Anchors({"layer_9": torch.tensor([3, 5]).int()}, {"layer_9": torch.ones(2).bfloat16()}, {"site": 1.0})

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from probe.cases import LOGITS, Case
-from probe.outcomes import Figure, Outcome
+from probe.gate.cases import Case
+from probe.gate.outcomes import Figure, Outcome
+from probe.names import LOGITS
 
 #: What a model or a user may call things. Nothing of it may run or break a line.
 NASTY = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>|`@user\n$x^\x1b[31m"

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from probe.cases import Case
-from probe.outcomes import Figure, Outcome
+from probe.gate.cases import Case
+from probe.gate.outcomes import Figure, Outcome
 from probe.report.heat import COLOURS, SHADES, cell_text, heat_html, heat_maps, shade_style
 from probe.report.page import front
 from probe.report.tables import figure_table, name_cell

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from probe.cases import Case
 from probe.environment import differences
-from probe.outcomes import Figure, Outcome, Verdict
+from probe.gate.cases import Case
+from probe.gate.outcomes import Figure, Outcome, Verdict
 from probe.report.numbers import change, number, ranked, short
 from probe.report.recipes import layer_names, natural, runs, short_names, totals
 from probe.report.story import (

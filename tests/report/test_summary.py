@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from probe.cases import Case
-from probe.outcomes import Figure, Outcome
+from probe.gate.cases import Case
+from probe.gate.outcomes import Figure, Outcome
 from probe.report.summary import MOST_CHARACTERS, code, harmless, markdown, summary, write
 from tests.report.examples import ENVIRONMENT, MODES, NASTY, OLDER, failing, gate, nasty, recipe
 

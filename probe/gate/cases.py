@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-#: The layer of the figures of the whole model: KL divergence, top-1 agreement, bits per byte.
-LOGITS = "logits"
-
 
 @dataclass(frozen=True, order=True)
 class Case:

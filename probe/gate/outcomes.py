@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from probe.cases import Case
+from probe.gate.cases import Case
 
 Verdict = Literal[
     "missing", "obsolete", "uncovered", "not applied", "not finite", "over the limit", "drift", "changed values"

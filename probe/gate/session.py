@@ -14,14 +14,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probe.cases import LOGITS, Case
-from probe.configuration import Settings, settings_of
-from probe.names import nearest
-from probe.outcomes import Outcome
+from probe.gate.cases import Case
+from probe.gate.configuration import Settings, settings_of
+from probe.gate.outcomes import Outcome
+from probe.names import LOGITS, nearest
 
 if TYPE_CHECKING:
     from probe.baselines.entries import Entry
-    from probe.gate import Gate
+    from probe.gate.engine import Gate
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Session:
     def gate(self) -> Gate:
         """The gate, loaded with torch when first used."""
         if self._gate is None:
-            from probe.gate import Gate
+            from probe.gate.engine import Gate
 
             options = self.options
             self._gate = Gate(self.root, folder=self._folder, update=options.update, reason=options.reason)
@@ -257,7 +257,7 @@ class Session:
     def _update(self, dossier: Dossier, *, keep_obsolete: bool) -> None:
         from probe.baselines import Store
         from probe.baselines.anchor_file import united
-        from probe.gate import Update, store_update
+        from probe.gate.engine import Update, store_update
 
         model = dossier.settings.model
         entries = self.entries.get(model, {})

@@ -10,20 +10,21 @@ from pathlib import Path
 from probe.baselines import BaselineError, Store, changes, path_part
 from probe.baselines.anchor_file import read_anchors, remove_leftovers, write_anchors
 from probe.baselines.entries import Entry
-from probe.bench import Bench
 from probe.calibration import Calibration
-from probe.cases import LOGITS, Case
 from probe.causes import WIDTH, diagnose
 from probe.causes.corners import wrong_corners
-from probe.configuration import Settings
 from probe.devices import is_recorded
 from probe.environment import ANCHORS, INPUT, differences, environment
+from probe.gate.bench import Bench
+from probe.gate.cases import Case
+from probe.gate.configuration import Settings
+from probe.gate.observations import Observation
+from probe.gate.outcomes import Outcome
+from probe.gate.tolerances import RULES
+from probe.gate.verdicts import RefusedError, Standards, judge, renewed
 from probe.modes import Recipe, apply
-from probe.observations import Observation
-from probe.outcomes import Outcome
-from probe.tolerances import RULES
+from probe.names import LOGITS
 from probe.variations import BASE, variations
-from probe.verdicts import RefusedError, Standards, judge, renewed
 
 #: Figures of what a layer does by itself.
 OWN = ("injected.", "corners.")

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from probe.baselines.entries import Entry, Stored
-from probe.cases import Case
-from probe.golden import flat, gap, parted
+from probe.gate.cases import Case
+from probe.gate.golden import flat, gap, parted
+from probe.gate.observations import Flaw, Observation
+from probe.gate.outcomes import Figure, Outcome, Verdict
+from probe.gate.tolerances import OF_VALUES, RULES, Rule, tolerance
 from probe.names import look_up
-from probe.observations import Flaw, Observation
-from probe.outcomes import Figure, Outcome, Verdict
-from probe.tolerances import OF_VALUES, RULES, Rule, tolerance
 
 #: Which of several verdicts a case is told by: the first.
 ORDER: tuple[Verdict, ...] = (

@@ -10,20 +10,21 @@ from torch import Tensor
 
 from probe.anchors import Anchors, anchored
 from probe.calibration import Calibration
-from probe.cases import LOGITS, Case
-from probe.configuration import Settings
 from probe.data import fingerprint, text_of, token_batches
 from probe.devices import is_recorded, recorded_folder
 from probe.formats import FORMATS
+from probe.gate.cases import Case
+from probe.gate.configuration import Settings
+from probe.gate.observations import Observation, observe
+from probe.gate.sharing import shared_calibration, shared_reference
 from probe.hooks import select
 from probe.models.load import Loaded, load_model
 from probe.models.mamba import mamba_blocks
 from probe.modes import Recipe, expand_modes, find_mode
-from probe.observations import Observation, observe
+from probe.names import LOGITS
 from probe.overview import calibrate_on, check_recipes, recipes_of
 from probe.recordings import Recording, observe_recording, read_recording
 from probe.runner import Reference, run_reference
-from probe.sharing import shared_calibration, shared_reference
 from probe.variations import Variation, under
 
 #: What fits: the modes of a matrix that names none.

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from probe.calibration import Calibration
-from probe.cases import LOGITS
 from probe.causes.corners import corner_answers
-from probe.coverage import rounding_bound, watching
-from probe.golden import Golden, corner_sketch
+from probe.gate.coverage import rounding_bound, watching
+from probe.gate.golden import Golden, corner_sketch
+from probe.gate.outcomes import Verdict
 from probe.hooks import UncoveredError
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.modes import Recipe, apply, find_mode
-from probe.outcomes import Verdict
+from probe.names import LOGITS
 from probe.runner import NOISE, Reference, check_reference, replay
 
 #: The figures of a layer that a baseline keeps. What is left out follows from these and the reference: rmse, psnr,

@@ -73,7 +73,11 @@ def read_settings(root: Path) -> Settings:
         if not has_settings(root):  # a project that does not use probe is none of its business
             return Settings()
         raise ConfigurationError(f"{file} cannot be read ({problem}). Correct it and run again.") from None
-    return settings_of(document.get("tool", {}).get("probe", {}), where=f"[tool.probe] of {file}")
+    tables = document.get("tool", {})
+    if "probe" not in tables:
+        for name in difflib.get_close_matches("probe", (one.lower() for one in tables), n=1, cutoff=0.8):
+            raise ConfigurationError(f"{file} has a [tool.{name}] and no [tool.probe]. Did you mean [tool.probe]?")
+    return settings_of(tables.get("probe", {}), where=f"[tool.probe] of {file}")
 
 
 def has_settings(root: Path) -> bool:
@@ -146,7 +150,7 @@ def _calibration(where: str, value: Any, default: CalibrationSettings) -> Calibr
 
 def _figures(where: str, value: Any, *, signed: bool) -> dict[str, dict[str, float]]:
     """Limits: recipe pattern -> figure -> number. Tolerances: figure -> part of a rule -> number."""
-    from probe.tolerances import RULES, Rule
+    from probe.gate.tolerances import RULES, Rule
 
     parts = {one.name: one for one in fields(Rule) if one.name != "worse"}
     outer, inner = ("a recipe", "a figure") if signed else ("a figure", "a part of its tolerance")
