@@ -142,10 +142,10 @@ def test_the_anchor_leads_to_the_story(browser: Any, report: Path, recipe: str) 
     const story = document.getElementById(arguments[0]), box = story.getBoundingClientRect()
     return [story.open, box.top >= -5 && box.top < innerHeight / 2, story.querySelector('pre').innerText]
     """
-    is_open, on_screen, text = browser.execute_script(script, recipe)
-    assert is_open
-    assert on_screen
-    assert "--update-baselines" in text
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, 10).until(lambda browser: all(browser.execute_script(script, recipe)))  # built by scripts
+    assert "--update-baselines" in browser.execute_script(script, recipe)[-1]
 
 
 def test_a_link_within_the_report_opens_a_closed_story(page: Any) -> None:
