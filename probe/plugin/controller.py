@@ -65,14 +65,15 @@ class Controller:
         folder = self._output()
         if folder is None:
             return
-        from probe.report.summary import markdown, summary, write
+        from probe.report.files import write
+        from probe.report.summary import markdown, summary
 
         facts = self._facts()
         try:
             text = json.dumps(summary(self._outcomes(), **facts, exit_status=exit_status), indent=1)
-            self.written.append(str(write(folder, "summary.json", text + "\n")))
+            self.written.append(str(write(folder / "summary.json", text + "\n")))
             page = markdown(self._outcomes(), **facts, exit_status=exit_status)
-            self.written.append(str(write(folder, "summary.md", page)))
+            self.written.append(str(write(folder / "summary.md", page)))
         except OSError as problem:
             self.session.problems.append(f"the summary could not be written: {problem}")
 

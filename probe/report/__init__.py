@@ -1,2 +1,1 @@
-"""What is shown of a run: outcomes in, text and bytes out. Knows neither pytest nor torch, and writes no file but by
-`summary.write`."""
+"""What is shown: results in, text, pictures and pages out. Knows no pytest; writes by `files.write` only."""

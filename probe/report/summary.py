@@ -1,8 +1,6 @@
 """The run for machines (JSON) and for a pull request (Markdown), and the one function that writes files."""
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from probe.environment import differences
@@ -70,25 +68,6 @@ def markdown(
         head, foot = "\n<details><summary>Error by mode and layer</summary>\n\n", "\n</details>\n"
         text += head + _as_fits(tables, MOST_CHARACTERS - len(text) - len(head) - len(foot), "tables") + foot
     return text
-
-
-def write(folder: str | Path, name: str, text: str) -> Path:
-    """Put `text` in `folder`/`name`. Whoever reads it sees the old file or the new one, never half of one."""
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is not a plain file name. Give the folder as the first argument.")
-    target = Path(folder) / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(text.encode("utf-8", "backslashreplace"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return target
 
 
 def harmless(text: str, *, most: int = 120) -> str:

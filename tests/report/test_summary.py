@@ -1,16 +1,14 @@
 import json
 import math
-import os
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from probe.gate.cases import Case
 from probe.gate.outcomes import Figure, Outcome
-from probe.report.summary import MOST_CHARACTERS, code, harmless, markdown, summary, write
+from probe.report.summary import MOST_CHARACTERS, code, harmless, markdown, summary
 from tests.report.examples import ENVIRONMENT, MODES, NASTY, OLDER, failing, gate, nasty, recipe
 
 RUN: dict[str, Any] = {"environment": ENVIRONMENT, "baseline_environment": OLDER, "exit_status": 1}
@@ -158,23 +156,3 @@ def test_the_summary_does_not_depend_on_who_was_first() -> None:
     groups = sorted(found, key=lambda outcome: -len(outcome.case.recipe))
     assert summary(found, **RUN) == summary(groups, **RUN)
     assert markdown(found, **RUN) == markdown(groups, **RUN)
-
-
-def test_write_replaces_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = write(tmp_path / "made", "summary.md", "old ✗ \udc80\n")
-    assert target.read_bytes() == "old ✗ \\udc80\n".encode()
-
-    def full(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "made", "summary.md", "new")
-    assert [path.name for path in (tmp_path / "made").iterdir()] == ["summary.md"]
-    assert target.read_text(encoding="utf-8").startswith("old")
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "/etc/passwd"])
-def test_write_takes_no_paths_for_names(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a plain file name. Give the folder as the first argument."):
-        write(tmp_path, name, "x")
