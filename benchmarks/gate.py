@@ -2,13 +2,15 @@
 
 python benchmarks/gate.py [--repeats 3] [--json FILE]
 
-bare    load tiny-mamba, calibrate, run the float reference, then every recipe of the default matrix once: apply it and
-        run its two forwards, the whole model and every layer on the reference's input; nothing is measured
+bare    load tiny-mamba, calibrate, run the float reference, then every recipe of the default matrix: apply it and run
+        its two forwards, the whole model and every layer on the reference's input; nothing is measured
+once    the same with one forward of the whole model: no figure of a layer by itself could be had from it
 gate    pytest over the same matrix, one process: the same, measured, compared and reported in the terminal
 """
 
 import argparse
 import json
+import operator
 import os
 import statistics
 import subprocess
@@ -21,7 +23,8 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 MAMBA = "tests/gate/test_gate.py::test_matches_baseline"
 
 
-def bare() -> None:
+def bare(*sides: bool) -> None:
+    """Every recipe, injected or not as `sides` say."""
     from probe.gate.bench import Bench, needs_calibration
     from probe.gate.configuration import read_settings
     from probe.modes import apply
@@ -31,7 +34,7 @@ def bare() -> None:
     reference, calibration = bench.reference(), bench.calibration()
     for recipe in bench.recipes:
         twin = apply(bench.loaded.model, recipe, calibration if needs_calibration(recipe) else None)
-        for injected in (False, True):
+        for injected in sides:
             replay(twin, reference, lambda label, output, expected: None, injected=injected)
 
 
@@ -45,18 +48,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=["bare", "once"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.bare:
-        bare()
+    if options.only:
+        bare(*([False] if options.only == "once" else [False, True]))
         return
-    times: dict[str, list[float]] = {"bare": [], "gate": []}
+    times: dict[str, list[float]] = {"bare": [], "once": [], "gate": []}
     for _ in range(options.repeats):
-        times["bare"].append(seconds([sys.executable, __file__, "--bare"]))
+        for only in ("bare", "once"):
+            times[only].append(seconds([sys.executable, __file__, "--only", only]))
         times["gate"].append(seconds([*PYTEST, MAMBA]))
     found = {
         "bare s": round(statistics.median(times["bare"]), 1),
-        "gate/bare": round(statistics.median(g / b for g, b in zip(times["gate"], times["bare"], strict=True)), 3),
+        **{
+            f"gate/{only}": round(statistics.median(map(operator.truediv, times["gate"], times[only])), 3)
+            for only in ("bare", "once")
+        },
         "-k mode_2_1 s": round(seconds([*PYTEST, "-k", "mode_2_1"]), 1),
         "whole gate -n 2 s": round(seconds([*PYTEST, "tests/gate", "-n", "2"]), 1),
         "with report -n 2 s": round(
