@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from probe.quantizers.observers import MinMaxObserver, MSEObserver, PercentileObserver, make_observer
     from probe.quantizers.quantize import fake_quantize, quantize, round_to
     from probe.quantizers.underflow import Underflow, UnderflowWarning, analyze_underflow
+    from probe.recordings.checked import RecordingError
+    from probe.recordings.reading import Recording, read_recording
+    from probe.recordings.writing import write_recording
     from probe.runner import Measured, NotAppliedError, Reference, check_applied, measure, run_reference
 
 __version__ = VERSION
@@ -54,6 +57,8 @@ _HOME = {
     "PercentileObserver": "quantizers.observers",
     "Quantized": "quantizers.codes",
     "Recipe": "modes",
+    "Recording": "recordings.reading",
+    "RecordingError": "recordings.checked",
     "Reference": "runner",
     "UncoveredError": "hooks",
     "Underflow": "quantizers.underflow",
@@ -78,6 +83,7 @@ _HOME = {
     "measure_all": "overview",
     "quantize": "quantizers.quantize",
     "quantize_integer": "quantizers.integers",
+    "read_recording": "recordings.reading",
     "register_mode": "modes",
     "round_to": "quantizers.quantize",
     "run_reference": "runner",
@@ -85,6 +91,7 @@ _HOME = {
     "text_of": "data",
     "token_batches": "data",
     "unregister_mode": "modes",
+    "write_recording": "recordings.writing",
 }
 __all__ = [  # noqa: RUF022
     "__version__",
@@ -107,6 +114,8 @@ __all__ = [  # noqa: RUF022
     "PercentileObserver",
     "Quantized",
     "Recipe",
+    "Recording",
+    "RecordingError",
     "Reference",
     "UncoveredError",
     "Underflow",
@@ -131,6 +140,7 @@ __all__ = [  # noqa: RUF022
     "measure_all",
     "quantize",
     "quantize_integer",
+    "read_recording",
     "register_mode",
     "round_to",
     "run_reference",
@@ -138,6 +148,7 @@ __all__ = [  # noqa: RUF022
     "text_of",
     "token_batches",
     "unregister_mode",
+    "write_recording",
 ]
 
 

@@ -2,20 +2,31 @@
 
     {
      "device": "cuda NVIDIA L4",
+     "files": {"mode_2_1-fp8_e4m3.safetensors": {"bytes": 4194816, "sha256": "9f86d0..."}},   all but the manifest
      "fingerprint": "be9b3c8fb9a0b5a1",                 of the float weights; null where the device cannot tell
+     "layout": "safetensors",                           or npy, npz, pt
      "model": "tiny-mamba",
      "recipes": {
       "mode_2_1-fp8_e4m3": {
-       "dtype": {"layer_0.output": "float32", "logits": "float32"},
-       "file": "mode_2_1-fp8_e4m3.safetensors",
+       "applied": "by probe",                           or "before": the model came quantized
+       "calibration": null,                             or data, fingerprint, percentile, samples, seqlen
+       "compiled": false,
        "format": "fp8_e4m3",                            null for a float mode
        "layers": ["layer_0"],                           those that fired, in order
        "mode": "mode_2_1",
-       "sha256": "9f86d0...",                           of the file
-       "shapes": {"layer_0.output": [8, 256, 64], "logits": [8, 256, 256]}
+       "tensors": {
+        "layer_0.output": {
+         "dtype": "bfloat16",                           as the model gave it
+         "file": "mode_2_1-fp8_e4m3.safetensors",
+         "key": "layer_0.output",                       in the file; null where a file is one tensor
+         "shape": [8, 256, 64]
+        }
+       }
       }
      },
-     "tokens": {"count": 2048, "fingerprint": "0e2c...", "samples": 8, "seqlen": 256},
+     "tokens": {"count": 2048, "file": "tokens.safetensors", "fingerprint": "0e2c...", "samples": 8, "seqlen": 256,
+                "source": "evaluation"},
+     "unfinished": null,                                or asked, missing: the recipes that are not there yet
      "version": 1,
      "versions": {"probe": "0.1.0", "torch": "2.13.0"}
     }
@@ -25,15 +36,19 @@ The first axis of every tensor is that of the samples; the second of the logits,
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, cast
 
 from probe.names import LOGITS
+from probe.recordings.checked import Node, defect, document, repeated
 
 VERSION = 1
+Layout = Literal["safetensors", "npy", "npz", "pt"]
+LAYOUTS: tuple[Layout, ...] = ("safetensors", "npy", "npz", "pt")
+MANIFEST = "manifest.json"
+TOKENS = "tokens.safetensors"
 #: The dtypes of a recording: as torch calls them, and as a safetensors file does.
 DTYPES = {
     "float64": "F64",
@@ -43,15 +58,15 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+#: What numpy can hold; anything else lies in .npy and .npz as float32, which holds all its values.
+NUMPY_DTYPES = ("float64", "float32", "float16")
+#: Places beside the layers, and parts of a layer, that can be tapped: `embedding.output`, `layer_0.scan.input`.
+ENDS = ("embedding", "final_norm")
+PARTS = ("mixer", "conv1d", "scan")
 TENSOR_NAME = re.compile(rf"{LOGITS}|(?P<label>.+)\.(output|input)", re.DOTALL)
-#: Plain names only: a manifest from elsewhere must not lead out of its folder.
-FILE_NAME = re.compile(r"\w[\w.-]*\.safetensors")
+#: Plain names, in a folder of their mode at most: a manifest from elsewhere must not lead out of its folder.
+FILE_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*\.(safetensors|npy|npz|pt|json)")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-AGAIN = "Copy the recording again from where it was made, or make it again there"
-
-
-class RecordingError(ValueError):
-    """A recording that cannot be read or written, or that is of something else than it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +76,59 @@ class Tokens:
     count: int
     samples: int
     seqlen: int
-    fingerprint: str  # of all samples in order, however they were batched
+    fingerprint: str | None  # of all samples in order, however they were batched; None: nobody knows
+    file: str | None = None  # where the ids are
+    source: str | None = None  # a text source; None: a prompt, or the caller's own
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor and where it lies."""
+
+    dtype: str  # as the model gave it
+    shape: tuple[int, ...]
+    file: str
+    key: str | None
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What static scales were taken from."""
+
+    data: str
+    fingerprint: str
+    percentile: float
+    samples: int
+    seqlen: int
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One recipe and its file."""
+    """One recipe: what ran, and its tensors."""
 
-    file: str
     mode: str  # as in test ids: mode_2_1
     format: str | None
     layers: tuple[str, ...]
-    dtype: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
+    tensors: dict[str, Stored]
+    applied: Literal["by probe", "before"] = "before"
+    calibration: Calibrated | None = None
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as it was written."""
+
+    bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What an interrupted recording was asked for, and the recipes that it lacks."""
+
+    asked: dict[str, str]
+    missing: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -87,6 +141,9 @@ class Manifest:
     tokens: Tokens
     recipes: dict[str, Recorded]
     versions: dict[str, str]
+    layout: Layout = "safetensors"
+    files: dict[str, File] = field(default_factory=dict)
+    unfinished: Unfinished | None = None
 
 
 def manifest_to_json(manifest: Manifest) -> bytes:
@@ -96,153 +153,133 @@ def manifest_to_json(manifest: Manifest) -> bytes:
 
 def manifest_from_json(data: bytes, file: Path) -> Manifest:
     """The inverse of manifest_to_json; what is wrong is told with `file` and key."""
-    facts = _document(data, file).members(
-        *("version", "model", "fingerprint", "device", "tokens", "recipes", "versions")
+    facts = document(data, file, VERSION).members(
+        *("version", "model", "fingerprint", "device", "tokens", "recipes"),
+        *("versions", "layout", "files", "unfinished"),
     )
-    tokens = _tokens(facts["tokens"])
-    recipes = {name: _recorded(name, node, tokens) for name, node in facts["recipes"].members().items()}
-    for shared in _repeated(one.file for one in recipes.values()):
-        raise defect(file, f"recipes: the file {shared} belongs to more than one")
+    unfinished = facts["unfinished"].or_null(_unfinished)
+    files = {name: _file(name, node) for name, node in facts["files"].members(empty=True).items()}
+    tokens = _tokens(facts["tokens"], files)
+    recipes = {
+        name: _recorded(name, node, tokens, files)
+        for name, node in facts["recipes"].members(empty=unfinished is not None).items()
+    }
+    for place in repeated(f"{one.file} {one.key}" for recipe in recipes.values() for one in recipe.tensors.values()):
+        raise defect(file, f"recipes: {place} belongs to more than one tensor")
     return Manifest(
         facts["model"].text(),
-        facts["fingerprint"].text_or_null(),
+        facts["fingerprint"].or_null(Node.text),
         facts["device"].text(),
         tokens,
         recipes,
         {name: node.text() for name, node in facts["versions"].members().items()},
+        cast(Layout, facts["layout"].one_of(LAYOUTS)),
+        files,
+        unfinished,
     )
 
 
-def defect(file: Path, problem: str, *, remedy: str = AGAIN) -> RecordingError:
-    """The problem may quote a file from elsewhere: nothing of it reaches the terminal as a command."""
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in problem)
-    return RecordingError(f"{file}: {text}. {remedy}")
+def ordered(names: Iterable[str], layers: Iterable[str]) -> tuple[str, ...]:
+    """Names of tensors in the order of the data flow: embedding, layer by layer, final norm, logits."""
+    labels = {label: place for place, label in enumerate(layers)}
+
+    def key(name: str) -> tuple[int, int, int, str]:
+        label, _, kind = name.rpartition(".")
+        layer, _, part = label.rpartition(".")
+        place = {"embedding": -1, "final_norm": len(labels) + 1}.get(label, len(labels))
+        inside = 0
+        if label in labels:
+            place, inside = labels[label], 0 if kind == "input" else 9
+        elif layer in labels and part in PARTS:
+            inside = {"conv1d": 1, "scan": 2, "mixer": 4}[part] + (kind == "output" and part == "scan")
+            place = labels[layer]
+        return (len(labels) + 2 if name == LOGITS else place, inside, 0, name)
+
+    return tuple(sorted(names, key=key))
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A value in the manifest, and where it stands there."""
-
-    file: Path
-    key: str
-    value: Any
-
-    def wrong(self, expected: str) -> RecordingError:
-        where = f"{self.key}: " if self.key else ""
-        return defect(self.file, f"{where}expected {expected}, found {_shown(self.value)}")
-
-    def members(self, *keys: str) -> dict[str, "_Node"]:
-        """Of an object: just these keys, or any if none are given."""
-        if not isinstance(self.value, dict) or not self.value or not all(map(_is_text, self.value)):
-            raise self.wrong("an object with named keys")
-        for key in sorted(self.value.keys() ^ set(keys)) if keys else ():
-            raise defect(self.file, f"the key {self._below(key)} is {'unknown' if key in self.value else 'missing'}")
-        return {key: _Node(self.file, self._below(key), value) for key, value in self.value.items()}
-
-    def entries(self) -> list["_Node"]:
-        if not isinstance(self.value, list) or not self.value:
-            raise self.wrong("a list that is not empty")
-        return [_Node(self.file, f"{self.key}[{index}]", value) for index, value in enumerate(self.value)]
-
-    def text(self, pattern: re.Pattern[str] | None = None, expected: str = "a text") -> str:
-        if not _is_text(self.value) or (pattern and not pattern.fullmatch(self.value)):
-            raise self.wrong(expected)
-        return str(self.value)
-
-    def text_or_null(self) -> str | None:
-        return None if self.value is None else self.text(expected="a text or null")
-
-    def count(self) -> int:
-        if type(self.value) is not int or self.value < 1:
-            raise self.wrong("a whole number, 1 or more")
-        return self.value
-
-    def _below(self, key: str) -> str:
-        return f"{self.key}.{key}" if self.key else key
-
-
-def _document(data: bytes, file: Path) -> _Node:
-    """The whole manifest, once its version is known to be ours."""
-
-    def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for name in _repeated(name for name, _ in pairs):
-            raise defect(file, f"the key {name!r} is there twice")
-        return dict(pairs)
-
-    try:
-        document = _Node(file, "", json.loads(data.decode(), object_pairs_hook=each_key_once))
-    except RecordingError:
-        raise
-    except (RecursionError, ValueError) as problem:
-        raise defect(file, f"is not JSON that can be read ({problem})") from None
-    if isinstance(document.value, dict) and "version" in document.value:
-        version = document.members()["version"]
-        if version.count() > VERSION:
-            newer = f"version: was written by a newer probe, {version.value}; this one reads {VERSION}"
-            raise defect(file, newer, remedy="Upgrade probe.")
-    return document
-
-
-def _tokens(node: _Node) -> Tokens:
-    facts = node.members("count", "samples", "seqlen", "fingerprint")
+def _tokens(node: Node, files: dict[str, File]) -> Tokens:
+    facts = node.members("count", "samples", "seqlen", "fingerprint", "file", "source")
     count, samples, seqlen = (facts[key].count() for key in ("count", "samples", "seqlen"))
     if count != samples * seqlen:
         raise facts["count"].wrong(f"{samples} x {seqlen}")
-    return Tokens(count, samples, seqlen, facts["fingerprint"].text())
+    return Tokens(
+        count,
+        samples,
+        seqlen,
+        facts["fingerprint"].or_null(Node.text),
+        facts["file"].or_null(lambda node: _file_name(node, files)),
+        facts["source"].or_null(Node.text),
+    )
 
 
-def _recorded(recipe: str, node: _Node, tokens: Tokens) -> Recorded:
-    facts = node.members("file", "mode", "format", "layers", "dtype", "shapes", "sha256")
-    mode, format = facts["mode"].text(), facts["format"].text_or_null()
+def _file_name(node: Node, files: dict[str, File]) -> str:
+    name = node.text(FILE_NAME, "the plain name of a file in this folder")
+    if name not in files:
+        raise node.wrong("the name of a file in files")
+    return name
+
+
+def _file(name: str, node: Node) -> File:
+    if not FILE_NAME.fullmatch(name):
+        raise defect(node.file, f"files: {name!r} is not the plain name of a file in this folder")
+    facts = node.members("bytes", "sha256")
+    return File(facts["bytes"].count(), facts["sha256"].text(SHA256, "64 hexadecimal digits"))
+
+
+def _unfinished(node: Node) -> Unfinished:
+    facts = node.members("asked", "missing")
+    asked = {name: one.text() for name, one in facts["asked"].members(empty=True).items()}
+    return Unfinished(asked, tuple(one.text() for one in facts["missing"].entries(empty=True)))
+
+
+def _calibrated(node: Node) -> Calibrated:
+    facts = node.members("data", "fingerprint", "percentile", "samples", "seqlen")
+    percentile = facts["percentile"]
+    if type(percentile.value) is not float or not 0 < percentile.value <= 1:
+        raise percentile.wrong("a share above 0, at most 1.0")
+    samples, seqlen = facts["samples"].count(), facts["seqlen"].count()
+    return Calibrated(facts["data"].text(), facts["fingerprint"].text(), percentile.value, samples, seqlen)
+
+
+def _recorded(recipe: str, node: Node, tokens: Tokens, files: dict[str, File]) -> Recorded:
+    facts = node.members("mode", "format", "layers", "tensors", "applied", "calibration", "compiled")
+    mode, format = facts["mode"].text(), facts["format"].or_null(Node.text)
     if recipe != "-".join(part for part in (mode, format) if part):
         raise defect(node.file, f"{node.key}: its mode is {mode!r} and its format {format!r}, which is another recipe")
-    dtypes, shapes = (facts[key].members() for key in ("dtype", "shapes"))
-    for name in sorted(dtypes.keys() ^ shapes.keys()):
-        raise defect(node.file, f"{node.key}: {name} has no {'dtype' if name in shapes else 'shape'}")
+    tensors = facts["tensors"].members()
     layers = tuple(one.text() for one in facts["layers"].entries())
-    _check_names(facts["layers"], layers, shapes)
-    recorded = Recorded(
-        facts["file"].text(FILE_NAME, "the plain name of a .safetensors file in this folder"),
+    _check_names(facts["layers"], layers, tensors)
+    return Recorded(
         mode,
         format,
         layers,
-        {name: one.text(re.compile("|".join(DTYPES)), f"one of {', '.join(DTYPES)}") for name, one in dtypes.items()},
-        {name: tuple(size.count() for size in one.entries()) for name, one in shapes.items()},
-        facts["sha256"].text(SHA256, "64 hexadecimal digits"),
+        {name: _stored(name, one, tokens, files) for name, one in tensors.items()},
+        cast(Literal["by probe", "before"], facts["applied"].one_of(("by probe", "before"))),
+        facts["calibration"].or_null(_calibrated),
+        facts["compiled"].flag(),
     )
-    for name, shape in recorded.shapes.items():
-        expected = (tokens.samples, tokens.seqlen) if name == LOGITS else (tokens.samples,)
-        if shape[: len(expected)] != expected:
-            raise shapes[name].wrong(f"{' x '.join(map(str, expected))} first, as tokens says")
-    return recorded
 
 
-def _check_names(node: _Node, layers: tuple[str, ...], shapes: dict[str, _Node]) -> None:
-    """Every layer has an output, and every tensor is of a layer or the logits."""
-    for label in _repeated(layers):
+def _stored(name: str, node: Node, tokens: Tokens, files: dict[str, File]) -> Stored:
+    facts = node.members("dtype", "shape", "file", "key")
+    shape = tuple(size.count() for size in facts["shape"].entries())
+    expected = (tokens.samples, tokens.seqlen) if name == LOGITS else (tokens.samples,)
+    if shape[: len(expected)] != expected:
+        raise facts["shape"].wrong(f"{' x '.join(map(str, expected))} first, as tokens says")
+    file = _file_name(facts["file"], files)
+    return Stored(facts["dtype"].one_of(DTYPES), shape, file, facts["key"].or_null(Node.text))
+
+
+def _check_names(node: Node, layers: tuple[str, ...], tensors: dict[str, Node]) -> None:
+    """Every layer has an output; every tensor is of a layer or a part of one, of an end of the model, or the logits."""
+    for label in repeated(layers):
         raise defect(node.file, f"{node.key}: {label} is listed twice")
     for label in layers:
-        if f"{label}.output" not in shapes:
+        if f"{label}.output" not in tensors:
             raise defect(node.file, f"{node.key}: {label} is listed, but there is no {label}.output")
-    known = {None, *layers}
-    for name, one in shapes.items():
+    known = {None, *layers, *ENDS, *(f"{label}.{part}" for label in layers for part in PARTS)}
+    for name, one in tensors.items():
         match = TENSOR_NAME.fullmatch(name)
         if not match or match["label"] not in known:
             raise defect(node.file, f"{one.key}: is neither {LOGITS} nor of a layer in {node.key}")
-
-
-def _is_text(value: Any) -> bool:
-    """Names come up in messages and reports, so they hold nothing that a terminal would obey."""
-    return isinstance(value, str) and value != "" and value.isprintable()
-
-
-def _repeated(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return "something nested too deep"
-    return text if len(text) <= 60 else text[:57] + "..."
