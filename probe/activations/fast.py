@@ -1,0 +1,240 @@
+"""The fast twin: a row is read from memory once, while it is in the cache everything about it is taken.
+
+All but the sums are those of the readable twin to the bit; sums differ by the order of additions.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from probe.activations.moments import Moments
+from probe.activations.reference import BLOCK, DEPTHS, empty
+from probe.activations.sizes import SHIFT, count_sizes
+
+#: The places of sums, and those of counts.
+MEAN, SECOND, THIRD, FOURTH, MINIMUM, MAXIMUM, SMALLEST = range(7)
+COUNT, NONFINITE, ZEROS, NEGATIVES, ZERO_BLOCKS = range(5)
+
+#: Sums may be taken in any order, and of what they see nothing is NaN.
+_ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
+
+Floats = npt.NDArray[np.float32]
+_Doubles = npt.NDArray[np.float64]
+_Whole = npt.NDArray[np.int64]
+
+
+def measure(rows: Floats) -> tuple[dict[str, Any], Floats]:
+    """The fields of LayerStatistics for rows [rows, channels], and max |x| of each row."""
+    found = empty(rows.shape[1])
+    sums, counts = np.zeros(7), np.zeros(5, np.int64)
+    sums[MINIMUM], sums[MAXIMUM], sums[SMALLEST] = np.inf, -np.inf, np.inf
+    top, row_top = np.full(3, -1.0, np.float32), np.full(3, -1.0, np.float32)
+    row_amax = np.zeros(len(rows), np.float32)
+    _measure(
+        rows,
+        row_amax,
+        found["channel_amax"],
+        sums,
+        counts,
+        top,
+        found["buckets"],
+        found["block_buckets"],
+        found["depths"],
+        found["median_depths"],
+    )
+    for amax in row_amax:
+        _insert(row_top, amax)
+    found |= {
+        "rows": len(rows),
+        "count": int(counts[COUNT]),
+        "nonfinite": int(counts[NONFINITE]),
+        "zeros": int(counts[ZEROS]),
+        "negatives": int(counts[NEGATIVES]),
+        "zero_blocks": int(counts[ZERO_BLOCKS]),
+        "minimum": float(sums[MINIMUM]) + 0.0,
+        "maximum": float(sums[MAXIMUM]) + 0.0,
+        "smallest": float(sums[SMALLEST]),
+        "largest": tuple(float(x) for x in top if x >= 0),
+        "moments": Moments(*(float(x) for x in sums[:4])),
+        "row_largest": tuple(float(x) for x in row_top if x >= 0),
+        "row_smallest": float(row_amax.min()),
+        "row_buckets": count_sizes(row_amax),
+    }
+    return found, row_amax
+
+
+@numba.njit(cache=True, nogil=True)
+def _measure(
+    rows: Floats,
+    row_amax: Floats,
+    channel_amax: Floats,
+    sums: _Doubles,
+    counts: _Whole,
+    top: Floats,
+    buckets: _Whole,
+    block_buckets: _Whole,
+    depths: _Whole,
+    median_depths: _Whole,
+) -> None:
+    channels = rows.shape[1]
+    clean, packed = np.empty(channels, np.float32), np.empty(channels, np.float32)
+    found, depth = np.empty(4), np.empty(DEPTHS, np.int64)
+    for index in range(rows.shape[0]):
+        row = rows[index]
+        values = row
+        if not _all_finite(row):
+            size = _without_nonfinite(row, clean, packed)
+            counts[NONFINITE] += channels - size
+            row, values = clean, packed[:size]
+        if values.size:
+            amax = _extremes(values, sums, counts)
+            if amax > top[2]:
+                for value in values:
+                    _insert(top, abs(value))
+            _moments(values, found)
+            _join(sums, found, counts[COUNT], values.size)
+            counts[COUNT] += values.size
+            _count(values.view(np.int32), buckets)
+            row_amax[index] = amax
+        _of_channels(row, channel_amax)
+        counts[ZERO_BLOCKS] += _of_blocks(row.view(np.int32), block_buckets, depths, median_depths, depth)
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _all_finite(row: Floats) -> bool:
+    """x - x = 0 says that x is finite."""
+    odd = 0
+    for x in row:
+        odd += x - x != 0
+    return odd == 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _without_nonfinite(row: Floats, clean: Floats, packed: Floats) -> int:
+    """The row with zeros for NaN and Inf, and its finite values side by side; how many these are."""
+    kept = 0
+    for i in range(row.size):
+        good = np.isfinite(row[i])
+        clean[i] = row[i] if good else np.float32(0)
+        if good:
+            packed[kept] = row[i]
+            kept += 1
+    return kept
+
+
+@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+def _extremes(values: Floats, sums: _Doubles, counts: _Whole) -> float:
+    low = high = values[0]
+    small = abs(values[0])
+    zeros = negatives = 0
+    for i in range(values.size):
+        x = values[i]
+        size = abs(x)
+        low = x if x < low else low
+        high = x if x > high else high
+        small = size if size < small else small
+        zeros += x == 0
+        negatives += x < 0
+    sums[MINIMUM], sums[MAXIMUM] = min(sums[MINIMUM], low), max(sums[MAXIMUM], high)
+    sums[SMALLEST] = min(sums[SMALLEST], small)
+    counts[ZEROS] += zeros
+    counts[NEGATIVES] += negatives
+    return max(abs(low), abs(high))
+
+
+@numba.njit(cache=True, nogil=True)
+def _insert(top: Floats, value: float) -> None:
+    if value > top[2]:
+        if value > top[1]:
+            top[2] = top[1]
+            if value > top[0]:
+                top[1], top[0] = top[0], value
+            else:
+                top[1] = value
+        else:
+            top[2] = value
+
+
+@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+def _moments(values: Floats, found: _Doubles) -> None:
+    total = 0.0
+    low = high = values[0]
+    for i in range(values.size):
+        total += np.float64(values[i])
+        low = values[i] if values[i] < low else low
+        high = values[i] if values[i] > high else high
+    mean = min(max(total / values.size, np.float64(low)), np.float64(high))  # equal values do not vary
+    second = third = fourth = 0.0
+    for i in range(values.size):
+        d = np.float64(values[i]) - mean
+        square = d * d
+        second += square
+        third += square * d
+        fourth += square * square
+    found[0], found[1], found[2], found[3] = mean, second, third, fourth
+
+
+@numba.njit(cache=True, nogil=True)
+def _join(sums: _Doubles, found: _Doubles, before: int, size: int) -> None:
+    """`Moments.merge`, in place."""
+    if not before:
+        sums[:4] = found
+        return
+    n = before + size
+    a, b, d = before / n, size / n, found[MEAN] - sums[MEAN]
+    w = a * size
+    sums[FOURTH] += found[FOURTH] + d**4 * w * (a * a - a * b + b * b)
+    sums[FOURTH] += 6 * d * d * (a * a * found[SECOND] + b * b * sums[SECOND])
+    sums[FOURTH] += 4 * d * (a * found[THIRD] - b * sums[THIRD])
+    sums[THIRD] += found[THIRD] + d**3 * w * (a - b) + 3 * d * (a * found[SECOND] - b * sums[SECOND])
+    sums[SECOND] += found[SECOND] + d * d * w
+    sums[MEAN] += d * b
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(bits: npt.NDArray[np.int32], buckets: _Whole) -> None:
+    """Zeros are in no bucket."""
+    zeros = 0
+    for i in range(bits.size):
+        size = bits[i] & 0x7FFFFFFF
+        zeros += size == 0
+        buckets[size >> SHIFT] += 1
+    buckets[0] -= zeros
+
+
+@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+def _of_channels(row: Floats, channel_amax: Floats) -> None:
+    for i in range(row.size):
+        size = abs(row[i])
+        channel_amax[i] = size if size > channel_amax[i] else channel_amax[i]
+
+
+@numba.njit(cache=True, nogil=True)
+def _of_blocks(
+    bits: npt.NDArray[np.int32], block_buckets: _Whole, depths: _Whole, median_depths: _Whole, depth: _Whole
+) -> int:
+    zero_blocks = 0
+    for start in range(0, bits.size, BLOCK):
+        stop = min(start + BLOCK, bits.size)
+        amax = 0
+        for i in range(start, stop):
+            amax = max(amax, bits[i] & 0x7FFFFFFF)  # in the order of the sizes
+        if amax == 0:
+            zero_blocks += 1
+            continue
+        block_buckets[amax >> SHIFT] += 1
+        exponent = amax >> 23
+        depth[:] = 0
+        for i in range(start, stop):
+            size = bits[i] & 0x7FFFFFFF
+            depth[DEPTHS - 1 if size == 0 else min(exponent - (size >> 23), DEPTHS - 2)] += 1
+        seen, place = 0, -1
+        half = (stop - start + 1) // 2
+        while seen < half:
+            place += 1
+            seen += depth[place]
+        median_depths[place] += 1
+        depths[exponent] += depth
+    return zero_blocks

@@ -1,0 +1,93 @@
+"""The readable twin: the statistics of some rows in a few operations of numpy, in float64 where they are sums."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from probe.activations.moments import Moments
+from probe.activations.sizes import BUCKETS, count_sizes
+
+BLOCK = 32
+#: Depths below the exponent of a block that are told apart; the last one is of zeros.
+DEPTHS = 33
+
+Floats = npt.NDArray[np.float32]
+
+
+def empty(channels: int) -> dict[str, Any]:
+    """The fields of LayerStatistics for no rows."""
+    return {
+        **dict.fromkeys(("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks"), 0),
+        **dict.fromkeys(("minimum", "smallest", "row_smallest"), np.inf),
+        "maximum": -np.inf,
+        **dict.fromkeys(("largest", "row_largest"), ()),
+        "moments": Moments(),
+        **{name: np.zeros(BUCKETS, np.int64) for name in ("buckets", "row_buckets", "block_buckets")},
+        "channel_amax": np.zeros(channels, np.float32),
+        "depths": np.zeros((256, DEPTHS), np.int64),
+        "median_depths": np.zeros(DEPTHS, np.int64),
+    }
+
+
+def measure(rows: Floats) -> tuple[dict[str, Any], Floats]:
+    """The fields of LayerStatistics for rows [rows, channels], and max |x| of each row."""
+    good = np.isfinite(rows)
+    values = rows[good]
+    if not values.size:
+        found = empty(rows.shape[1]) | {"nonfinite": rows.size}
+        return found | _of_rows(np.zeros_like(rows)), np.zeros(len(rows), np.float32)
+    sizes = np.abs(values)
+    clean = np.where(good, rows, np.float32(0))
+    wide = values.astype(np.float64)
+    mean = min(max(float(wide.mean()), float(values.min())), float(values.max()))
+    d = wide - mean
+    found = {
+        "count": values.size,
+        "nonfinite": rows.size - values.size,
+        "zeros": int((values == 0).sum()),
+        "negatives": int((values < 0).sum()),
+        "minimum": float(values.min()) + 0.0,
+        "maximum": float(values.max()) + 0.0,
+        "smallest": float(sizes.min()),
+        "largest": _top(sizes),
+        "moments": Moments(mean, float((d**2).sum()), float((d**3).sum()), float((d**4).sum())),
+        "buckets": count_sizes(sizes),
+    }
+    return found | _of_rows(clean), np.abs(clean).max(1)
+
+
+def _of_rows(clean: Floats) -> dict[str, Any]:
+    """What depends on where a value stands: rows, channels and blocks."""
+    sizes = np.abs(clean)
+    amax = sizes.max(1)
+    return {
+        "rows": len(clean),
+        "channel_amax": sizes.max(0),
+        "row_largest": _top(amax),
+        "row_smallest": float(amax.min()),
+        "row_buckets": count_sizes(amax),
+        **_of_blocks(sizes),
+    }
+
+
+def _of_blocks(sizes: Floats) -> dict[str, Any]:
+    counts = np.zeros(BUCKETS, np.int64)
+    depths, medians = np.zeros((256, DEPTHS), np.int64), np.zeros(DEPTHS, np.int64)
+    zero_blocks = 0
+    for start in range(0, sizes.shape[1], BLOCK):
+        block = np.ascontiguousarray(sizes[:, start : start + BLOCK])
+        amax = block.max(1)
+        zero_blocks += int((amax == 0).sum())
+        counts += count_sizes(amax)
+        block, amax = block[amax > 0], amax[amax > 0]
+        exponent = (amax.view(np.int32) >> 23)[:, None]
+        depth = np.where(block == 0, DEPTHS - 1, np.minimum(exponent - (block.view(np.int32) >> 23), DEPTHS - 2))
+        np.add.at(depths, (np.broadcast_to(exponent, depth.shape), depth), 1)
+        median = np.sort(depth, axis=1)[:, (depth.shape[1] + 1) // 2 - 1]
+        medians += np.bincount(median, minlength=DEPTHS)
+    return {"block_buckets": counts, "zero_blocks": zero_blocks, "depths": depths, "median_depths": medians}
+
+
+def _top(values: Floats) -> tuple[float, ...]:
+    return tuple(float(x) for x in np.sort(values)[:-4:-1])

@@ -1,0 +1,269 @@
+"""The statistics of a tensor: counts, extremes and sums that are gathered in pieces and merge."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import cache, reduce
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from probe.activations import reference as readable
+from probe.activations.moments import Moments
+from probe.activations.sizes import PERCENTILE_ERROR, quantile_of
+
+Kind = Literal["input", "output", "weight"]
+#: The percentiles of |x| that are reported, in percent.
+PERCENTILES = (0.01, 1.0, 25.0, 50.0, 75.0, 99.0, 99.9, 99.99)
+#: Elements that are worked on at a time, 1 MB of float32.
+PIECE = 2**18
+
+Floats = npt.NDArray[np.float32]
+Whole = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStatistics:
+    """What is known of one tensor of one module, over all batches: rows are tokens, columns are channels.
+
+    Of a weight [out, in] rows are outputs and channels are inputs. A block is 32 channels of a row, side by side (the
+    last one of a row may be shorter): what shares a scale in the MX formats.
+
+    Counts, extremes, `channel_amax` and all tables of counts are exact; so is `merge` of them. Sums are in float64.
+    Percentiles come from `buckets` and are within PERCENTILE_ERROR = 2^-7 of numpy's own, relatively.
+    NaN and Inf are counted in `nonfinite` and left out; in the tables of blocks they stand as zeros.
+    Values are read as float32: a float64 is rounded first.
+    """
+
+    module: str
+    kind: Kind
+    rows: int
+    count: int
+    """Finite elements."""
+    nonfinite: int
+    zeros: int
+    negatives: int
+    minimum: float
+    maximum: float
+    smallest: float
+    """min |x|"""
+    largest: tuple[float, ...]
+    """The three largest |x|, largest first; fewer where there are fewer elements."""
+    moments: Moments
+    buckets: Whole
+    """How many |x| > 0 have these float32 bits above the last 17: 64 buckets per octave, [16384]."""
+    channel_amax: Floats
+    """max |x| of every channel."""
+    row_largest: tuple[float, ...]
+    """The three largest of max |x| of a row, largest first."""
+    row_smallest: float
+    """The least max |x| of a row."""
+    row_buckets: Whole
+    """How many rows have their max |x| > 0 in these buckets."""
+    block_buckets: Whole
+    """How many blocks have their max |x| > 0 in these buckets."""
+    zero_blocks: int
+    depths: Whole
+    """[256, 33]: elements by the biased float32 exponent E of their block's max |x|, and by how far below it their own
+    exponent lies: E - e, at most 31; column 32 counts zeros. Blocks of zeros are left out."""
+    median_depths: Whole
+    """[33]: blocks by the depth of their median: the least d so that at least half of the elements have depth <= d."""
+
+    @property
+    def amax(self) -> float:
+        """max |x|."""
+        return self.largest[0] if self.largest else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Of x."""
+        return self.moments.mean
+
+    @property
+    def std(self) -> float:
+        """Of the population."""
+        return math.sqrt(self.mean_square_deviation)
+
+    @property
+    def mean_square_deviation(self) -> float:
+        """mean (x - mean)^2"""
+        return self.moments.second / self.count if self.count else 0.0
+
+    @property
+    def mean_square(self) -> float:
+        """mean x^2"""
+        return self.mean_square_deviation + self.mean**2
+
+    @property
+    def kurtosis(self) -> float | None:
+        """mean (x - mean)^4 / std^4: 3 for a normal distribution; None where all values are equal."""
+        return self.moments.kurtosis(self.count)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return int(self.block_buckets.sum()) + self.zero_blocks
+
+    @property
+    def median(self) -> float:
+        """Of |x|."""
+        return self.percentile(50.0)
+
+    def percentile(self, percent: float) -> float:
+        """Of |x|, as numpy's `linear`, within PERCENTILE_ERROR."""
+        return quantile_of(self.buckets, self.zeros, percent / 100, low=self.smallest, high=self.amax)
+
+    @property
+    def max_to_median(self) -> float | None:
+        """max |x| / median |x|; None where the median is 0."""
+        return self.amax / self.median if self.median else None
+
+    @property
+    def max_to_p99(self) -> float | None:
+        """max |x| / the 99th percentile of |x|; None where that is 0."""
+        p99 = self.percentile(99.0)
+        return self.amax / p99 if p99 else None
+
+    def magnitudes(self, reduce_dim: Literal[-1, -2] | None) -> dict[str, float | None]:
+        """Top-1/2/3, median and min of |x| (None), of max |x| over channels: by token (-1), or over tokens: by channel.
+
+        None in the place of a top that does not exist. Exact, but for the medians of None and -1.
+        """
+        if reduce_dim is None:
+            top, low, median = self.largest, self.smallest, self.median
+        elif reduce_dim == -1:
+            top, low = self.row_largest, self.row_smallest
+            zero_rows = self.rows - int(self.row_buckets.sum())
+            median = quantile_of(self.row_buckets, zero_rows, 0.5, low=low, high=top[0] if top else 0.0)
+        else:
+            channels = np.sort(self.channel_amax)
+            top, low = tuple(float(x) for x in channels[:-4:-1]), float(channels[0])
+            median = float(np.median(channels))
+        tops = {f"top{i + 1}": top[i] if i < len(top) else None for i in range(3)}
+        return {**tops, "median": median, "min": low}
+
+    def figures(self) -> dict[str, Any]:
+        """Everything that is one number, by name."""
+        return {
+            "module": self.module,
+            "kind": self.kind,
+            "rows": self.rows,
+            "channels": int(self.channel_amax.size),
+            "count": self.count,
+            "nonfinite": self.nonfinite,
+            "zeros": self.zeros,
+            "negatives": self.negatives,
+            "min": self.minimum,
+            "max": self.maximum,
+            "mean": self.mean,
+            "std": self.std,
+            "kurtosis": self.kurtosis,
+            "amax": self.amax,
+            "smallest": self.smallest,
+            **{f"p{percent:g}": self.percentile(percent) for percent in PERCENTILES},
+            "max_to_median": self.max_to_median,
+            "max_to_p99": self.max_to_p99,
+            "blocks": self.blocks,
+            "zero_blocks": self.zero_blocks,
+        }
+
+    def merge(self, other: "LayerStatistics") -> "LayerStatistics":
+        """The statistics of both together; those of an empty one are the other's."""
+        if (self.module, self.kind, self.channel_amax.size) != (other.module, other.kind, other.channel_amax.size):
+            raise ValueError(
+                f"cannot merge {other.kind} of {other.module} ({other.channel_amax.size} channels) into {self.kind} of "
+                f"{self.module} ({self.channel_amax.size} channels). Merge statistics of one tensor."
+            )
+        both = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        return replace(
+            self,
+            **both,
+            minimum=min(self.minimum, other.minimum),
+            maximum=max(self.maximum, other.maximum),
+            smallest=min(self.smallest, other.smallest),
+            largest=_three(self.largest + other.largest),
+            moments=self.moments.merge(self.count, other.moments, other.count),
+            channel_amax=np.maximum(self.channel_amax, other.channel_amax),
+            row_largest=_three(self.row_largest + other.row_largest),
+            row_smallest=min(self.row_smallest, other.row_smallest),
+        )
+
+
+_ADDED = (
+    *("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks"),
+    *("buckets", "row_buckets", "block_buckets", "depths", "median_depths"),
+)
+
+
+def _three(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(sorted(values, reverse=True)[:3])
+
+
+def measure(
+    x: Tensor, *, module: str = "", kind: Kind = "output", keep: Tensor | None = None, fast: bool | None = None
+) -> tuple[LayerStatistics, Floats]:
+    """The statistics of `x` [..., rows, channels], and max |x| of each of its rows, [...] as float32 (0 if left out).
+
+    `keep` [..., rows] says which rows count; padding does not. `fast` chooses the twin (None: what can be loaded).
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"{kind} of {module or 'a tensor'} is {x.dtype}. Only floats have magnitudes to analyze.")
+    x = x.detach()
+    x = x.reshape(1, 1, -1) if x.dim() < 2 else x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
+    kept = None if keep is None else keep.reshape(x.shape[:2]).to("cpu", torch.bool)
+    twin = _fast() if fast is not False else readable.measure
+    row_amax = np.zeros(tuple(x.shape[:2]), np.float32)
+    spans = list(_spans(x))
+
+    def measure_some(some: Sequence[tuple[int, int, int]]) -> LayerStatistics:
+        found = nothing(module, kind, x.shape[2])
+        for sample, start, stop in some:
+            piece = x[sample, start:stop].to("cpu", torch.float32)
+            place = torch.arange(start, stop) if kept is None else start + kept[sample, start:stop].nonzero()[:, 0]
+            if kept is not None and len(place) < stop - start:
+                piece = piece[place - start]
+            if len(piece):
+                part, amax = twin(piece.contiguous().numpy())
+                row_amax[sample, place.numpy()] = amax
+                found = found.merge(LayerStatistics(module, kind, **part))
+        return found
+
+    threads = max(1, min(torch.get_num_threads(), len(spans)))
+    if threads == 1:
+        return measure_some(spans), row_amax
+    with ThreadPoolExecutor(threads) as pool:
+        parts = list(pool.map(measure_some, [spans[i::threads] for i in range(threads)]))
+    return reduce(LayerStatistics.merge, parts), row_amax
+
+
+def _spans(x: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Sample, first row, last row: pieces that stay in the cache."""
+    step = max(1, PIECE // max(1, x.shape[2]))
+    for sample in range(x.shape[0]):
+        for start in range(0, x.shape[1], step):
+            yield sample, start, min(start + step, x.shape[1])
+
+
+def nothing(module: str, kind: Kind, channels: int) -> LayerStatistics:
+    """The statistics of no rows at all."""
+    return LayerStatistics(module, kind, **readable.empty(channels))
+
+
+@cache
+def _fast() -> Callable[[Floats], tuple[dict[str, Any], Floats]]:
+    """The fast twin; where numba cannot be loaded the readable one, after one warning."""
+    try:
+        from probe.activations import fast
+    except ImportError as problem:
+        slower = f"numba cannot be loaded ({problem}). Going on without it: the same statistics, but slower."
+        warnings.warn(slower, RuntimeWarning, stacklevel=3)
+        return readable.measure
+    return fast.measure
+
+
+__all__ = ["PERCENTILES", "PERCENTILE_ERROR", "Kind", "LayerStatistics", "measure", "nothing"]
