@@ -1,0 +1,19 @@
+"""How far a tensor is from its reference: figures gathered in one pass, batch after batch, in float64.
+
+An accumulator has seen a stream of elements. `update` appends a batch to it and `merge` the whole stream of
+another accumulator, so two halves of the data measured apart give the figures of the whole. How the stream was
+cut changes counts, extremes and exact percentiles not at all, and sums only by the order of their additions.
+
+An element that is NaN or Inf on either side is counted, turns `finite` to False and is left out of every other
+figure. A figure that has no meaning is None and never NaN; `Metrics` says when that is.
+"""
+
+from probe.metrics.comparison import Comparison
+from probe.metrics.figures import Metrics
+from probe.metrics.labels import CORRELATION_LABELS, MSE_LABELS, label_correlation, label_mse
+from probe.metrics.logits import LogitComparison, LogitMetrics
+from probe.metrics.magnitudes import KEPT, PERCENTILE_ERROR, QUANTILES
+
+__all__ = ["Comparison", "LogitComparison", "LogitMetrics", "Metrics"]
+__all__ += ["CORRELATION_LABELS", "KEPT", "MSE_LABELS", "PERCENTILE_ERROR", "QUANTILES"]
+__all__ += ["label_correlation", "label_mse"]

@@ -1,0 +1,237 @@
+"""The loops of the fast twin, compiled by numba: blocks that stay in the first cache, read once from memory.
+
+Extremes and counts are taken of bits, as integers: of these a compiler finds the extremes on all lanes of the
+processor at once. The bits of a float as an integer that is ordered as the floats are: its key,
+
+    key = bits, or bits ^ 0x7f...f where the sign is set;    |x| has the bits max(key, ~key)
+
+Sums run over the lanes at once too, so that their order is the compiler's. Around a shift c, for which the mean of
+the blocks before serves, a block of n values has, with S = sum (x - c) and Q = sum (x - c)^2,
+
+    mean = c + S / n,    squares = Q - S^2 / n,    product = P - S_o S_r / n
+
+Where S^2 / n is more than half of Q too much would cancel, and the sums are taken again, around the mean.
+"""
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+_Floats = npt.NDArray[np.floating]
+_Bits = npt.NDArray[np.signedinteger]
+_Doubles = npt.NDArray[np.float64]
+_Whole = npt.NDArray[np.int64]
+
+#: Elements in a block.
+BLOCK = 2048
+
+#: The places of sums: means, then squares around them, of output, reference and difference; and of counts and keys.
+(MEAN_O, MEAN_R, MEAN_D, SQUARES_O, SQUARES_R, SQUARES_D, PRODUCT, SUM_D, SUM_R, SUMS) = range(10)
+(COUNT, ZEROED, AT_LARGEST, MOVED, NAN_O, INF_O, NAN_R, INF_R, FIRST_NONFINITE, COUNTS) = range(10)
+(LOW_O, HIGH_O, LOW_R, HIGH_R, LARGEST_D, KEYS) = range(6)
+
+#: Sums may be taken in any order, and nothing that they see is NaN.
+_ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
+
+
+@numba.njit(cache=True, nogil=True)
+def measure(
+    output: _Floats,
+    reference: _Floats,
+    bits_output: _Bits,
+    bits_reference: _Bits,
+    infinity: int,
+    sums: _Doubles,
+    counts: _Whole,
+    keys: _Whole,
+    buckets: _Whole,
+    sizes: _Doubles,
+) -> None:
+    """The tally of two flat arrays, both float32 or both float64, with their bits and those of Inf.
+
+    `sums`, `counts` and `keys` are given as those of nothing. |d| is counted in `buckets`, if there are any, but for
+    zeros, and written to `sizes`, if there is room.
+    """
+    top = (1 << (8 * bits_output.itemsize - 1)) - 1
+    o, r = np.empty(BLOCK, output.dtype), np.empty(BLOCK, output.dtype)
+    bits_o, bits_r = np.empty(BLOCK, bits_output.dtype), np.empty(BLOCK, bits_output.dtype)
+    d = np.empty(BLOCK)
+    block, ends = np.empty(SUMS), np.empty(KEYS, np.int64)
+    for start in range(0, output.size, BLOCK):
+        here = slice(start, min(start + BLOCK, output.size))
+        x, y, bits_x, bits_y = output[here], reference[here], bits_output[here], bits_reference[here]
+        counts[MOVED] += _different(bits_x, bits_y)
+        ends[LOW_O], ends[HIGH_O] = _extremes(bits_x, top)
+        ends[LOW_R], ends[HIGH_R] = _extremes(bits_y, top)
+        if max(ends[HIGH_O], ~ends[LOW_O], ends[HIGH_R], ~ends[LOW_R]) >= infinity:
+            kept = _leave_out_nonfinite(x, y, bits_x, bits_y, o, r, bits_o, bits_r, counts, start)
+            if kept == 0:
+                continue
+            x, y, bits_x, bits_y = o[:kept], r[:kept], bits_o[:kept], bits_r[:kept]
+            ends[LOW_O], ends[HIGH_O] = _extremes(bits_x, top)
+            ends[LOW_R], ends[HIGH_R] = _extremes(bits_y, top)
+        _sum_block(x, y, d, sums, counts[COUNT], block)
+        bits_d = d.view(np.int64)[: x.size]
+        ends[LARGEST_D] = _largest(bits_d)
+        counts[ZEROED] += _zero_alone(bits_x, bits_y)
+        _count_largest(bits_x, top, keys, ends, counts)
+        if buckets.size:
+            _count_sizes(bits_d, buckets)
+        if sizes.size:
+            sizes[counts[COUNT] : counts[COUNT] + x.size] = np.abs(d[: x.size])
+        _join(sums, block, counts[COUNT], x.size)
+        keys[LOW_O], keys[LOW_R] = min(keys[LOW_O], ends[LOW_O]), min(keys[LOW_R], ends[LOW_R])
+        for place in (HIGH_O, HIGH_R, LARGEST_D):
+            keys[place] = max(keys[place], ends[place])
+        counts[COUNT] += x.size
+
+
+@numba.njit(cache=True, nogil=True)
+def _different(bits_o: _Bits, bits_r: _Bits) -> int:
+    found = 0
+    for i in range(bits_o.size):
+        found += bits_o[i] != bits_r[i]
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
+def _extremes(bits: _Bits, top: int) -> tuple[int, int]:
+    """The lowest and the highest key."""
+    whole = bits.dtype.type
+    flip, shift = whole(top), whole(8 * bits.itemsize - 1)
+    low, high = flip, whole(~flip)
+    for i in range(bits.size):
+        key = whole(bits[i] ^ ((bits[i] >> shift) & flip))
+        low, high = whole(min(low, key)), whole(max(high, key))
+    return np.int64(low), np.int64(high)
+
+
+@numba.njit(cache=True, nogil=True)
+def _leave_out_nonfinite(
+    x: _Floats,
+    y: _Floats,
+    bits_x: _Bits,
+    bits_y: _Bits,
+    o: _Floats,
+    r: _Floats,
+    bits_o: _Bits,
+    bits_r: _Bits,
+    counts: _Whole,
+    start: int,
+) -> int:
+    """Count what is NaN or Inf and copy the pairs that are finite; how many these are."""
+    kept = 0
+    for i in range(x.size):
+        good_x, good_y = np.isfinite(x[i]), np.isfinite(y[i])
+        counts[NAN_O] += np.isnan(x[i])
+        counts[INF_O] += np.isinf(x[i])
+        counts[NAN_R] += np.isnan(y[i])
+        counts[INF_R] += np.isinf(y[i])
+        if good_y and not good_x and counts[FIRST_NONFINITE] < 0:
+            counts[FIRST_NONFINITE] = start + i
+        if good_x and good_y:
+            o[kept], r[kept], bits_o[kept], bits_r[kept] = x[i], y[i], bits_x[i], bits_y[i]
+            kept += 1
+    return kept
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum_block(x: _Floats, y: _Floats, d: _Doubles, sums: _Doubles, before: int, block: _Doubles) -> None:
+    """The difference, and the sums of the block."""
+    o, r = np.float64(x[0]), np.float64(y[0])
+    shifts = (sums[MEAN_O], sums[MEAN_R], sums[MEAN_D]) if before else (o, r, o - r)
+    if not _sums_around(x, y, d, shifts, block):
+        _sums_around(x, y, d, (block[MEAN_O], block[MEAN_R], block[MEAN_D]), block)
+
+
+@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+def _sums_around(x: _Floats, y: _Floats, d: _Doubles, shifts: tuple[float, float, float], block: _Doubles) -> bool:
+    """The sums of the block, and whether no more than half of any square cancels."""
+    shift_o, shift_r, shift_d = shifts
+    sum_o = sum_r = sum_d = squares_o = squares_r = squares_d = product = size_d = size_r = 0.0
+    for i in range(x.size):
+        o, r = np.float64(x[i]), np.float64(y[i])
+        e = o - r
+        d[i] = e
+        size_d += abs(e)
+        size_r += abs(r)
+        o -= shift_o
+        r -= shift_r
+        e -= shift_d
+        sum_o += o
+        sum_r += r
+        sum_d += e
+        squares_o += o * o
+        squares_r += r * r
+        squares_d += e * e
+        product += o * r
+    n = np.float64(x.size)
+    block[MEAN_O], block[MEAN_R], block[MEAN_D] = shift_o + sum_o / n, shift_r + sum_r / n, shift_d + sum_d / n
+    block[SQUARES_O] = squares_o - sum_o * (sum_o / n)
+    block[SQUARES_R] = squares_r - sum_r * (sum_r / n)
+    block[SQUARES_D] = squares_d - sum_d * (sum_d / n)
+    block[PRODUCT] = product - sum_o * (sum_r / n)
+    block[SUM_D], block[SUM_R] = size_d, size_r
+    return (
+        block[SQUARES_O] >= 0.5 * squares_o
+        and block[SQUARES_R] >= 0.5 * squares_r
+        and block[SQUARES_D] >= 0.5 * squares_d
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def _largest(bits: _Whole) -> int:
+    found = 0
+    for i in range(bits.size):
+        found = max(found, bits[i] & 0x7FFFFFFFFFFFFFFF)
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
+def _zero_alone(bits_o: _Bits, bits_r: _Bits) -> int:
+    """How many outputs are 0 where the reference is not; the sign is shifted out."""
+    found = 0
+    one = bits_o.dtype.type(1)
+    for i in range(bits_o.size):
+        found += (bits_o.dtype.type(bits_o[i] << one) == 0) & (bits_o.dtype.type(bits_r[i] << one) != 0)
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_largest(bits: _Bits, top: int, keys: _Whole, ends: _Whole, counts: _Whole) -> None:
+    """How many outputs have the largest magnitude so far; most blocks do not reach it."""
+    here = max(ends[HIGH_O], ~ends[LOW_O])
+    before = max(keys[HIGH_O], ~keys[LOW_O]) if counts[COUNT] else -1
+    if here < before:
+        return
+    if here > before:
+        counts[AT_LARGEST] = 0
+    for i in range(bits.size):
+        counts[AT_LARGEST] += (bits[i] & top) == here
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_sizes(bits: _Whole, buckets: _Whole) -> None:
+    """One more in the bucket of every difference: its exponent and the first 8 bits of its mantissa."""
+    high = bits.view(np.uint32)[1::2]
+    for i in range(bits.size):
+        buckets[(high[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(12)] += 1
+    zeros = 0
+    for i in range(bits.size):
+        zeros += (bits[i] << 1) == 0
+    buckets[0] -= zeros
+
+
+@numba.njit(cache=True, nogil=True)
+def _join(sums: _Doubles, block: _Doubles, before: int, size: int) -> None:
+    """As `Tally.then` joins two stretches."""
+    share = size / (before + size)
+    weight = before * share
+    if before:
+        sums[PRODUCT] += (block[MEAN_O] - sums[MEAN_O]) * (block[MEAN_R] - sums[MEAN_R]) * weight
+    for mean, squares in ((MEAN_O, SQUARES_O), (MEAN_R, SQUARES_R), (MEAN_D, SQUARES_D)):
+        step = block[mean] - sums[mean] if before else 0.0
+        sums[mean] = sums[mean] + step * share if before else block[mean]
+        sums[squares] += block[squares] + step * step * weight
+    for place in (PRODUCT, SUM_D, SUM_R):
+        sums[place] += block[place]
