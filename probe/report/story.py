@@ -143,8 +143,9 @@ def _figure_rows(outcome: Outcome) -> list[Row]:
 
 
 def _first_seen(outcome: Outcome, room: int) -> list[Row]:
-    """The layer and the likely cause; a baseline that is missing or too many was not seen anywhere."""
-    if outcome.verdict in ("missing", "obsolete"):
+    """The layer and the likely cause; where nothing moved (no baseline, only a limit), nothing was first seen."""
+    only_limited = outcome.verdict == "over the limit" and not any(one.moved for one in outcome.figures.values())
+    if outcome.verdict in ("missing", "obsolete") or only_limited:
         return []
     return _wrapped("first seen", "; ".join(part for part in (outcome.case.layer, outcome.cause) if part), room)
 

@@ -264,3 +264,10 @@ def test_the_environment_is_compared_both_ways() -> None:
     now, then = {"torch": "2.13", "cpu": "AVX2"}, {"torch": "2.12", "mkl": "1"}
     assert differences(then, now) == ["torch 2.12 -> 2.13", "mkl 1 -> none", "cpu none -> AVX2"]
     assert differences(None, now) == differences(now, now) == []
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_only_what_moved_was_first_seen_somewhere(moved: bool) -> None:
+    figures = {"logits.kl": Figure(0.2, 0.2, 1e-3, moved=moved)}
+    lines = story([failing("over the limit", figures=figures, cause="no cause found")], report=None)
+    assert any("no cause found" in line for line in lines) == moved
