@@ -1,0 +1,213 @@
+"""What to make of a sweep: the best level by each figure and by one score over all, how much that matters, a range."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from probe.scaling.figures import Level
+from probe.scaling.results import ScalingResult
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A figure that counts in the score, and whether more of it is better."""
+
+    weight: float
+    value: Callable[[Level], float]
+    more_is_better: bool = False
+
+
+#: The score of a level is the weighted sum of these, each brought to 0 (worst level) .. 1 (best level).
+CRITERIA: dict[str, Criterion] = {
+    "mse": Criterion(0.3, lambda level: level.mse),
+    "cosine": Criterion(0.3, lambda level: level.cosine, more_is_better=True),
+    "psnr": Criterion(0.2, lambda level: level.psnr, more_is_better=True),
+    "mae": Criterion(0.1, lambda level: level.mae),
+    "relative_error": Criterion(0.1, lambda level: level.relative_error),
+}
+#: Where the words change: of range / smallest for mse, of the range for cosine, of the range in dB for psnr.
+MSE_VARIES, COSINE_STABLE, PSNR_CRITICAL, PSNR_MODERATE = 0.1, 0.01, 20.0, 10.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over all levels. The psnr of a lossless level is inf; then so is the range, and there is no std."""
+
+    low: float
+    high: float
+    std: float | None
+
+    @property
+    def range(self) -> float:
+        """high - low; 0 where both are inf."""
+        return 0.0 if self.low == self.high else self.high - self.low
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The level to take, and why."""
+
+    level: Level
+    score: float
+    scores: tuple[float, ...]
+    """Of every level, in order."""
+    best: dict[str, Level]
+    """By figure, the best level; the first of equals, which is nearest to maximum alignment."""
+    spreads: dict[str, Spread]
+    advice: tuple[tuple[str, str], ...]
+    """Kind (good, fair, poor) and sentence: whether mse, cosine and psnr depend on the scale."""
+    range: tuple[float, float] | None
+    """The exponents from the first to the last level without significant overflow or underflow; None if all have it."""
+    least_bad: Level | None
+    """Where there is no such range: the level that loses least to overflow and underflow."""
+    range_reason: str
+    position: str
+
+    @property
+    def scale_exponent(self) -> float:
+        """log2 of the recommended scale; with blocks, what to add to every exponent."""
+        return self.level.scale_exponent
+
+    @property
+    def scale(self) -> float:
+        """The recommended scale; with blocks, the factor to every scale."""
+        return self.level.scale
+
+    @property
+    def rule(self) -> str | None:
+        """The recommended scale rule of blocks."""
+        return self.level.rule
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; what is infinite is None."""
+        return {
+            "level": self.level.level,
+            "scale_exponent": self.scale_exponent,
+            "scale": self.scale,
+            "rule": self.rule,
+            "score": self.score,
+            "scores": list(self.scores),
+            "best": {name: level.level for name, level in self.best.items()},
+            "spreads": {
+                name: {"low": _finite(one.low), "high": _finite(one.high), "range": _finite(one.range), "std": one.std}
+                for name, one in self.spreads.items()
+            },
+            "advice": [text for _, text in self.advice],
+            "range": None if self.range is None else list(self.range),
+            "least_bad": None if self.least_bad is None else self.least_bad.level,
+            "range_reason": self.range_reason,
+            "position": self.position,
+        }
+
+
+def recommend(result: ScalingResult) -> Recommendation:
+    """The level with the best score, 0.3 mse' + 0.3 cosine' + 0.2 psnr' + 0.1 mae' + 0.1 relative_error'.
+
+        figure' = (figure - worst) / (best - worst)      over the levels; 1 where all are equal
+
+    A psnr of inf is the limit of that: 1 for the lossless levels, 0 for all others. So a lossless level always wins.
+    Of equal scores the first is taken, which is nearest to maximum alignment.
+    """
+    levels = result.levels
+    parts = {
+        name: normalised([one.value(level) for level in levels], one.more_is_better) for name, one in CRITERIA.items()
+    }
+    scores = tuple(
+        math.fsum(CRITERIA[name].weight * part[index] for name, part in parts.items()) for index in range(len(levels))
+    )
+    chosen = levels[scores.index(max(scores))]
+    spreads = {name: _spread([CRITERIA[name].value(level) for level in levels]) for name in CRITERIA}
+    hull, least_bad, reason = _safe_range(result, chosen)
+    return Recommendation(
+        level=chosen,
+        score=max(scores),
+        scores=scores,
+        best={name: _best(levels, one) for name, one in CRITERIA.items()},
+        spreads=spreads,
+        advice=_advice(spreads),
+        range=hull,
+        least_bad=least_bad,
+        range_reason=reason,
+        position=_position(result, chosen),
+    )
+
+
+def normalised(values: Sequence[float], more_is_better: bool) -> list[float]:
+    """0 for the worst, 1 for the best. Equal values are all best; beside an infinite one, finite ones are worst."""
+    low, high = min(values), max(values)
+    if low == high:
+        return [1.0] * len(values)
+    if math.isinf(high):
+        return [float(value == high) for value in values]
+    shares = [(value - low) / (high - low) for value in values]
+    return shares if more_is_better else [1 - share for share in shares]
+
+
+def _best(levels: Sequence[Level], criterion: Criterion) -> Level:
+    sign = -1 if criterion.more_is_better else 1
+    return min(levels, key=lambda level: sign * criterion.value(level))
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    known = all(math.isfinite(value) for value in values)
+    return Spread(min(values), max(values), statistics.pstdev(values) if known else None)
+
+
+def _advice(spreads: dict[str, Spread]) -> tuple[tuple[str, str], ...]:
+    mse, cosine, psnr = spreads["mse"], spreads["cosine"], spreads["psnr"]
+    varies = mse.range > 0 and (mse.low == 0 or mse.range / mse.low >= MSE_VARIES)
+    found = [
+        ("fair", "MSE varies significantly with scaling - choose the recommended factor carefully")
+        if varies
+        else ("good", "MSE is stable across scaling factors - the choice costs little accuracy"),
+        ("good", "Cosine similarity is very stable - scaling factor has minimal impact on direction preservation")
+        if cosine.range < COSINE_STABLE
+        else ("fair", "Cosine similarity varies with scaling - scaling factor affects direction preservation"),
+    ]
+    if psnr.range > PSNR_CRITICAL:
+        found.append(("poor", "Large PSNR range - scaling factor selection is critical for quality"))
+    elif psnr.range > PSNR_MODERATE:
+        found.append(("fair", "Moderate PSNR range - scaling factor selection matters for quality"))
+    else:
+        found.append(("good", "Small PSNR range - scaling factor has limited impact on quality"))
+    return tuple(found)
+
+
+def _safe_range(result: ScalingResult, chosen: Level) -> tuple[tuple[float, float] | None, Level | None, str]:
+    """With blocks, over the levels of the recommended rule."""
+    levels = [level for level in result.levels if level.rule == chosen.rule]
+    safe = [level.scale_exponent for level in levels if not level.significant]
+    if safe:
+        return (
+            (min(safe), max(safe)),
+            None,
+            f"{len(safe)} of {len(levels)} levels have no significant overflow or underflow",
+        )
+    least = min(levels, key=lambda level: (level.overflow + level.underflow, level.mse))
+    return (
+        None,
+        least,
+        f"every level has more than 0.1 % overflow or underflow: the tensor spans 2^{_octaves(result):.1f}, "
+        f"{result.format} 2^{math.log2(result.element.max / result.element.min_subnormal):.1f} at one scale; "
+        f"this level loses least, {least.percent(least.overflow):.2f} % and {least.percent(least.underflow):.2f} %",
+    )
+
+
+def _octaves(result: ScalingResult) -> float:
+    return math.log2(result.amax / result.smallest)
+
+
+def _position(result: ScalingResult, chosen: Level) -> str:
+    if chosen.lossless:
+        return "At this scale every value lies on the grid: nothing is lost"
+    if chosen.scale_exponent == result.max_scale_exp:
+        return "This is at maximum alignment: the largest magnitude just fits"
+    if chosen.scale_exponent == result.min_scale_exp:
+        return "This is at minimum alignment: the smallest magnitude is just kept"
+    return "This is a balanced middle ground between overflow and underflow"
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None

@@ -1,0 +1,179 @@
+"""The fast twin of `reference.block_levels`: rows of one block each, in pieces that stay in the cache.
+
+Every rule puts the exponent of a block at that of `floor`, one above or one below. So blocks are sorted into groups by
+those steps, rule by rule, and a group is worked out once for every distance k from the floor exponent b that a rule and
+a shift need:
+
+    total(rule, shift) = sum over groups of figures[group, k = shift + step of the rule]
+
+With z = x / 2^b the elements at k are those of z / 2^k; both divisions are exact in float32. How many overflow or
+underflow follows, for all k at once, from a count of the exponents of z. Blocks so near the ends of the scale that a
+shift would leave them, or with values more than 2^60 apart, go the long way, through the reference.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from probe.formats import Format
+from probe.quantizers.blocks import Blocks
+from probe.quantizers.fast import mx_blocks, plan_for, round_magnitudes_, scales_for, with_sign_
+from probe.quantizers.reference import power
+from probe.scaling import reference
+from probe.scaling.figures import Sums
+from probe.scaling.reference import COUNTED_BITS, block_parts
+
+#: Elements that are worked on at a time.
+PIECE = 2**16
+#: Values of a block may be so many powers of two apart, and a shift so large, before float32 could lose something.
+APART = 60
+
+_Counts = npt.NDArray[np.int64]
+
+
+def pieces(x: Tensor, axis: int, size: int) -> Iterator[Tensor]:
+    """Rows of one block each, float32; no block is padded."""
+    for part in block_parts(x, axis, size):
+        rows = Blocks.of(part, axis, size).split(part)
+        step = max(1, PIECE // rows.shape[-1])
+        for start in range(0, rows.shape[0], step):
+            yield rows[start : start + step].to(torch.float32)
+
+
+def rule_exponents(rows: Tensor, rules: Sequence[str], fmt: Format, limit: int) -> dict[str, Tensor]:
+    """The exponent of every row by every rule, int64 [rows, 1]."""
+    amax = rows.abs().amax(-1, keepdim=True)
+    found = {}
+    for rule in rules:
+        plan = plan_for(fmt, torch.float32, rule)
+        if rule == "mse":
+            bytes_ = mx_blocks(rows, plan, "half_even", None)[1]
+        else:
+            bytes_ = scales_for(amax, plan).view(torch.int32) >> plan.machine.mantissa_bits
+        found[rule] = (bytes_.to(torch.int64) - 127).clamp(-limit, limit)
+    return found
+
+
+def block_levels(
+    x: Tensor, shifts: Sequence[int], rules: Sequence[str], fmt: Format, *, axis: int, size: int, limit: int
+) -> dict[tuple[str, int], Sums]:
+    """The sums of every rule at every shift."""
+    groups: dict[tuple[int, ...], _Group] = {}
+    found = {(rule, shift): Sums() for rule in rules for shift in shifts}
+    for rows in pieces(x, axis, size):
+        exponents = rule_exponents(rows, tuple(dict.fromkeys(("floor", *rules))), fmt, limit)
+        zero = rows.abs().amax(-1, keepdim=True) == 0
+        base = torch.where(zero, 0, exponents["floor"])
+        steps = torch.cat([torch.where(zero, 0, exponents[rule] - base) for rule in rules], 1)
+        ordinary = _ordinary(rows, base, shifts, limit)
+        if not bool(ordinary.all()):
+            for (rule, shift), before in found.items():
+                exponent = (exponents[rule][~ordinary] + shift).clamp(-limit, limit)
+                found[rule, shift] = before + reference.level_sums(rows[~ordinary], power(exponent), fmt)
+            rows, base, steps = rows[ordinary], base[ordinary], steps[ordinary]
+        kinds, member = torch.unique(steps, dim=0, return_inverse=True)
+        for index, kind in enumerate(kinds.tolist()):
+            own = groups.setdefault(tuple(kind), _Group(fmt, {shift + step for shift in shifts for step in kind}))
+            here = member == index
+            own.take(rows[here], base[here])
+    for rule, shift in found:
+        for kind, group in groups.items():
+            found[rule, shift] += group.at(shift + kind[rules.index(rule)])
+    return found
+
+
+def _ordinary(rows: Tensor, base: Tensor, shifts: Sequence[int], limit: int) -> Tensor:
+    """The rows that stay inside the scale and inside float32 at every shift, bool [rows]."""
+    lowest, highest = min(0, *shifts) - 1, max(0, *shifts) + 1
+    if max(-lowest, highest) > APART:
+        return torch.zeros(len(rows), dtype=torch.bool)
+    smallest = rows.abs().masked_fill(rows == 0, torch.inf).amin(-1, keepdim=True).double()
+    near = smallest >= power(base - APART)
+    return ((base + lowest >= -limit) & (base + highest <= limit) & near & (base.abs() <= 126)).reshape(-1)
+
+
+class _Group:
+    """Blocks that all rules treat alike: their sums at every distance k from the floor exponent."""
+
+    def __init__(self, fmt: Format, distances: set[int]) -> None:
+        self._format = fmt
+        self._plan = plan_for(fmt, torch.float32, "floor")
+        self._sums = {k: Sums() for k in sorted(distances)}
+        self._exponents: _Counts = np.zeros(3 * 256, dtype=np.int64)
+        self._counted = fmt.bits <= COUNTED_BITS
+        self._width = round(fmt.max / fmt.min_subnormal) if self._counted else 0
+        self._steps: dict[int, _Counts] = {k: np.zeros(2 * self._width + 1, dtype=np.int64) for k in distances}
+        self._negative = 0
+
+    def take(self, rows: Tensor, base: Tensor) -> None:
+        """Rows and their floor exponents, [rows, 1]."""
+        scale = power(base)
+        z = rows * scale.reciprocal().to(torch.float32)
+        x, wide = rows.to(torch.float64).reshape(-1), scale.expand(rows.shape).reshape(-1)
+        self._count(z)
+        self._negative += int(torch.signbit(z).sum()) if self._counted else 0
+        for k in self._sums:
+            y = z * 2.0**-k
+            q = round_magnitudes_(y.abs(), y, self._plan, "half_even", None)
+            q.view(torch.int32).clamp_max_(self._plan.max)
+            q = with_sign_(q, y, self._plan).reshape(-1)
+            if self._counted:
+                steps = (q / self._format.min_subnormal).add_(self._width).to(torch.int32)
+                self._steps[k] += np.bincount(steps.numpy(), minlength=2 * self._width + 1)
+            output = q.to(torch.float64).mul_(2.0**k).mul_(wide)
+            low, high = torch.aminmax(output)
+            power_, product = torch.dot(output, output), torch.dot(x, output)
+            d = output.sub_(x)
+            self._sums[k] += Sums(
+                squares=float(torch.dot(d, d)),
+                magnitudes=float(torch.linalg.vector_norm(d, 1)),
+                largest=float(torch.linalg.vector_norm(d, torch.inf)),
+                product=float(product),
+                power=float(power_),
+                lowest=float(low),
+                highest=float(high),
+            )
+
+    def _count(self, z: Tensor) -> None:
+        """Count |z| by exponent field, and in each: powers of two, up to the mantissa of max, and above it."""
+        bits = z.reshape(-1).view(torch.int32) & 0x7FFFFFFF
+        mantissa = bits & 0x7FFFFF
+        above = (mantissa > (self._plan.max & 0x7FFFFF)).to(torch.int32)
+        place = (bits >> 23).mul_(3).add_((mantissa > 0).to(torch.int32)).add_(above)
+        self._exponents += np.bincount(place.numpy(), minlength=3 * 256)[: 3 * 256]
+
+    def at(self, k: int) -> Sums:
+        """The sums at a distance, counts among them."""
+        found, fmt = self._sums[k], self._format
+        table = self._exponents.reshape(256, 3)
+
+        def below(exponent: int) -> int:
+            """How many are not zero and below 2^exponent; zero is the first power of the table."""
+            return int(table[: max(0, exponent + 127)].sum() - table[0, 0])
+
+        lowest = reference.exponent_of_power(fmt.min_subnormal) + k
+        top = fmt.max_exponent + k + 127
+        counts = Sums(
+            overflow=int(table[top + 1 :].sum() + table[top, 2]),
+            underflow=below(lowest),
+            flushed=below(lowest - 1) + int(table[lowest - 1 + 127, 0]),
+            subnormal=0 if fmt.min_normal is None else below(fmt.min_exponent + k),
+            codes=self._codes(k),
+        )
+        return found + counts
+
+    def _codes(self, k: int) -> tuple[int, ...] | None:
+        """From counts of signed steps; a negative value that became zero has the code of -0."""
+        fmt = self._format
+        if not self._counted:
+            return None
+        steps = self._steps[k]
+        magnitudes = [round(fmt.decode(code) / fmt.min_subnormal) for code in range(2 ** (fmt.bits - 1))]
+        codes = [int(steps[self._width + sign * magnitude]) for sign in (1, -1) for magnitude in magnitudes]
+        negative_zeros = self._negative - int(steps[: self._width].sum())
+        half = len(magnitudes)
+        codes[0], codes[half] = codes[0] - negative_zeros, negative_zeros
+        return tuple(codes)

@@ -1,0 +1,225 @@
+"""The fast twin of `reference.tensor_levels`: runs of values instead of values.
+
+A tensor becomes runs, once. One of 16-bit floats, however large, has at most 65536 distinct values, and a run is one of
+them with its count (so is a float32 tensor that was widened from bfloat16). Any other is sorted, and a run is RUN
+neighbours x_1 <= ... <= x_n with their count, both ends and two sums around the first:
+
+    S1 = sum (x - x_1),   S2 = sum (x - x_1)^2
+
+Where both ends of a run become the same q, all between them does, and with c = q s its errors d = c - x are
+
+    sum d^2 = S2 - 2 (c - x_1) S1 + n (c - x_1)^2,   sum |d| = |n (c - x_1) - S1|
+
+Only the few runs that a boundary of the grid (or c itself) cuts are looked at value by value.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probe.formats import Format
+from probe.quantizers.fast import round_elements
+from probe.scaling.figures import Sums
+from probe.scaling.levels import Extent
+from probe.scaling.reference import COUNTED_BITS, code_limits, scale_of
+
+#: Values in a run of sorted ones.
+RUN = 256
+#: Elements that are counted, or summed, at a time.
+PIECE = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of values of one sign, as float64. `values` are the sorted ones, None where those of a run are all equal."""
+
+    first: Tensor
+    last: Tensor
+    count: Tensor
+    s1: Tensor
+    s2: Tensor
+    start: Tensor  # of the run, in `values`
+    values: Tensor | None = None
+
+    def extent(self) -> Extent:
+        """What can be said of the tensor itself."""
+        elements = int(self.count.sum())
+        zero = self.first == 0
+        ends = torch.minimum(self.first.abs(), self.last.abs())[~zero]
+        total = (self.count * self.first + self.s1).abs()
+        squares = self.s2 + 2 * self.first * self.s1 + self.count * self.first * self.first
+        return Extent(
+            elements=elements,
+            zeros=int(self.count[zero].sum()),
+            minimum=float(self.first.amin()),
+            maximum=float(self.last.amax()),
+            smallest=float(ends.amin()),
+            mean_abs=float(total.sum()) / elements,
+            sum_squares=float(squares.sum()),
+        )
+
+    def within(self, chosen: Tensor) -> Tensor:
+        """The values of the runs that a mask chooses, float64."""
+        assert self.values is not None
+        starts, counts = self.start[chosen], self.count[chosen].long()
+        ends = counts.cumsum(0)
+        shift = torch.repeat_interleave(starts - (ends - counts), counts)
+        return self.values[torch.arange(int(ends[-1]) if len(ends) else 0) + shift].double()
+
+
+def runs_of(x: Tensor) -> Runs:
+    """The runs of a `checked` tensor."""
+    words = _sixteen_bit(x.reshape(-1))
+    return _sorted(x.reshape(-1)) if words is None else _distinct(words)
+
+
+def _sixteen_bit(flat: Tensor) -> Tensor | None:
+    """The same values in a dtype of 16 bits, if they fit; None if they do not."""
+    if flat.dtype in (torch.bfloat16, torch.float16):
+        return flat
+    bits = flat.view(torch.int32)
+    for start in range(0, flat.numel(), PIECE):
+        if bool((bits[start : start + PIECE] & 0xFFFF).any()):
+            return None
+    return flat.to(torch.bfloat16)
+
+
+def _distinct(words: Tensor) -> Runs:
+    patterns = words.view(torch.int16)
+    counts = torch.zeros(2**16, dtype=torch.int64)
+    for start in range(0, patterns.numel(), PIECE):
+        piece = patterns[start : start + PIECE].to(torch.int32).add_(2**15)
+        counts += torch.bincount(piece, minlength=2**16)
+    present = counts.nonzero().reshape(-1)
+    values = (present - 2**15).to(torch.int16).view(words.dtype).to(torch.float64)
+    return _equal(torch.stack([values, counts[present].double()], 1))
+
+
+def _equal(pairs: Tensor) -> Runs:
+    """Runs of equal values, from [value, count] in float64."""
+    values, counts = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+    none = torch.zeros_like(values)
+    return Runs(values, values, counts, none, none, torch.zeros(len(values), dtype=torch.int64))
+
+
+def _sorted(flat: Tensor) -> Runs:
+    """Zeros are runs of their own, one for each sign, and no run holds values of both signs."""
+    zeros = flat == 0
+    negative = int((zeros & torch.signbit(flat)).sum())
+    positive = int(zeros.sum()) - negative
+    kept = flat[~zeros]
+    ordered = kept.numpy()
+    ordered.sort()
+    below = int(np.searchsorted(ordered, np.float32(0)))
+    present = [(value, count) for value, count in ((-0.0, negative), (0.0, positive)) if count]
+    parts = [_cut(kept, 0, below), _cut(kept, below, len(kept))]
+    parts.append(_equal(torch.tensor(present, dtype=torch.float64).reshape(-1, 2)))
+    return Runs(
+        first=torch.cat([part.first for part in parts]),
+        last=torch.cat([part.last for part in parts]),
+        count=torch.cat([part.count for part in parts]),
+        s1=torch.cat([part.s1 for part in parts]),
+        s2=torch.cat([part.s2 for part in parts]),
+        start=torch.cat([part.start for part in parts]),
+        values=kept,
+    )
+
+
+def _cut(ordered: Tensor, begin: int, end: int) -> Runs:
+    """The runs of sorted values of one sign; the last may be shorter."""
+    start = torch.arange(begin, end, RUN)
+    after = (start + RUN).clamp_max(end)
+    first, last = ordered[start].double(), ordered[after - 1].double()
+    s1, s2 = torch.zeros_like(first), torch.zeros_like(first)
+    whole = (end - begin) // RUN
+    rows = ordered[begin : begin + whole * RUN].view(whole, RUN)
+    step = PIECE // RUN
+    for at in range(0, whole, step):
+        offset = rows[at : at + step].double() - first[at : min(at + step, whole), None]
+        s1[at : at + step][: len(offset)] = offset.sum(-1)
+        s2[at : at + step][: len(offset)] = (offset * offset).sum(-1)
+    if whole < len(start):
+        offset = ordered[begin + whole * RUN : end].double() - first[-1]
+        s1[-1], s2[-1] = offset.sum(), torch.dot(offset, offset)
+    return Runs(first, last, (after - start).double(), s1, s2, start)
+
+
+def tensor_levels(runs: Runs, exponents: Sequence[float], fmt: Format) -> list[Sums]:
+    """One scale for the tensor, for each of the exponents."""
+    return [_level(runs, scale_of(exponent), fmt) for exponent in exponents]
+
+
+def _level(runs: Runs, scale: float, fmt: Format) -> Sums:
+    y = runs.first / scale
+    q = on_elements(y, fmt)
+    kinds = _kinds(y, runs.first, fmt)
+    if runs.values is None:
+        return _run_sums(runs, q, kinds, scale, fmt)
+    y_last = runs.last / scale
+    q_last = on_elements(y_last, fmt)
+    same = (q == q_last) & ((q * scale - runs.first) * (q_last * scale - runs.last) >= 0)
+    for one, other in zip(kinds, _kinds(y_last, runs.last, fmt), strict=True):
+        same &= one == other
+    whole = Runs(*(part[same] for part in (runs.first, runs.last, runs.count, runs.s1, runs.s2, runs.start)))
+    found = _run_sums(whole, q[same], [kind[same] for kind in kinds], scale, fmt) if bool(same.any()) else Sums()
+    rest = runs.within(~same)
+    if not len(rest):
+        return found
+    y = rest / scale
+    one_each = _equal(torch.stack([rest, torch.ones_like(rest)], 1))
+    return found + _run_sums(one_each, on_elements(y, fmt), _kinds(y, rest, fmt), scale, fmt)
+
+
+def _kinds(y: Tensor, x: Tensor, fmt: Format) -> list[Tensor]:
+    """Masks: overflow, underflow, flushed, subnormal. Where both ends of a run agree, all of it does."""
+    low, high = code_limits(fmt)
+    magnitude, some = y.abs(), x != 0
+    return [
+        (y > high) | (y < low),
+        some & (magnitude < fmt.min_subnormal),
+        some & (magnitude <= fmt.min_subnormal / 2),
+        some & (magnitude < (fmt.min_normal or 0.0)),
+    ]
+
+
+def _run_sums(runs: Runs, q: Tensor, kinds: Sequence[Tensor], scale: float, fmt: Format) -> Sums:
+    """The sums over runs that became q as a whole; the formulas are at the top."""
+    c = q * scale
+    gap = c - runs.first
+    weighted = c * runs.count
+    overflow, underflow, flushed, subnormal = (int(runs.count[kind].sum()) for kind in kinds)
+    return Sums(
+        squares=float((runs.s2 + gap * (gap * runs.count - 2 * runs.s1)).sum()),
+        magnitudes=float((gap * runs.count - runs.s1).abs().sum()),
+        largest=max(float(gap.abs().amax()), float((c - runs.last).abs().amax())),
+        product=float(torch.dot(c, runs.first * runs.count + runs.s1)),
+        power=float(torch.dot(c, weighted)),
+        overflow=overflow,
+        underflow=underflow,
+        flushed=flushed,
+        subnormal=subnormal,
+        lowest=float(c.amin()),
+        highest=float(c.amax()),
+        codes=code_counts(q, runs.count, fmt),
+    )
+
+
+def on_elements(y: Tensor, fmt: Format) -> Tensor:
+    """The twin of `reference.on_elements`; `y` is left as it is."""
+    if fmt.scale == "float32":
+        return torch.round(y).clamp_(*code_limits(fmt)).add_(0.0)
+    return round_elements(y, fmt, "half_even", None)
+
+
+def code_counts(q: Tensor, counts: Tensor, fmt: Format) -> tuple[int, ...] | None:
+    """How often each code occurs: magnitudes are whole numbers of steps, and a table leads from those to codes."""
+    if fmt.bits > COUNTED_BITS:
+        return None
+    steps = (q.abs() / fmt.min_subnormal).to(torch.int64)
+    width = round(fmt.max / fmt.min_subnormal) + 1
+    found = torch.bincount(steps + width * torch.signbit(q), weights=counts, minlength=2 * width).tolist()
+    magnitudes = [round(fmt.decode(code) / fmt.min_subnormal) for code in range(2 ** (fmt.bits - 1))]
+    return tuple(int(found[sign * width + magnitude]) for sign in (0, 1) for magnitude in magnitudes)

@@ -1,0 +1,143 @@
+"""Which scales a sweep tries, from maximum alignment to minimum alignment.
+
+    max-aligned   ceil(log2(amax / max))                           the largest magnitude just fits
+    min-aligned   floor(log2(smallest / smallest subnormal))       the smallest non-zero one just does not underflow
+
+A tensor with less dynamic range than the format has min-aligned above max-aligned: every scale in between is free of
+overflow and underflow. One with more has it below, and every scale in between has some of either.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probe.formats import FORMATS, Format
+from probe.names import look_up
+from probe.quantizers.narrowing import require_tensor
+
+#: What `all` stands for; mxint8 can be named beside them.
+ELEMENT_FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8")
+GRANULARITIES = ("tensor", "block")
+MOST_LEVELS = 1001
+
+
+def element_format(name: str, granularity: str) -> Format:
+    """The grid of the elements. In blocks `int8` is the int8 of MX, with steps of 1/64: the format mxint8."""
+    known = {known: FORMATS[known] for known in (*ELEMENT_FORMATS, "mxint8")}
+    fmt = look_up("format", name, known, see="Or all.")
+    return FORMATS["mxint8"] if name == "int8" and granularity == "block" else fmt
+
+
+def expand_formats(names: list[str]) -> list[str]:
+    """Formats by name, `all` among them, each once."""
+    plain = [one for name in names for one in (ELEMENT_FORMATS if name == "all" else (name,))]
+    for name in plain:
+        element_format(name, "tensor")
+    return list(dict.fromkeys(plain))
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a tensor is before anything is done to it; all values are finite and not all are zero."""
+
+    elements: int
+    zeros: int
+    minimum: float
+    maximum: float
+    smallest: float
+    """The smallest magnitude above zero."""
+    mean_abs: float
+    sum_squares: float
+
+    @property
+    def amax(self) -> float:
+        """The largest magnitude."""
+        return max(-self.minimum, self.maximum)
+
+
+def checked(x: Tensor) -> Tensor:
+    """`x` as it is swept, detached and on the CPU: bfloat16, float16 or float32. What cannot be is a ValueError."""
+    require_tensor(x)
+    if not x.is_floating_point():
+        raise ValueError(f"the tensor is {x.dtype}. A scale is swept over floats. Convert it first, e.g. x.float().")
+    if x.numel() == 0:
+        raise ValueError(f"the tensor of shape {list(x.shape)} is empty. Give one with values.")
+    x = x.detach().to("cpu")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        wide = x
+        x = x.to(torch.float32)
+        if bool(x.isinf().any()) and bool(wide.isfinite().all()):
+            raise ValueError("the tensor has values beyond float32, in which it is analysed. Scale it down first.")
+    low, high = (float(end) for end in torch.aminmax(x))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        nan, inf = int(x.isnan().sum()), int(x.isinf().sum())
+        raise ValueError(f"the tensor has {nan} NaN and {inf} Inf among {x.numel()} values. Give finite ones.")
+    if low == high == 0:
+        raise ValueError(f"all {x.numel()} values of the tensor are zero, so that no scale matters. Give another.")
+    return x
+
+
+def max_aligned(amax: float, fmt: Format) -> int:
+    """ceil(log2(amax / max)), exact: the smallest e with amax <= max * 2^e."""
+    (fraction, exponent), (limit, highest) = math.frexp(amax), math.frexp(fmt.max)
+    return int(exponent - highest + (fraction > limit))
+
+
+def min_aligned(smallest: float, fmt: Format) -> int:
+    """floor(log2(smallest / smallest subnormal)), exact: the largest e with smallest >= smallest subnormal * 2^e."""
+    (fraction, exponent), (step, lowest) = math.frexp(smallest), math.frexp(fmt.min_subnormal)
+    return int(exponent - lowest - (fraction < step))
+
+
+def largest_exponent(scale_bits: int) -> int:
+    """Of a power-of-two scale of so many bits: 127 for the 8 bits of E8M0. The smallest is its negative."""
+    if isinstance(scale_bits, bool) or not isinstance(scale_bits, int) or not 2 <= scale_bits <= 8:
+        raise ValueError(f"scale_bits is {scale_bits!r}. Give a whole number from 2 to 8; E8M0 of OCP MX has 8.")
+    return int(2 ** (scale_bits - 1)) - 1
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The first and the last exponent of a sweep: maximum and minimum alignment, or what was asked for instead."""
+
+    first: float
+    last: float
+
+    def spaced(self, count: int) -> list[float]:
+        """Evenly spaced exponents; a single one where both ends are the same."""
+        if count == 1 or self.first == self.last:
+            return [self.first]
+        step = (self.last - self.first) / (count - 1)
+        return [*(self.first + index * step for index in range(count - 1)), self.last]
+
+    def whole(self, count: int) -> list[int]:
+        """At most `count` integers, evenly spaced but for their rounding, both ends among them."""
+        return list(dict.fromkeys(round(exponent) for exponent in self.spaced(count)))
+
+
+def ends_of(
+    max_scale_exp: float | None, min_scale_exp: float | None, aligned: tuple[int, int], *, scale_bits: int
+) -> Ends:
+    """The ends as given, else as aligned; no scale beyond `scale_bits` is tried."""
+    limit = largest_exponent(scale_bits)
+    for name, given in (("max_scale_exp", max_scale_exp), ("min_scale_exp", min_scale_exp)):
+        if given is None:
+            continue
+        if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) <= limit:
+            raise ValueError(
+                f"{name} is {given!r}. A scale of {scale_bits} bits is 2^{-limit} to 2^{limit}: give a number from "
+                f"{-limit} to {limit}."
+            )
+    first, last = (max(-limit, min(limit, exponent)) for exponent in aligned)
+    return Ends(
+        first if max_scale_exp is None else max_scale_exp,
+        last if min_scale_exp is None else min_scale_exp,
+    )
+
+
+def check_levels(num_levels: int) -> None:
+    """Refuse what is no count of levels."""
+    if isinstance(num_levels, bool) or not isinstance(num_levels, int) or not 1 <= num_levels <= MOST_LEVELS:
+        raise ValueError(f"num_levels is {num_levels!r}. Give a whole number from 1 to {MOST_LEVELS}; 21 is usual.")

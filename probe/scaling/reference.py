@@ -1,0 +1,106 @@
+"""The definition of a level: a few lines of float64 arithmetic over the whole tensor that read as the formulas.
+
+`fast.py` and `blockwise.py` do the work; tests hold them to this, counts exactly and sums to their last digits.
+Quotients are taken in float64, where no quotient of two float32 numbers becomes a tie that it is not, and products
+q * s are exact there: the rounding to the grid is the only rounding.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from probe.formats import Format
+from probe.quantizers.blocks import Blocks
+from probe.quantizers.codes import encode
+from probe.quantizers.reference import mx_blocks, power, round_elements
+from probe.scaling.figures import Sums
+
+#: Bits of the formats whose codes are counted.
+COUNTED_BITS = 6
+
+
+def scale_of(exponent: float) -> float:
+    """The float32 nearest to 2^exponent: a scale as hardware holds it. Exact for whole exponents."""
+    return float(torch.tensor(2.0**exponent, dtype=torch.float64).to(torch.float32))
+
+
+def exponent_of_power(x: float) -> int:
+    """log2 of a power of two, exact."""
+    return math.frexp(x)[1] - 1
+
+
+def code_limits(fmt: Format) -> tuple[float, float]:
+    """The smallest and the largest number of the element grid; only plain int8 has one more below zero."""
+    return (-fmt.max - 1 if fmt.scale == "float32" else -fmt.max), fmt.max
+
+
+def on_elements(y: Tensor, fmt: Format) -> Tensor:
+    """`y` on the element grid: nearest, ties to even, saturating."""
+    if fmt.scale == "float32":
+        return torch.round(y).clamp(*code_limits(fmt)) + 0.0
+    return round_elements(y, fmt, "half_even", None)
+
+
+def level_sums(x: Tensor, scale: float | Tensor, fmt: Format) -> Sums:
+    """The sums of `x` at a scale, or at one for each of its rows."""
+    x = x.to(torch.float64)
+    y = x / scale
+    q = on_elements(y, fmt)
+    output = q * scale
+    d = output - x
+    low, high = code_limits(fmt)
+    some = x != 0
+    normal = 0.0 if fmt.min_normal is None else fmt.min_normal
+    return Sums(
+        squares=float((d * d).sum()),
+        magnitudes=float(d.abs().sum()),
+        largest=float(d.abs().max()),
+        product=float((x * output).sum()),
+        power=float((output * output).sum()),
+        overflow=int(((y > high) | (y < low)).sum()),
+        underflow=int((some & (y.abs() < fmt.min_subnormal)).sum()),
+        flushed=int((some & (y.abs() <= fmt.min_subnormal / 2)).sum()),
+        subnormal=int((some & (y.abs() < normal)).sum()),
+        lowest=float(output.min()),
+        highest=float(output.max()),
+        codes=code_counts(q, fmt),
+    )
+
+
+def code_counts(q: Tensor, fmt: Format) -> tuple[int, ...] | None:
+    """How often each code occurs, for formats of few bits."""
+    if fmt.bits > COUNTED_BITS:
+        return None
+    return tuple(torch.bincount(encode(q, fmt).reshape(-1).long(), minlength=2**fmt.bits).tolist())
+
+
+def tensor_levels(x: Tensor, exponents: Sequence[float], fmt: Format) -> list[Sums]:
+    """One scale for the tensor, for each of the exponents."""
+    return [level_sums(x, scale_of(exponent), fmt) for exponent in exponents]
+
+
+def block_parts(x: Tensor, axis: int, size: int) -> list[Tensor]:
+    """`x` as one tensor whose blocks are all whole, and one of the shorter last blocks of its lines, if it has any."""
+    x = x.reshape(1) if x.ndim == 0 else x
+    line = x.shape[axis]
+    whole = line // min(size, line) * min(size, line)
+    parts = [x.narrow(axis, 0, whole), x.narrow(axis, whole, line - whole)]
+    return [part for part in parts if part.numel()]
+
+
+def block_levels(
+    x: Tensor, shifts: Sequence[int], rules: Sequence[str], fmt: Format, *, axis: int, size: int, limit: int
+) -> dict[tuple[str, int], Sums]:
+    """A scale for each block: the exponent that the rule gives, plus the shift, within -limit .. limit."""
+    found = {(rule, shift): Sums() for rule in rules for shift in shifts}
+    for part in block_parts(x, axis, size):
+        rows = Blocks.of(part, axis, size).split(part).to(torch.float64)
+        for rule in rules:
+            _, _, bytes_ = mx_blocks(rows, fmt, rule, "half_even", None)
+            exponent = (bytes_ - 127).clamp(-limit, limit)
+            for shift in shifts:
+                scale = power((exponent + shift).clamp(-limit, limit))
+                found[rule, shift] += level_sums(rows, scale, fmt)
+    return found

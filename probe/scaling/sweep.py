@@ -1,0 +1,168 @@
+"""The sweep: a tensor under scales from maximum to minimum alignment, for the whole tensor or block by block."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+from torch import Tensor
+
+from probe.formats import Format
+from probe.names import look_up
+from probe.quantizers.blocks import Blocks
+from probe.quantizers.quantize import SCALE_RULES
+from probe.quantizers.reference import exponent_of
+from probe.scaling import blockwise, fast, reference
+from probe.scaling.figures import Level, level_of
+from probe.scaling.levels import (
+    GRANULARITIES,
+    Extent,
+    check_levels,
+    checked,
+    element_format,
+    ends_of,
+    largest_exponent,
+    max_aligned,
+    min_aligned,
+)
+from probe.scaling.results import ScalingResult
+
+Implementation = Literal["fast", "reference"]
+BLOCK_SIZE = 32
+
+
+class Prepared:
+    """A tensor that is going to be swept several times: it is checked once, and taken apart once."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = checked(x)
+        self.dtype = x.dtype
+
+    @cached_property
+    def runs(self) -> fast.Runs:
+        """Its values, as the fast sweep takes them."""
+        return fast.runs_of(self.x)
+
+    @cached_property
+    def extent(self) -> Extent:
+        """What it is before anything is done to it."""
+        return self.runs.extent()
+
+
+def scaling_sweep(
+    x: Tensor | Prepared,
+    format: str,
+    *,
+    granularity: str = "tensor",
+    num_levels: int = 21,
+    max_scale_exp: float | None = None,
+    min_scale_exp: float | None = None,
+    scale_bits: int = 8,
+    block_size: int | None = None,
+    axis: int = -1,
+    scale_rules: Sequence[str] = tuple(SCALE_RULES),
+    name: str = "tensor",
+    implementation: Implementation = "fast",
+) -> ScalingResult:
+    """`x` on the grid of `format` under every scale of the sweep, and what each costs.
+
+        tensor   one scale 2^e for all; e from ceil(log2(amax / max)) to floor(log2(smallest / smallest subnormal)),
+                 evenly spaced, fractions allowed (the scale is the float32 nearest to 2^e)
+        block    a scale 2^e for each block of 32 along `axis`, e by every one of `scale_rules`; the sweep adds the
+                 same whole number to all of them, from 0 to the largest at which nothing underflows that did not
+
+    `max_scale_exp` and `min_scale_exp` replace the ends; with blocks they are the first and the last number added.
+    Scales have `scale_bits` bits: 2^-127 to 2^127 for 8. Level 0 of `tensor` is, bit for bit,
+    fake_quantize(x.reshape(-1), format, block_size=x.numel(), scale_rule="rceil"); number 0 of `block` is
+    fake_quantize(x, format, scale_rule=rule).
+    """
+    look_up("granularity", granularity, {one: one for one in GRANULARITIES})
+    look_up("implementation", implementation, {"fast": "", "reference": ""})
+    fmt = element_format(format, granularity)
+    check_levels(num_levels)
+    limit = largest_exponent(scale_bits)
+    given = x if isinstance(x, Prepared) else Prepared(x)
+    extent = given.extent
+    if granularity == "tensor":
+        if block_size is not None or axis != -1 or tuple(scale_rules) != tuple(SCALE_RULES):
+            raise ValueError(
+                "block_size, axis and scale_rules belong to granularity 'block'; granularity 'tensor' has one scale. "
+                "Leave them out, or ask for granularity='block'."
+            )
+        aligned = max_aligned(extent.amax, fmt), min_aligned(extent.smallest, fmt)
+        ends = ends_of(max_scale_exp, min_scale_exp, aligned, scale_bits=scale_bits)
+        levels = _tensor_levels(given, fmt, ends.spaced(num_levels), implementation)
+        size = None
+    else:
+        rules = _checked_rules(scale_rules)
+        size = Blocks.of(given.x, axis, BLOCK_SIZE if block_size is None else block_size).size
+        whole = [_whole("max_scale_exp", max_scale_exp), _whole("min_scale_exp", min_scale_exp)]
+        last = whole[1] if whole[1] is not None else min_aligned_shift(given.x, fmt, axis=axis, size=size, limit=limit)
+        ends = ends_of(whole[0], whole[1], (0, last), scale_bits=scale_bits)
+        twin = blockwise if implementation == "fast" else reference
+        shifts = ends.whole(num_levels)
+        found = twin.block_levels(given.x, shifts, rules, fmt, axis=axis, size=size, limit=limit)
+        pairs = enumerate(found.items())
+        levels = [level_of(i, shift, 2.0**shift, rule, sums, extent) for i, ((rule, shift), sums) in pairs]
+    return ScalingResult(
+        name=name,
+        format=format,
+        granularity=granularity,
+        dtype=str(given.dtype).removeprefix("torch."),
+        shape=tuple(given.x.shape),
+        elements=extent.elements,
+        zeros=extent.zeros,
+        minimum=extent.minimum,
+        maximum=extent.maximum,
+        smallest=extent.smallest,
+        mean_abs=extent.mean_abs,
+        max_scale_exp=ends.first,
+        min_scale_exp=ends.last,
+        scale_bits=scale_bits,
+        block_size=size,
+        axis=None if size is None else axis,
+        levels=tuple(levels),
+    )
+
+
+def _tensor_levels(given: Prepared, fmt: Format, exponents: Sequence[float], implementation: str) -> list[Level]:
+    if implementation == "fast":
+        found = fast.tensor_levels(given.runs, exponents, fmt)
+    else:
+        found = reference.tensor_levels(given.x, exponents, fmt)
+    return [
+        level_of(index, exponent, reference.scale_of(exponent), None, sums, given.extent)
+        for index, (exponent, sums) in enumerate(zip(exponents, found, strict=True))
+    ]
+
+
+def _checked_rules(rules: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(rules, str) or not rules:
+        raise ValueError(f"scale_rules is {rules!r}. Give a list of: {', '.join(SCALE_RULES)}.")
+    for rule in rules:
+        look_up("scale rule", rule, SCALE_RULES)
+    return tuple(dict.fromkeys(rules))
+
+
+def _whole(name: str, given: float | None) -> int | None:
+    if given is None or (isinstance(given, int | float) and given == int(given)):
+        return None if given is None else int(given)
+    raise ValueError(f"{name} is {given!r}. Blocks have power-of-two scales: give a whole number to add to exponents.")
+
+
+def min_aligned_shift(x: Tensor, fmt: Format, *, axis: int, size: int, limit: int) -> int:
+    """The largest shift from the floor exponents at which the smallest non-zero value of no block underflows.
+
+    min over blocks of floor(log2(smallest / smallest subnormal)) - floor exponent
+    """
+    found = []
+    lowest = min_aligned(1.0, fmt)
+    for rows in blockwise.pieces(x, axis, size):
+        magnitude = rows.double().abs()
+        some = magnitude.amax(-1) > 0
+        if not bool(some.any()):
+            continue
+        kept = magnitude[some]
+        smallest = kept.masked_fill(kept == 0, float("inf")).amin(-1, keepdim=True)
+        floor = blockwise.rule_exponents(rows[some], ("floor",), fmt, limit)["floor"]
+        found.append(int((exponent_of(smallest) + lowest - floor).min()))
+    return min(found)
