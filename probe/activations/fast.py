@@ -44,8 +44,7 @@ def measure(rows: Floats) -> tuple[dict[str, Any], Floats]:
         found["depths"],
         found["median_depths"],
     )
-    for amax in row_amax:
-        _insert(row_top, amax)
+    _insert_all(row_top, row_amax)
     found |= {
         "rows": len(rows),
         "count": int(counts[COUNT]),
@@ -80,7 +79,7 @@ def _measure(
 ) -> None:
     channels = rows.shape[1]
     clean, packed = np.empty(channels, np.float32), np.empty(channels, np.float32)
-    found, depth = np.empty(4), np.empty(DEPTHS, np.int64)
+    found, depth = np.empty(4), np.empty(DEPTHS, np.int32)
     for index in range(rows.shape[0]):
         row = rows[index]
         values = row
@@ -91,8 +90,7 @@ def _measure(
         if values.size:
             amax = _extremes(values, sums, counts)
             if amax > top[2]:
-                for value in values:
-                    _insert(top, abs(value))
+                _insert_all(top, values)
             _moments(values, found)
             _join(sums, found, counts[COUNT], values.size)
             counts[COUNT] += values.size
@@ -145,16 +143,16 @@ def _extremes(values: Floats, sums: _Doubles, counts: _Whole) -> float:
 
 
 @numba.njit(cache=True, nogil=True)
-def _insert(top: Floats, value: float) -> None:
-    if value > top[2]:
-        if value > top[1]:
-            top[2] = top[1]
-            if value > top[0]:
-                top[1], top[0] = top[0], value
-            else:
-                top[1] = value
-        else:
-            top[2] = value
+def _insert_all(top: Floats, values: Floats) -> None:
+    """The three largest |x| of those in `top`, largest first, and of the values."""
+    for value in values:
+        size = abs(value)
+        if size > top[0]:
+            top[0], top[1], top[2] = size, top[0], top[1]
+        elif size > top[1]:
+            top[1], top[2] = size, top[1]
+        elif size > top[2]:
+            top[2] = size
 
 
 @numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
@@ -213,28 +211,37 @@ def _of_channels(row: Floats, channel_amax: Floats) -> None:
 
 @numba.njit(cache=True, nogil=True)
 def _of_blocks(
-    bits: npt.NDArray[np.int32], block_buckets: _Whole, depths: _Whole, median_depths: _Whole, depth: _Whole
+    bits: npt.NDArray[np.int32],
+    block_buckets: _Whole,
+    depths: _Whole,
+    median_depths: _Whole,
+    depth: npt.NDArray[np.int32],
 ) -> int:
-    zero_blocks = 0
+    """How many blocks are all zero; `depth` is room to work in. Indices are unsigned, which saves a test for each."""
+    deepest, zero_blocks = np.int32(DEPTHS - 2), 0
     for start in range(0, bits.size, BLOCK):
-        stop = min(start + BLOCK, bits.size)
-        amax = 0
-        for i in range(start, stop):
-            amax = max(amax, bits[i] & 0x7FFFFFFF)  # in the order of the sizes
+        block = bits[start : start + BLOCK]
+        amax, zeros = np.int32(0), 0
+        for i in range(block.size):
+            size = block[i] & np.int32(0x7FFFFFFF)  # in the order of the sizes
+            amax = size if size > amax else amax
+            zeros += size == 0
         if amax == 0:
             zero_blocks += 1
             continue
-        block_buckets[amax >> SHIFT] += 1
-        exponent = amax >> 23
+        block_buckets[np.uint32(amax >> SHIFT)] += 1
+        exponent = amax >> np.int32(23)
         depth[:] = 0
-        for i in range(start, stop):
-            size = bits[i] & 0x7FFFFFFF
-            depth[DEPTHS - 1 if size == 0 else min(exponent - (size >> 23), DEPTHS - 2)] += 1
+        for i in range(block.size):
+            below = exponent - ((block[i] & np.int32(0x7FFFFFFF)) >> np.int32(23))
+            depth[np.uint32(below if below < deepest else deepest)] += 1
+        depth[min(exponent, deepest)] -= zeros  # where they were counted
+        depth[DEPTHS - 1] += zeros
         seen, place = 0, -1
-        half = (stop - start + 1) // 2
-        while seen < half:
+        while 2 * seen < block.size:
             place += 1
             seen += depth[place]
         median_depths[place] += 1
-        depths[exponent] += depth
+        for i in range(DEPTHS):
+            depths[np.uint32(exponent), i] += depth[i]
     return zero_blocks
