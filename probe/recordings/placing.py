@@ -40,14 +40,27 @@ def may_be_overwritten(folder: Path, *, overwrite: bool) -> bool:
     return True
 
 
+def recover(folder: Path) -> None:
+    """Put back what a kill in the middle of `put` left beside its place."""
+    old = _aside(folder)
+    with writing(folder):
+        if old.is_dir() and not os.path.lexists(folder):
+            old.rename(folder)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.previous")
+
+
 def put(fresh: Path, folder: Path, *, in_place_of_another: bool) -> None:
     """Rename into place. The old recording is set aside first, and put back if that fails.
 
     A folder cannot take the place of another in one step: a kill between the two leaves the old one as `.previous`.
     """
-    old = folder.with_name(f"{folder.name}.previous")
+    old = _aside(folder)
     with writing(folder):
         if in_place_of_another:
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         try:
             fresh.rename(folder)

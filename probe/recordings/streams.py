@@ -48,7 +48,7 @@ class TensorStream:
     def __init__(self, file: Path, names: Sequence[str], samples: int, *, what: str) -> None:
         self.file, self._samples, self._what = file, samples, what
         self._names = tuple(names)
-        header = sum(len(json.dumps(name)) + ENTRY for name in names)
+        header = 2 + sum(len(json.dumps(name)) + ENTRY for name in names)
         self._start = 8 + header + -header % 8
         self._regions: dict[str, _Region] = {}
         self._end = 0
@@ -63,7 +63,7 @@ class TensorStream:
         self, kind: type[BaseException] | None, problem: BaseException | None, at: TracebackType | None
     ) -> None:
         os.close(self._descriptor)
-        if not self._whole:
+        if kind is not None or not self._whole:
             self.file.unlink(missing_ok=True)
 
     def add(self, name: str, rows: Tensor) -> None:
@@ -118,7 +118,7 @@ class TensorStream:
     def _misfit(self, name: str, rows: int, kinds: Iterable[str]) -> RecordingError:
         return RecordingError(
             f"{self._what}: {name} has {rows} samples of {' and '.join(sorted(kinds))}. Expected {self._samples} of "
-            "one dtype and shape: choose a module that runs once in every forward and has the samples along its first axis."
+            "one dtype and shape: choose a module that runs once in every forward, samples along its first axis."
         )
 
     def _write(self, data: memoryview, place: int) -> None:
