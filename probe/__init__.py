@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from probe.quantizers.underflow import Underflow, UnderflowWarning, analyze_underflow
     from probe.recordings.checked import RecordingError
     from probe.recordings.reading import Recording, read_recording
+    from probe.recordings.recorder import record
+    from probe.recordings.returning import record_outputs
     from probe.recordings.writing import write_recording
     from probe.runner import Measured, NotAppliedError, Reference, check_applied, measure, run_reference
 
@@ -84,6 +86,8 @@ _HOME = {
     "quantize": "quantizers.quantize",
     "quantize_integer": "quantizers.integers",
     "read_recording": "recordings.reading",
+    "record": "recordings.recorder",
+    "record_outputs": "recordings.returning",
     "register_mode": "modes",
     "round_to": "quantizers.quantize",
     "run_reference": "runner",
@@ -141,6 +145,8 @@ __all__ = [  # noqa: RUF022
     "quantize",
     "quantize_integer",
     "read_recording",
+    "record",
+    "record_outputs",
     "register_mode",
     "round_to",
     "run_reference",

@@ -7,11 +7,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from probe.cli import formats, models
+from probe.cli import formats, models, record
 from probe.version import VERSION
 
 #: Modules with `add(commands)`, in the order of `probe --help`.
-FAMILIES = (formats, models)
+FAMILIES = (formats, models, record)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

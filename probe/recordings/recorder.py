@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from probe.names import look_up
 from probe.overview import calibrate_on
 from probe.recordings.checked import RecordingError
 from probe.recordings.exporting import build
-from probe.recordings.format import LAYOUTS, TOKENS, Calibrated, Layout, Manifest, Recorded, Unfinished
+from probe.recordings.format import LAYOUTS, TOKENS, Layout, Manifest, Recorded, Unfinished
 from probe.recordings.layouts import Beside, Export
 from probe.recordings.partial import Partial, partial_recording
 from probe.recordings.placing import is_taken, put, recover
@@ -45,8 +45,8 @@ from probe.recordings.writing import finished, tokens_of, write_tokens
 from probe.runner import NotAppliedError
 
 
-class Progress:
-    """Told what happens; this one keeps it to itself."""
+class Progress(Protocol):
+    """Told what happens."""
 
     def line(self, text: str) -> None:
         """Something worth knowing."""
@@ -56,6 +56,19 @@ class Progress:
 
     def step(self, recipe: str, name: str) -> None:
         """A tensor of a batch was written."""
+
+
+class Silent:
+    """Progress that nobody sees."""
+
+    def line(self, text: str) -> None:
+        """Keep it."""
+
+    def begin(self, steps: int) -> None:
+        """Never mind."""
+
+    def step(self, recipe: str, name: str) -> None:
+        """Never mind."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,7 @@ def record(
     are added to a recording of the same model, tokens and layers that is there already; `overwrite` replaces those
     that it has.
     """
-    progress = progress or Progress()
+    progress = progress or Silent()
     look_up("layout", layout, dict.fromkeys(LAYOUTS))
     chosen = cast(Layout, layout)
     for tap in taps or ():
@@ -230,11 +243,7 @@ def _record_recipe(
             raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
         recorded, facts = finished(recipe, stream, points.layers)
         asked = run.calibrating
-        used = (
-            None
-            if calibration is None
-            else Calibrated(asked.data, calibration.data, asked.percentile, asked.samples, asked.seqlen)
-        )
+        used = None if calibration is None else asked.done(calibration)
         recorded = replace(
             recorded,
             applied="before" if run.subject.as_it_is else "by probe",
@@ -250,12 +259,13 @@ def _record_recipe(
 
 def _check_addition(run: Run, partial: Partial, recipe: Recipe, points: Points) -> None:
     """All recipes of a folder have the same layers and taps."""
-    others = [*partial.manifest.recipes.values(), *(run.existing.manifest.recipes.values() if run.existing else ())]
-    for other in others:
+    there = run.existing.manifest.recipes if run.existing else {}
+    staying = {name: one for name, one in there.items() if name not in partial.missing}
+    for other in (staying | partial.manifest.recipes).values():
         if other.layers != points.layers or set(other.tensors) != set(points.names):
-            there, here = (", ".join(sorted(some)) for some in (other.tensors, points.names))
+            those, these = (", ".join(sorted(some)) for some in (other.tensors, points.names))
             raise RecordingError(
-                f"{recipe} would have other tensors than {other.mode} in the same folder: {here}, not {there}. Give "
+                f"{recipe} would have other tensors than {other.mode} in the same folder: {these}, not {those}. Give "
                 "the same layers and taps, or another folder."
             )
 

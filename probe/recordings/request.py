@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probe.calibration import Calibration
 from probe.data import text_of, token_batches
 from probe.devices import check_device, is_present, is_recorded
 from probe.environment import comparable, differences
@@ -17,7 +18,7 @@ from probe.models.mamba import mamba_blocks
 from probe.modes import Recipe
 from probe.overview import check_recipes, recipes_of
 from probe.recordings.checked import RecordingError
-from probe.recordings.format import Layout, Manifest
+from probe.recordings.format import Calibrated, Layout, Manifest
 from probe.recordings.placing import is_taken
 from probe.recordings.reading import Recording, read_recording
 from probe.recordings.returning import is_compiled, returns_outputs, unwrapped
@@ -54,6 +55,10 @@ class Calibrating:
     samples: int
     seqlen: int
     percentile: float
+
+    def done(self, calibration: Calibration) -> Calibrated:
+        """As it is written down once it has happened."""
+        return Calibrated(self.data, calibration.data, self.percentile, self.samples, self.seqlen)
 
     def __str__(self) -> str:
         return f"{self.samples} x {self.seqlen} of {self.data}, percentile {self.percentile}"
