@@ -10,6 +10,8 @@ from probe.version import VERSION
 
 if TYPE_CHECKING:
     from probe.calibration import Calibration, calibrate, load_calibration
+    from probe.comparisons.mode_result import ModeComparison
+    from probe.comparisons.modes import compare
     from probe.data import text_of, token_batches
     from probe.formats import FORMATS, Format
     from probe.hooks import Capture, UncoveredError, capture, select
@@ -55,6 +57,7 @@ _HOME = {
     "Metrics": "metrics",
     "MinMaxObserver": "quantizers.observers",
     "Mode": "modes",
+    "ModeComparison": "comparisons.mode_result",
     "NotAppliedError": "runner",
     "PercentileObserver": "quantizers.observers",
     "Quantized": "quantizers.codes",
@@ -71,6 +74,7 @@ _HOME = {
     "calibrate_on": "overview",
     "capture": "hooks",
     "check_applied": "runner",
+    "compare": "comparisons.modes",
     "dequantize_integer": "quantizers.integers",
     "dynamic_parameters": "quantizers.integers",
     "fake_quantize": "quantizers.quantize",
@@ -114,6 +118,7 @@ __all__ = [  # noqa: RUF022
     "Metrics",
     "MinMaxObserver",
     "Mode",
+    "ModeComparison",
     "NotAppliedError",
     "PercentileObserver",
     "Quantized",
@@ -130,6 +135,7 @@ __all__ = [  # noqa: RUF022
     "calibrate_on",
     "capture",
     "check_applied",
+    "compare",
     "dequantize_integer",
     "dynamic_parameters",
     "fake_quantize",

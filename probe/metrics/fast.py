@@ -40,8 +40,8 @@ def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) ->
         tally = Tally()
         step = stop - start if output.dtype == reference.dtype == dtype else STRETCH
         for place in range(start, stop, step):
-            pair = (x[place : min(place + step, stop)].to("cpu", dtype).numpy() for x in (output, reference))
-            tally = tally.then(_measure_stretch(*pair, buckets, sizes[tally.count :]))
+            o, r = (x[place : min(place + step, stop)].to("cpu", dtype).numpy() for x in (output, reference))
+            tally = tally.then(_measure_stretch(o, r, buckets, sizes[tally.count :]))
         return tally, buckets, sizes[: tally.count]
 
     threads = max(1, min(torch.get_num_threads(), count // STRETCH))
@@ -49,10 +49,15 @@ def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) ->
     with ThreadPoolExecutor(threads) as pool:
         parts = list(pool.map(measure_part, cuts, cuts[1:]))
     tally = reduce(Tally.then, (part for part, _, _ in parts))
-    if magnitudes is not None and folded and magnitudes.has_room_for(tally.count):
+    if magnitudes is None:
+        return tally
+    if folded and magnitudes.has_room_for(tally.count):
         return readable.measure(output, reference, magnitudes)  # so much is NaN that the rest can be kept
-    for part, buckets, sizes in parts if magnitudes is not None else ():
-        magnitudes.take_counts(buckets, part.count) if folded else magnitudes.take(sizes)
+    for part, buckets, sizes in parts:
+        if folded:
+            magnitudes.take_counts(buckets, part.count)
+        else:
+            magnitudes.take(sizes)
     return tally
 
 

@@ -95,7 +95,7 @@ def _different(bits_o: _Bits, bits_r: _Bits) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def _extremes(bits: _Bits, top: int) -> tuple[int, int]:
+def _extremes(bits: _Bits, top: int) -> tuple[np.signedinteger, np.signedinteger]:
     """The lowest and the highest key."""
     whole = bits.dtype.type
     flip, shift = whole(top), whole(8 * bits.itemsize - 1)
@@ -103,7 +103,7 @@ def _extremes(bits: _Bits, top: int) -> tuple[int, int]:
     for i in range(bits.size):
         key = whole(bits[i] ^ ((bits[i] >> shift) & flip))
         low, high = whole(min(low, key)), whole(max(high, key))
-    return np.int64(low), np.int64(high)
+    return low, high
 
 
 @numba.njit(cache=True, nogil=True)
@@ -172,11 +172,12 @@ def _sums_around(x: _Floats, y: _Floats, d: _Doubles, shifts: tuple[float, float
     block[SQUARES_D] = squares_d - sum_d * (sum_d / n)
     block[PRODUCT] = product - sum_o * (sum_r / n)
     block[SUM_D], block[SUM_R] = size_d, size_r
-    return (
+    kept: bool = (
         block[SQUARES_O] >= 0.5 * squares_o
         and block[SQUARES_R] >= 0.5 * squares_r
         and block[SQUARES_D] >= 0.5 * squares_d
     )
+    return kept
 
 
 @numba.njit(cache=True, nogil=True)
