@@ -7,11 +7,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from probe.cli import formats, models, record
+from probe.cli import formats, models, record, scaling
 from probe.version import VERSION
 
 #: Modules with `add(commands)`, in the order of `probe --help`.
-FAMILIES = (formats, models, record)
+FAMILIES = (formats, models, record, scaling)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

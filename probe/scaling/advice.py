@@ -186,20 +186,21 @@ def _safe_range(result: ScalingResult, chosen: Level) -> tuple[tuple[float, floa
             f"{len(safe)} of {len(levels)} levels have no significant overflow or underflow",
         )
     least = min(levels, key=lambda level: (level.overflow + level.underflow, level.mse))
+    grid = math.log2(result.element.max / result.element.min_subnormal)
+    over, under = least.percent(least.overflow), least.percent(least.underflow)
     return (
         None,
         least,
-        f"every level has more than 0.1 % overflow or underflow: the tensor spans 2^{_octaves(result):.1f}, "
-        f"{result.format} 2^{math.log2(result.element.max / result.element.min_subnormal):.1f} at one scale; "
-        f"this level loses least, {least.percent(least.overflow):.2f} % and {least.percent(least.underflow):.2f} %",
+        f"every level has more than 0.1 % overflow or underflow: the magnitudes of the tensor span "
+        f"{math.log2(result.amax / result.smallest):.1f} powers of two, those of {result.format} {grid:.1f}. This "
+        f"level has the least: {over:.2f} % above and {under:.2f} % below",
     )
 
 
-def _octaves(result: ScalingResult) -> float:
-    return math.log2(result.amax / result.smallest)
-
-
 def _position(result: ScalingResult, chosen: Level) -> str:
+    if chosen.rule is not None and not chosen.lossless:
+        moved = f"moved by {chosen.scale_exponent:+.0f}" if chosen.scale_exponent else "as it is"
+        return f"This is the scale rule {chosen.rule}, {moved}"
     if chosen.lossless:
         return "At this scale every value lies on the grid: nothing is lost"
     if chosen.scale_exponent == result.max_scale_exp:

@@ -110,7 +110,7 @@ class Ends:
         if count == 1 or self.first == self.last:
             return [self.first]
         step = (self.last - self.first) / (count - 1)
-        return [*(self.first + index * step for index in range(count - 1)), self.last]
+        return [*(round(self.first + index * step, 12) for index in range(count - 1)), self.last]
 
     def whole(self, count: int) -> list[int]:
         """At most `count` integers, evenly spaced but for their rounding, both ends among them."""
@@ -132,8 +132,8 @@ def ends_of(
             )
     first, last = (max(-limit, min(limit, exponent)) for exponent in aligned)
     return Ends(
-        first if max_scale_exp is None else max_scale_exp,
-        last if min_scale_exp is None else min_scale_exp,
+        float(first if max_scale_exp is None else max_scale_exp),
+        float(last if min_scale_exp is None else min_scale_exp),
     )
 
 

@@ -13,7 +13,7 @@ from probe.scaling.levels import element_format
 #: Of the layout of the JSON; it goes up when a key changes its meaning or disappears.
 LAYOUT = 1
 #: Keys of a JSON file that are no part of the result: what others made of it.
-BESIDE = ("recommendation", "blocks", "source")
+BESIDE = ("recommendation", "blocks", "source", "identity")
 
 
 @dataclass(frozen=True, kw_only=True)
