@@ -1,0 +1,189 @@
+"""Two recordings side by side: the tensors that both have, what each was made from, and the figures of each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probe.comparisons.device_layers import LayerDifference, Limits, measure_layer
+from probe.comparisons.device_noise import floor_of, is_layer, own_error_of, unit_of
+from probe.comparisons.device_rows import Look, look, spread
+from probe.comparisons.device_structure import Array, Structure, as_rows, is_residual, measure_structure
+from probe.names import LOGITS
+from probe.recordings import Recording
+
+#: Tensors of the stream that layers read and write, beside the layers: each is made of the one before.
+ENDS = ("embedding.output", "final_norm.output", LOGITS)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One recipe of one recording."""
+
+    recording: Recording
+    recipe: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors, in the order of the data flow."""
+        return self.recording.names(self.recipe)
+
+    @property
+    def format(self) -> str | None:
+        """Of a quantized recipe."""
+        return self.recording.manifest.recipes[self.recipe].format
+
+    def dtype(self, name: str) -> str:
+        """As the model gave it."""
+        return self.recording.dtype(self.recipe, name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """[samples, tokens, ...]."""
+        return self.recording.shape(self.recipe, name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Mapped from disk."""
+        return self.recording.tensor(self.recipe, name)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One tensor: its figures, how the difference is spread, and what the layer was given."""
+
+    difference: LayerDifference
+    structure: Structure
+    given: str | None
+    residual: bool
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.difference.name
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """`names` are the tensors that are compared, in the order of the data flow."""
+
+    a: Side
+    b: Side
+    names: tuple[str, ...]
+
+    @cached_property
+    def unit(self) -> float:
+        """The coarser of the two devices."""
+        return max(unit_of({name: side.dtype(name) for name in side.names}) for side in (self.a, self.b))
+
+    @cached_property
+    def own_error(self) -> float:
+        """What the recipe about differs from the float model by, from its format alone."""
+        return max(own_error_of(side.format) for side in (self.a, self.b))
+
+    def tensors(self, name: str) -> tuple[Tensor, Tensor]:
+        """On A and on B."""
+        return self.a.tensor(name), self.b.tensor(name)
+
+    def given(self, name: str) -> str | None:
+        """The recorded tensor that this one is made of: the layer's input, else the one before in the stream."""
+        own = f"{name.removesuffix('.output')}.input"
+        if is_layer(name) and self._has(own):
+            return own
+        stream = [other for other in self.a.names if (is_layer(other) or other in ENDS) and self._has(other)]
+        before = stream[: stream.index(name)] if name in stream else [n for n in stream if self._is_before(n, name)]
+        return before[-1] if before else None
+
+    def measure(
+        self, names: Sequence[str], *, rtol: float, atol: float, limits: Limits, own: Mapping[str, float] | None = None
+    ) -> list[Seen]:
+        """The figures of every tensor; `own` is what the recipe differs from the float model by, if that is known."""
+        found: list[Seen] = []
+        errors: dict[str, float] = {}
+        for name in names:
+            a, b = self.tensors(name)
+            given = self.given(name)
+            bases = self._bases(name, given, a)
+            structure = measure_structure(a, b, bases)
+            noise = floor_of(
+                self.unit,
+                given=self._error_given(given, errors, name),
+                part=structure.part,
+                channels=a.shape[-1],
+                own=own.get(name, self.own_error) if own else self.own_error,
+            )
+            dtypes = (self.a.dtype(name), self.b.dtype(name))
+            difference = measure_layer(
+                name, a, b, dtypes, structure, rtol=rtol, atol=atol, noise=noise, limits=limits
+            )  # fmt: skip
+            errors[name] = structure.error
+            found.append(Seen(difference, structure, given, bases is not None))
+        return found
+
+    def look(self, seen: Seen) -> Look:
+        """The values of a tensor, some of them, for patterns."""
+        a, b = self.tensors(seen.name)
+        given = self.tensors(seen.given) if seen.given else None
+        if given is not None and as_rows(given[0]).shape[0] != as_rows(a).shape[0]:
+            given = None
+        residual = seen.residual and given is not None
+        return look(seen.name, a, b, given, residual=residual, unit=self.unit, structure=seen.structure)
+
+    def _has(self, name: str) -> bool:
+        return name in self.a.names and name in self.b.names and self.a.shape(name) == self.b.shape(name)
+
+    def _is_before(self, other: str, name: str) -> bool:
+        return self.a.names.index(other) < self.a.names.index(name)
+
+    def _bases(self, name: str, given: str | None, a: Tensor) -> tuple[Tensor, Tensor] | None:
+        if given is None or self.a.shape(given) != tuple(a.shape) or not (is_layer(name) or name in ENDS):
+            return None
+        bases = self.tensors(given)
+        picked = torch.from_numpy(spread(as_rows(a).shape[0], 512 * a.shape[-1]))
+        some = [as_rows(x)[picked].double().numpy() for x in (a, bases[0])]
+        finite = np.isfinite(some[0]).all(1) & np.isfinite(some[1]).all(1)
+        return bases if is_residual(some[0][finite], some[1][finite]) else None
+
+    def _error_given(self, given: str | None, errors: dict[str, float], name: str) -> float:
+        """Of what the tensor was made of; inside a layer, of all that came since."""
+        if given is None:
+            return max(errors.values(), default=0.0) if not (is_layer(name) or name in ENDS) else 0.0
+        if given not in errors:  # not among those that were asked for
+            errors[given] = measure_structure(*self.tensors(given), None).error
+        if is_layer(name) or name in ENDS:
+            return errors[given]
+        places = self.a.names
+        since = places[places.index(given) : places.index(name)]
+        return max(errors[other] for other in since if other in errors)
+
+
+def with_reference(pair: Pair, reference: Side, seen: list[Seen]) -> list[Seen]:
+    """The figures of each tensor in units of the recipe's own error against the float reference."""
+    found = []
+    for one in seen:
+        if one.name not in reference.names:
+            found.append(one)
+            continue
+        own = measure_structure(reference.tensor(one.name), pair.a.tensor(one.name), None).error
+        ratio = one.difference.error / own if own > 0 else None
+        found.append(replace(one, difference=replace(one.difference, recipe_error=own, recipe_errors=ratio)))
+    return found
+
+
+def own_errors(pair: Pair, reference: Side, names: Sequence[str]) -> dict[str, float]:
+    """What each layer of the recipe (A) adds differently from the float reference, relative to what it adds."""
+    floats = Pair(reference, pair.a, pair.names)
+    found = {}
+    for name in names:
+        if name in reference.names and reference.shape(name) == pair.a.shape(name):
+            a, b = floats.tensors(name)
+            found[name] = measure_structure(a, b, floats._bases(name, floats.given(name), a)).added
+    return found
+
+
+def some_rows(tensor: Tensor, *, count: int = 256) -> Array:
+    """Rows spread over the tensor, for a quick comparison of many."""
+    rows = as_rows(tensor)
+    picked = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), count)).round().astype(np.int64))
+    return rows[torch.from_numpy(picked)].double().numpy()

@@ -1,0 +1,1 @@
+"""What comparisons of recordings look like: text, pictures and pages."""

@@ -1,0 +1,205 @@
+"""Generated cases: two recordings each, and the verdict that is right."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from probe import Recipe
+from probe.recordings import Recording, read_recording, write_recording
+from tests.devices import engines
+from tests.devices.device_faults import FAULTS
+from tests.devices.engines import Tensors, run
+from tests.devices.models import NAMES, fresh, layers_of, prompt, shared
+
+Engine = Callable[[str, Tensor], Tensors]
+NOISE, FAULT, MISMATCH, IDENTICAL = "dtype noise", "device fault", "mismatched capture", "identical"
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """`ids` are those of A and B; None: they were not kept."""
+
+    name: str
+    a: Callable[[], Tensors]
+    b: Callable[[], Tensors]
+    ids: tuple[Tensor | None, Tensor | None]
+    kind: str  # of sound devices: identical, if they are
+    layer: str | None  # where it began; None where that is not judged
+    says: str = ""
+
+    def expected(self) -> str:
+        if self.kind != NOISE:
+            return self.kind
+        a, b = self.a(), self.b()
+        return IDENTICAL if all(torch.equal(a[name], b[name]) for name in a) else NOISE
+
+    def recordings(self, folder: Path) -> tuple[Recording, Recording]:
+        folder.mkdir(parents=True, exist_ok=True)
+        return kept(folder / "a", self.a(), self.ids[0]), kept(folder / "b", self.b(), self.ids[1])
+
+
+def kept(folder: Path, tensors: Tensors, ids: Tensor | None) -> Recording:
+    """A recording of its own; without ids, a folder of .pt files as scripts leave it."""
+    if ids is not None:
+        parts = {name: [tensor] for name, tensor in tensors.items()}
+        return write_recording(folder, [(Recipe("fp32"), parts)], model="m", batches=[ids], device=folder.name)
+    folder.mkdir(parents=True)
+    for name, tensor in tensors.items():
+        torch.save(tensor, folder / f"{name.replace('.', '_')}.pt")
+    return read_recording(folder)
+
+
+@cache
+def plain(name: str, seed: int) -> Tensors:
+    return run(shared(name), prompt(seed))
+
+
+SOUND: dict[str, Engine] = {
+    "one by one": engines.one_by_one,
+    "without oneDNN": engines.without_onednn,
+    "jitter": engines.jitter,
+    "float64": engines.in_dtype(torch.float64),
+    "bfloat16": engines.in_dtype(torch.bfloat16),
+    "float16": engines.in_dtype(torch.float16),
+    "bfloat16 kept as float32": engines.in_dtype_kept_as_float32(torch.bfloat16),
+    "autocast": engines.autocast,
+}
+
+
+def sound_cases(seeds: list[int]) -> Iterator[Case]:
+    for name in NAMES:
+        for seed in seeds:
+            ids = prompt(seed)
+            for engine, make in SOUND.items():
+                yield Case(
+                    f"{name} {engine} seed {seed}",
+                    lambda name=name, seed=seed: plain(name, seed),
+                    cache(lambda name=name, ids=ids, make=make: make(name, ids)),
+                    (ids, ids),
+                    NOISE,
+                    None,
+                )
+
+
+def faulty(name: str, fault: str, layer: int, seed: int, *, dtype: torch.dtype | None = None) -> Tensors:
+    broken = fresh(name)
+    row = FAULTS[fault]
+    if dtype is not None:
+        broken = broken.to(dtype)
+    with torch.no_grad():
+        row.plant(broken, layer, seed)
+    return run(broken, prompt(seed))
+
+
+def sound_beside(name: str, fault: str, layer: int, seed: int) -> Tensors:
+    both = FAULTS[fault].on_both
+    if both is None:
+        return plain(name, seed)
+    model = fresh(name)
+    both(model, layer, seed)
+    return run(model, prompt(seed))
+
+
+def fault_cases(seeds: list[int]) -> Iterator[Case]:
+    """Every fault in every model, in a layer drawn by the seed."""
+    for seed in seeds:
+        for name in NAMES:
+            for fault, row in FAULTS.items():
+                depth = len(layers_of(shared(name)))
+                layer = random.Random(f"{name} {fault} {seed}").randrange(depth)
+                ids = prompt(seed)
+                yield Case(
+                    f"{name} {fault} in layer_{layer} seed {seed}",
+                    lambda name=name, fault=fault, layer=layer, seed=seed: sound_beside(name, fault, layer, seed),
+                    lambda name=name, fault=fault, layer=layer, seed=seed: faulty(name, fault, layer, seed),
+                    (ids, ids),
+                    FAULT,
+                    f"layer_{layer}",
+                    row.says,
+                )
+
+
+def narrow_fault_cases(seeds: list[int]) -> Iterator[Case]:
+    """Large faults on a device that computes in bfloat16, beside a float32 reference."""
+    large = ("permuted channels", "skipped", "transposed", "turned sign", "other weights", "one NaN", "stuck channel")
+    for seed in seeds:
+        for name in NAMES[1:]:
+            for fault in large:
+                layer = random.Random(f"narrow {name} {fault} {seed}").randrange(len(layers_of(shared(name))))
+                ids = prompt(seed)
+                yield Case(
+                    f"{name} in bfloat16, {fault} in layer_{layer} seed {seed}",
+                    lambda name=name, seed=seed: plain(name, seed),
+                    lambda name=name, fault=fault, layer=layer, seed=seed: faulty(
+                        name, fault, layer, seed, dtype=torch.bfloat16
+                    ),
+                    (ids, ids),
+                    FAULT,
+                    f"layer_{layer}",
+                )
+
+
+def _shifted(tensors: Tensors, start: int) -> Tensors:
+    """From `start` on, every layer holds what the one before should: `layer_0` the embedding."""
+    layers = [name for name in tensors if name.startswith("layer_")]
+    before = {name: (["embedding.output", *layers])[place] for place, name in enumerate(layers)}
+    return {
+        name: tensors[before[name]] if name in before and layers.index(name) >= start else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def mismatch_cases(seeds: list[int]) -> Iterator[Case]:
+    for seed in seeds:
+        for name in NAMES:
+            ids, other = prompt(seed), prompt(seed + 50)
+            order = torch.tensor([1, 0, 3, 2]) if seed % 2 else torch.tensor([3, 0, 1, 2])
+            a: Callable[[], Tensors] = lambda name=name, seed=seed: plain(name, seed)  # type: ignore[misc] # noqa: E731
+
+            def without(make: Callable[[], Tensors], *gone: str) -> Callable[[], Tensors]:
+                return lambda: {key: x for key, x in make().items() if key not in gone}
+
+            def at(tokens: Tensor, name: str = name) -> Callable[[], Tensors]:
+                return lambda: run(shared(name), tokens)
+
+            start = seed % 2
+            for what, b, kept_ids, layer in (
+                ("other prompt", at(other), (ids, other), None),
+                ("other prompt, ids unknown", at(other), (None, None), "embedding"),
+                ("reordered samples", at(ids[order]), (ids, ids[order]), None),
+                ("reordered samples, ids unknown", at(ids[order]), (ids, None), "embedding"),
+                ("fewer samples", at(ids[:3]), (ids, ids[:3]), None),
+                ("shorter", at(ids[:, :-1]), (ids, ids[:, :-1]), None),
+                ("one token", at(_one_other(ids, seed)), (ids, _one_other(ids, seed)), None),
+                ("shifted layers", lambda a=a, start=start: _shifted(a(), start), (ids, ids), f"layer_{start}"),
+            ):
+                yield Case(f"{name} {what} seed {seed}", a, b, kept_ids, MISMATCH, layer)
+            hidden = "embedding.output"
+            yield Case(
+                f"{name} other prompt, neither ids nor embedding seed {seed}",
+                without(a, hidden),
+                without(at(other), hidden),
+                (None, None),
+                MISMATCH,
+                "layer_0",
+            )
+
+
+def _one_other(ids: Tensor, seed: int) -> Tensor:
+    ids = ids.clone()
+    ids[2, 5 + seed] = (ids[2, 5 + seed] + 1) % 256
+    return ids
+
+
+def all_cases(seeds: list[int]) -> list[Case]:
+    return [
+        *sound_cases(seeds),
+        *fault_cases(seeds),
+        *narrow_fault_cases(seeds),
+        *mismatch_cases(seeds),
+    ]
