@@ -1,0 +1,201 @@
+"""Names of data, and the documents behind them.
+
+    builtin                 the text that comes with the package
+    pile wikitext2 c4 ...   rows of HUB, from the local cache of the hub
+    hf:<dataset>[:config]   any dataset of the hub, or a folder in the hub's layout
+    custom:/path            a file: txt, json, jsonl, csv or parquet
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probe.data.files import read_file
+from probe.data.texts import text_of
+from probe.names import nearest
+
+
+@dataclass(frozen=True)
+class HubText:
+    """A dataset of the hub: where its text is. `files` are enough, so that no more is fetched than is read."""
+
+    name: str
+    hub_id: str
+    config: str | None
+    split: str
+    files: tuple[str, ...]
+    text_column: str = "text"
+    running: bool = False
+    """Rows are lines of one long text, not documents."""
+
+
+HUB = {
+    row.name: row
+    for row in (
+        HubText("pile", "mit-han-lab/pile-val-backup", None, "validation", ("val.jsonl.zst",)),
+        HubText(
+            "wikitext2",
+            "Salesforce/wikitext",
+            "wikitext-2-raw-v1",
+            "train",
+            ("wikitext-2-raw-v1/train-*.parquet",),
+            running=True,
+        ),
+        HubText("c4", "allenai/c4", "en", "train", ("en/c4-train.00000-of-01024.json.gz",)),
+        HubText("redpajama", "togethercomputer/RedPajama-Data-1T-Sample", None, "train", ("*_sample.jsonl",)),
+    )
+}
+NAMES = ("builtin", *HUB, "hf:<dataset>[:config]", "custom:/path")
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Documents in order. `running`: one long text in pieces, rather than texts of their own."""
+
+    source: str
+    texts: Iterable[str]
+    running: bool
+    about: str
+    """In words, for the report."""
+
+
+def documents_of(
+    source: str,
+    *,
+    format: str | None = None,
+    text_column: str = "text",
+    split: str | None = None,
+    allow_download: bool = False,
+) -> Documents:
+    """The documents that `source` names. Files are read at once, datasets row by row."""
+    kind, colon, rest = source.partition(":")
+    if source == "builtin":
+        return Documents(source, [text_of("evaluation")], True, "the text that comes with probe")
+    if kind == "custom" and colon:
+        path = Path(os.path.expanduser(rest))
+        texts, running = read_file(path, format=format, text_column=text_column)
+        return Documents(source, texts, running, str(path))
+    if source in HUB:
+        return _hub_text(HUB[source], split, allow_download=allow_download)
+    if kind == "hf" and rest:
+        return _hub_dataset(source, rest, text_column, split, allow_download=allow_download)
+    near = nearest(source, ("builtin", *HUB, "hf:", "custom:"), count=1)[0]
+    hint = f"Did you mean {f'custom:{source}' if Path(source).exists() else near!r}? ".replace("''", "'")
+    raise ValueError(f"unknown data source {source!r}. {hint}Known: {', '.join(NAMES)}.")
+
+
+def _hub_text(row: HubText, split: str | None, *, allow_download: bool) -> Documents:
+    """From the files of the row, if the hub's cache has them; else what `datasets` itself has kept."""
+    datasets = _datasets(row.name)
+    wanted = split or row.split
+    about = f"{row.hub_id}{f' ({row.config})' if row.config else ''}, {wanted}"
+    if wanted == row.split:
+        folder = _snapshot(row.hub_id, row.files, allow_download=allow_download)
+        files = sorted(str(file) for pattern in row.files for file in folder.glob(pattern)) if folder else []
+        if files:
+            builder = "parquet" if files[0].endswith(".parquet") else "json"
+            with _quiet(datasets):
+                rows = datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
+            return Documents(row.name, _column(rows, row.text_column, row.name), row.running, about)
+    rows = _load(datasets, row.name, row.hub_id, row.config, wanted, allow_download=allow_download)
+    return Documents(row.name, _column(rows, row.text_column, row.name), row.running, about)
+
+
+def _hub_dataset(source: str, rest: str, text_column: str, split: str | None, *, allow_download: bool) -> Documents:
+    name, _, config = rest.partition(":")
+    datasets = _datasets(source)
+    path = Path(os.path.expanduser(name))
+    wanted = split or "train"
+    if not path.is_dir():
+        if name.startswith((".", "/", "~")):
+            raise ValueError(f"data {source!r}: the folder does not exist (looked for {path.absolute()}).")
+        folder = None if allow_download else _snapshot(name, None, allow_download=False)
+        path = folder or path
+    rows = _load(
+        datasets, source, str(path) if path.is_dir() else name, config or None, wanted, allow_download=allow_download
+    )
+    about = f"{name}{f' ({config})' if config else ''}, {wanted}"
+    return Documents(source, _column(rows, text_column, source), False, about)
+
+
+def _datasets(source: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"data {source!r} needs the package datasets, which is not installed: pip install 'quant-probe[data]'. "
+            "Without it: data.source builtin, or custom:/path of a txt, json, jsonl or csv file."
+        ) from None
+    return datasets
+
+
+def _snapshot(hub_id: str, files: tuple[str, ...] | None, *, allow_download: bool) -> Path | None:
+    """The folder of a dataset in the hub's cache; None if it is not there."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            hub_id,
+            repo_type="dataset",
+            allow_patterns=list(files) if files else None,
+            local_files_only=not allow_download,
+        )
+    except Exception:  # of any kind: what cannot be had is told by the last way that is tried
+        return None
+    return Path(found)
+
+
+def _load(datasets: Any, source: str, path: str, config: str | None, split: str, *, allow_download: bool) -> Any:
+    local = Path(path).is_dir()
+    try:
+        with _quiet(datasets, offline=not allow_download and not local):
+            return datasets.load_dataset(path, config, split=split, streaming=allow_download and not local)
+    except Exception as problem:
+        said = " ".join(str(problem).split())[:300]
+        if local or allow_download:
+            raise ValueError(
+                f"data {source!r}: datasets {datasets.__version__} cannot read {path!r}: {type(problem).__name__}: "
+                f"{said}. Check the name, the configuration ({config or 'none'}) and data.split ({split})."
+            ) from problem
+        raise ValueError(
+            f"data {source!r} is not in the local cache of the hub ({path}), and downloading is off. Allow it with "
+            f"--allow-download, fetch it where there is a network (hf download --repo-type dataset {path}), or take "
+            "data.source builtin or custom:/path."
+        ) from problem
+
+
+@contextmanager
+def _quiet(datasets: Any, *, offline: bool = False) -> Iterator[None]:
+    """No progress bars and no log lines, and with `offline` no network: `datasets` looks into its cache only."""
+    from datasets.utils import logging
+
+    shown, level, was = datasets.utils.are_progress_bars_disabled(), logging.get_verbosity(), datasets.config.HF_HUB_OFFLINE
+    datasets.utils.disable_progress_bars()
+    logging.set_verbosity_error()
+    datasets.config.HF_HUB_OFFLINE = offline or was
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was
+        logging.set_verbosity(level)
+        if not shown:
+            datasets.utils.enable_progress_bars()
+
+
+def _column(rows: Iterable[Mapping[str, Any]], name: str, source: str) -> Iterator[str]:
+    """The texts of a column, those that are empty left out."""
+    for row in rows:
+        if name not in row:
+            near = nearest(name, map(str, row), count=1)[0]
+            raise ValueError(
+                f"data {source!r} has no column {name!r}. Did you mean {near!r}? It has: {', '.join(map(str, row))}. "
+                "Choose one with data.custom.text_column."
+            )
+        text = row[name]
+        if not isinstance(text, str):
+            raise ValueError(f"data {source!r}: column {name!r} holds {type(text).__name__}; expected text.")
+        if text.strip():
+            yield text
