@@ -128,14 +128,14 @@ def _hook(
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         captured.fired[label] += 1
         if inputs:
-            take(f"{label}.input", _first_tensor(label, "input", (*args, *kwargs.values())))
+            take(f"{label}.input", first_tensor(label, "input", (*args, *kwargs.values())))
         if outputs:
-            take(f"{label}.output", _first_tensor(label, "output", output))
+            take(f"{label}.output", first_tensor(label, "output", output))
 
     return hook
 
 
-def _first_tensor(label: str, kind: str, value: Any) -> Tensor:
+def first_tensor(label: str, kind: str, value: Any) -> Tensor:
     """The tensor itself, or the first one in a tuple, list or ModelOutput."""
     if isinstance(value, Tensor):
         return value
