@@ -8,8 +8,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     scaling = commands.add_parser(
         "scaling",
         help="sweep the scale of tensors from max to min alignment and recommend one",
-        description="Sweeps the scale of every tensor from maximum to minimum alignment, writes tables, plots, a log and "
-        "one page over all, and recommends a scale. Exit code 1 if a tensor failed; the others are done all the same.",
+        description="Sweeps the scale of every tensor from maximum to minimum alignment, recommends one, and writes "
+        "tables, plots, a log and one page over all. Exit code 1 if a tensor failed; the others are done all the same.",
     )
     scaling.add_argument(
         "input_tensor",

@@ -67,6 +67,7 @@ class Told:
     stamped: list[str] = field(default_factory=list)
 
     def __call__(self, *lines: str) -> None:
+        """Tell, now."""
         now = datetime.now().isoformat(sep=" ", timespec="milliseconds")
         for text in lines:
             for line in text.splitlines() or [""]:

@@ -120,7 +120,10 @@ class Ends:
 def ends_of(
     max_scale_exp: float | None, min_scale_exp: float | None, aligned: tuple[int, int], *, scale_bits: int
 ) -> Ends:
-    """The ends as given, else as aligned; no scale beyond `scale_bits` is tried."""
+    """The ends as given, else as aligned; no scale beyond `scale_bits` is tried.
+
+    Where both alignments are the same exponent, the sweep goes on for one power of two below it.
+    """
     limit = largest_exponent(scale_bits)
     for name, given in (("max_scale_exp", max_scale_exp), ("min_scale_exp", min_scale_exp)):
         if given is None:
@@ -131,6 +134,8 @@ def ends_of(
                 f"{-limit} to {limit}."
             )
     first, last = (max(-limit, min(limit, exponent)) for exponent in aligned)
+    if first == last and max_scale_exp is None and min_scale_exp is None:
+        last = max(-limit, first - 1)
     return Ends(
         float(first if max_scale_exp is None else max_scale_exp),
         float(last if min_scale_exp is None else min_scale_exp),

@@ -57,7 +57,7 @@ def overflow_block(result: ScalingResult, found: Recommendation) -> list[str]:
         lines += ["🟡 UNDERFLOW ISSUES:", SHORT, *(line for level in under for line in _underflow(result, level))]
     if significant:
         lines += _extremes(levels)
-    return [*lines, SINGLE, *_avoid(found, over, under), DOUBLE]
+    return [*lines, *([SINGLE] if significant else []), *_avoid(found, over, under), DOUBLE]
 
 
 def _head(level: Level) -> str:

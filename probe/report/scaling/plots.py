@@ -14,8 +14,9 @@ from probe.scaling.results import ScalingResult
 
 #: Of Okabe and Ito: told apart by colour-blind people too. One for each scale rule, the first where there is one scale.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00")
-OVERFLOW, UNDERFLOW, CHOSEN = "#f6c9cd", "#fbe9b7", "#1c2733"
+OVERFLOW, UNDERFLOW, CHOSEN = "#f9dadd", "#fcf0cc", "#1c2733"
 _DPI = 100
+_BEHIND = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}
 _SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -133,7 +134,7 @@ def _curves(axes: Any, panel: Panel, result: ScalingResult, found: Recommendatio
         )
     known = [x for level in result.levels if math.isfinite(x := _drawable(panel.value(level), log=panel.log))]
     if panel.log and known:
-        axes.set_yscale("log")
+        _log_axis(axes, known)
     if not panel.log:
         axes.ticklabel_format(axis="y", useOffset=False)
     if not known:
@@ -155,9 +156,33 @@ def _curves(axes: Any, panel: Panel, result: ScalingResult, found: Recommendatio
             zorder=3,
             **style,
         )
-    side = "left" if best.scale_exponent <= sum(_span([one.scale_exponent for one in result.levels])) / 2 else "right"
-    text = "  lossless" if side == "left" else "lossless  "
-    axes.text(best.scale_exponent, edge, text, transform=axes.get_xaxis_transform(), ha=side, va="center", color=CHOSEN)
+    middle = sum(_span([one.scale_exponent for one in result.levels])) / 2
+    right = best.scale_exponent > middle
+    axes.annotate(
+        "lossless",
+        (best.scale_exponent, edge),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(-11 if right else 11, 0),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="center",
+        color=CHOSEN,
+        bbox=_BEHIND,
+    )
+
+
+def _log_axis(axes: Any, values: Sequence[float]) -> None:
+    """Logarithmic where the values need it. Few ticks, as numbers that can be read: 1e-05, 0.002, 50."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
+    decades = math.log10(max(values) / min(values))
+    if decades < 0.5:  # a linear axis shows so little better
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 3 else (1.0, 2.0, 5.0), numticks=8))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _lines(result: ScalingResult) -> list[tuple[list[Level], str]]:
@@ -180,7 +205,7 @@ def _losses(axes: Any, result: ScalingResult, found: Recommendation) -> None:
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_ylim(0, 150)
     axes.set_yticks([0, 0.1, 1, 10, 100], ["0", "0.1", "1", "10", "100"])
-    axes.legend(frameon=False, fontsize=9, ncols=2, loc="best")
+    axes.legend(fontsize=8.5, ncols=2, loc="best", framealpha=0.85, edgecolor="none")
 
 
 def _legend(figure: Any, result: ScalingResult, found: Recommendation) -> None:
