@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from probe.recordings.returning import record_outputs
     from probe.recordings.writing import write_recording
     from probe.runner import Measured, NotAppliedError, Reference, check_applied, measure, run_reference
+    from probe.scaling.advice import recommend
+    from probe.scaling.results import ScalingResult
+    from probe.scaling.sweep import scaling_sweep
 
 __version__ = VERSION
 
@@ -65,6 +68,7 @@ _HOME = {
     "Recording": "recordings.reading",
     "RecordingError": "recordings.checked",
     "Reference": "runner",
+    "ScalingResult": "scaling.results",
     "UncoveredError": "hooks",
     "Underflow": "quantizers.underflow",
     "UnderflowWarning": "quantizers.underflow",
@@ -92,9 +96,11 @@ _HOME = {
     "read_recording": "recordings.reading",
     "record": "recordings.recorder",
     "record_outputs": "recordings.returning",
+    "recommend": "scaling.advice",
     "register_mode": "modes",
     "round_to": "quantizers.quantize",
     "run_reference": "runner",
+    "scaling_sweep": "scaling.sweep",
     "select": "hooks",
     "text_of": "data",
     "token_batches": "data",
@@ -126,6 +132,7 @@ __all__ = [  # noqa: RUF022
     "Recording",
     "RecordingError",
     "Reference",
+    "ScalingResult",
     "UncoveredError",
     "Underflow",
     "UnderflowWarning",
@@ -153,9 +160,11 @@ __all__ = [  # noqa: RUF022
     "read_recording",
     "record",
     "record_outputs",
+    "recommend",
     "register_mode",
     "round_to",
     "run_reference",
+    "scaling_sweep",
     "select",
     "text_of",
     "token_batches",

@@ -40,7 +40,10 @@ def write_page(folder: Path, found: Sequence[Found], failed: Sequence[Failed]) -
     page = Document("MX scaling analysis", lead)
     page.heading("All tensors and formats")
     if found:
-        page.table([_row(one) for one in found], "recommended level of every sweep; psnr: - where nothing is lost")
+        rows = [_row(one) for one in found]
+        if not any(row["rule"] for row in rows):
+            rows = [{key: value for key, value in row.items() if key != "rule"} for row in rows]
+        page.table(rows, "recommended level of every sweep; psnr: - where nothing is lost")
     else:
         page.text("Not one tensor could be analysed.")
     if failed:
@@ -57,7 +60,6 @@ def _row(one: Found) -> dict[str, object]:
     return {
         "tensor": result.name,
         "format": result.format,
-        "granularity": result.granularity,
         "shape": " x ".join(map(str, result.shape)),
         "scale exponent": level.scale_exponent,
         "rule": level.rule or "",
@@ -65,7 +67,7 @@ def _row(one: Found) -> dict[str, object]:
         "mse": level.mse,
         "cosine": level.cosine,
         "psnr dB": None if level.lossless else level.psnr,
-        "relative error %": level.relative_error,
+        "rel. error %": level.relative_error,
         "overflow %": level.percent(level.overflow),
         "underflow %": level.percent(level.underflow),
         "safe range": "none" if safe is None else f"{safe[0]:.2f} to {safe[1]:.2f}",
