@@ -1,9 +1,9 @@
 """Text and tokens.
 
-    texts     what comes with the package, and .txt files
-    sources   names of data: hub datasets, files of the user's own, the builtin text -> documents
-    samples   documents -> samples of at most `seq_len` tokens, chosen with a seed
-    batches   windows of running text -> batches, and the fingerprint of batches
+texts     what comes with the package, and .txt files
+sources   names of data: hub datasets, files of the user's own, the builtin text -> documents
+samples   documents -> samples of at most `seq_len` tokens, chosen with a seed
+batches   windows of running text -> batches, and the fingerprint of batches
 """
 
 from probe.data.batches import fingerprint, token_batches

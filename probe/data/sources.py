@@ -1,9 +1,9 @@
 """Names of data, and the documents behind them.
 
-    builtin                 the text that comes with the package
-    pile wikitext2 c4 ...   rows of HUB, from the local cache of the hub
-    hf:<dataset>[:config]   any dataset of the hub, or a folder in the hub's layout
-    custom:/path            a file: txt, json, jsonl, csv or parquet
+builtin                 the text that comes with the package
+pile wikitext2 c4 ...   rows of HUB, from the local cache of the hub
+hf:<dataset>[:config]   any dataset of the hub, or a folder in the hub's layout
+custom:/path            a file: txt, json, jsonl, csv or parquet
 """
 
 import os
@@ -172,7 +172,11 @@ def _quiet(datasets: Any, *, offline: bool = False) -> Iterator[None]:
     """No progress bars and no log lines, and with `offline` no network: `datasets` looks into its cache only."""
     from datasets.utils import logging
 
-    shown, level, was = datasets.utils.are_progress_bars_disabled(), logging.get_verbosity(), datasets.config.HF_HUB_OFFLINE
+    shown, level, was = (
+        datasets.utils.are_progress_bars_disabled(),
+        logging.get_verbosity(),
+        datasets.config.HF_HUB_OFFLINE,
+    )
     datasets.utils.disable_progress_bars()
     logging.set_verbosity_error()
     datasets.config.HF_HUB_OFFLINE = offline or was

@@ -1,0 +1,143 @@
+"""What is to be measured: for each plot the modules that its patterns match, for each module what to take from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from probe.activations.settings import Settings
+from probe.activations.statistics import Kind
+from probe.hooks import select
+
+#: Layers of which bands are kept: a table of 640 counts for every channel.
+MOST_BANDS = 12
+Side = Literal["input", "output"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Modules by plot, in the order of the model. `bands` may be some of many, evenly spaced."""
+
+    magnitude: dict[Kind, tuple[str, ...]]
+    distribution: tuple[Side, tuple[str, ...]]
+    outliers: tuple[str, ...]
+    heat: tuple[Side, tuple[str, ...]]
+    bands: tuple[Side, tuple[str, ...]]
+    bands_of: int
+    """How many layers match the pattern of the bands."""
+    order: tuple[str, ...]
+    """All modules of the model."""
+
+    def measured(self, kind: Kind) -> tuple[str, ...]:
+        """The modules of which statistics of this kind are gathered."""
+        wanted = set(self.magnitude.get(kind, ()))
+        if self.distribution[0] == kind:
+            wanted |= set(self.distribution[1])
+        if self.heat[0] == kind:
+            wanted |= set(self.heat[1])  # so that the layers worth drawing are known
+        if kind == "output":
+            wanted |= set(self.outliers)
+        return self.in_order(wanted)
+
+    def hooked(self) -> tuple[str, ...]:
+        """The modules that must run."""
+        sides: tuple[Side, Side] = ("input", "output")
+        wanted = {name for side in sides for name in self.measured(side)}
+        return self.in_order(wanted | set(self.bands[1]))
+
+    def in_order(self, names: set[str]) -> tuple[str, ...]:
+        """In the order of the model."""
+        return tuple(name for name in self.order if name in names)
+
+
+def make_plan(model: nn.Module, settings: Settings, *, model_name: str) -> Plan:
+    """Match all patterns of what is enabled; one that matches nothing is an error that shows the nearest names."""
+    seen = settings.visualization
+    enabled = seen.enabled
+    names = tuple(name for name, _ in model.named_modules() if name)
+    allowed = None
+    if seen.layer_selection.patterns:
+        key = "visualization.layer_selection.patterns"
+        allowed = set(_matched(model, key, seen.layer_selection.patterns, model_name))
+
+    def matched(part: str, patterns: Sequence[str], *, wanted: bool) -> tuple[str, ...]:
+        if not wanted:
+            return ()
+        key = f"visualization.{part}"
+        found = _matched(model, key, patterns, model_name)
+        left = [name for name in found if allowed is None or name in allowed]
+        if not left:
+            raise ValueError(
+                f"visualization.layer_selection.patterns leaves none of the {len(found)} layers of {key} "
+                f"({found[0]}, ...). Widen it, or set it to []."
+            )
+        return tuple(name for name in names if name in set(left))
+
+    parts: tuple[tuple[Kind, bool], ...] = (
+        ("input", enabled.magnitude_input),
+        ("output", enabled.magnitude_output),
+        ("weight", enabled.magnitude_weight),
+    )
+    patterns = seen.magnitude.patterns
+    magnitude = {kind: matched("magnitude.patterns", patterns, wanted=wanted) for kind, wanted in parts if wanted}
+    if "weight" in magnitude:
+        magnitude["weight"] = _with_weights(model, magnitude["weight"])
+    outliers = enabled.outlier_layer_wise or enabled.outlier_position or enabled.outlier_token
+    heat = matched("heatmap_3d.pattern", [seen.heatmap_3d.pattern], wanted=enabled.heatmap_3d)
+    bands = matched("percentile_range.patterns", seen.percentile_range.patterns, wanted=enabled.percentile_range)
+    plan = Plan(
+        magnitude,
+        (
+            _side(seen.distribution.is_input),
+            matched("distribution.patterns", seen.distribution.patterns, wanted=enabled.distribution),
+        ),
+        matched("outlier.pattern", [seen.outlier.pattern], wanted=outliers),
+        (_side(seen.heatmap_3d.is_input), heat),
+        (_side(seen.percentile_range.is_input), _evenly(bands, MOST_BANDS)),
+        len(bands),
+        names,
+    )
+    if enabled.heatmap_3d and seen.heatmap_3d.sample_idx >= settings.data.num_samples:
+        raise ValueError(
+            f"visualization.heatmap_3d.sample_idx is {seen.heatmap_3d.sample_idx}; data.num_samples is "
+            f"{settings.data.num_samples}, so expected 0 to {settings.data.num_samples - 1}."
+        )
+    if not plan.hooked() and not plan.measured("weight"):
+        raise ValueError("there is nothing to analyze: everything of visualization.enabled is off. Switch some on.")
+    return plan
+
+
+def _side(is_input: bool) -> Side:
+    return "input" if is_input else "output"
+
+
+def _matched(model: nn.Module, key: str, patterns: Sequence[str], model_name: str) -> list[str]:
+    try:
+        return list(select(model, list(patterns), model_name=model_name).values())
+    except ValueError as problem:
+        raise ValueError(f"{key}: {problem}") from None
+
+
+def _with_weights(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    found = tuple(name for name in names if weight_of(model.get_submodule(name)) is not None)
+    if not found:
+        raise ValueError(
+            f"visualization.enabled.magnitude_weight: none of the {len(names)} layers of visualization.magnitude."
+            f"patterns ({names[0]}, ...) has a weight. Name linear layers, or switch it off."
+        )
+    return found
+
+
+def weight_of(module: nn.Module) -> torch.Tensor | None:
+    """The module's own weight, if it is a float tensor."""
+    weight = cast(object, getattr(module, "weight", None))
+    return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dim() > 0 else None
+
+
+def _evenly(names: tuple[str, ...], most: int) -> tuple[str, ...]:
+    """Some of many, from the first to the last."""
+    if len(names) <= most:
+        return names
+    return tuple(names[round(i * (len(names) - 1) / (most - 1))] for i in range(most))

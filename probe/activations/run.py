@@ -1,0 +1,199 @@
+"""The analysis itself: data, model, one forward of every batch, and what was gathered."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from probe.activations.bands import ChannelBands
+from probe.activations.collecting import Collector, Key
+from probe.activations.heat import HeatGrid
+from probe.activations.memory import at_hand, placed
+from probe.activations.outliers import LayerOutliers
+from probe.activations.plan import Plan, make_plan, weight_of
+from probe.activations.settings import Settings
+from probe.activations.statistics import LayerStatistics, measure
+from probe.data.batches import fingerprint
+from probe.data.samples import Batch, batches_of, samples_of
+from probe.data.sources import documents_of
+from probe.models.load import Loaded, Tokenizer, load_model
+from probe.models.mamba import mamba_blocks, with_sites
+
+Progress = Callable[[str], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """All that was found, by module in the order of the model."""
+
+    settings: Settings
+    plan: Plan
+    facts: dict[str, Any]
+    """Of model and data: name, fingerprints, samples, tokens."""
+    statistics: dict[Key, LayerStatistics]
+    outliers: dict[str, LayerOutliers]
+    bands: dict[str, ChannelBands]
+    heat: dict[str, HeatGrid]
+    token_texts: dict[int, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the report calls the model."""
+        return self.settings.model.name or self.settings.model.path
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Everything before the first forward."""
+
+    settings: Settings
+    loaded: Loaded
+    model: nn.Module
+    plan: Plan
+    batches: list[Batch]
+    about_data: str
+    takes_mask: bool
+
+
+def prepare(
+    settings: Settings, *, allow_download: bool = False, trust_remote_code: bool = False, progress: Progress = print
+) -> Prepared:
+    """Load the model and the data, and match the patterns: all that can go wrong before anything is run."""
+    dtype = None if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
+    loaded = load_model(
+        settings.model.path, dtype=dtype, allow_download=allow_download, trust_remote_code=trust_remote_code
+    )
+    model = with_sites(loaded.model, scan="fast") if settings.model.sites else loaded.model
+    plan = make_plan(model, settings, model_name=settings.model.path)
+    data = settings.data
+    documents = documents_of(
+        data.source,
+        format=data.custom.format,
+        text_column=data.custom.text_column,
+        split=data.split,
+        allow_download=allow_download,
+    )
+    samples = samples_of(documents, loaded.tokenizer, count=data.num_samples, length=data.seq_len, seed=data.seed)
+    takes_mask = "attention_mask" in _parameters(model)
+    batches = batches_of(samples, batch_size=data.batch_size, pad=takes_mask)
+    for note in loaded.notes:
+        progress(f"note: {note}")
+    return Prepared(settings, loaded, model, plan, batches, documents.about, takes_mask)
+
+
+def analyze(
+    settings: Settings, *, allow_download: bool = False, trust_remote_code: bool = False, progress: Progress = print
+) -> Analysis:
+    """Run the analysis that `settings` describe."""
+    prepared = prepare(settings, allow_download=allow_download, trust_remote_code=trust_remote_code, progress=progress)
+    return run(prepared, progress=progress)
+
+
+@torch.no_grad()
+def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
+    """One forward of every batch."""
+    settings, plan, notes = prepared.settings, prepared.plan, list(prepared.loaded.notes)
+    seen = settings.visualization
+    collector = Collector(plan, threshold=seen.outlier.threshold, heat_sample=seen.heatmap_3d.sample_idx)
+    with placed(prepared.model, settings.memory) as place:
+        if place.note:
+            notes.append(place.note)
+            progress(f"note: {place.note}")
+        for name in plan.measured("weight"):
+            module = place.model.get_submodule(name)
+            with at_hand(module):
+                weight = weight_of(module)
+                assert weight is not None
+                rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight[None]
+                collector.statistics[name, "weight"] = measure(rows, module=name, kind="weight")[0]
+        if plan.hooked():
+            with collector.hooked(place.model):
+                for index, batch in enumerate(prepared.batches):
+                    progress(f"[{index + 1}/{len(prepared.batches)}] {list(batch.tokens.shape)} tokens")
+                    collector.begin(batch)
+                    forward(place.model, batch, place.device)
+    notes += _gaps(collector, prepared)
+    order = {name: index for index, name in enumerate(plan.order)}
+    return Analysis(
+        settings,
+        plan,
+        _facts(prepared),
+        {key: collector.statistics[key] for key in sorted(collector.statistics, key=lambda k: (order[k[0]], k[1]))},
+        {name: collector.outliers[name] for name in plan.outliers if name in collector.outliers},
+        {name: collector.bands[name] for name in plan.bands[1] if name in collector.bands},
+        {name: collector.heat[name] for name in plan.heat[1] if name in collector.heat},
+        _texts(collector, prepared.loaded.tokenizer, decode=seen.outlier.decode_tokens),
+        tuple(notes),
+    )
+
+
+def forward(model: nn.Module, batch: Batch, device: torch.device) -> None:
+    """Run a batch; padding is masked where the model can be told."""
+    parameters = _parameters(model)
+    told: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    if batch.padded:
+        told["attention_mask"] = batch.mask.to(device, torch.int64)
+    model(batch.tokens.to(device), **told)
+
+
+def _parameters(model: nn.Module) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
+    """What was asked for and could not be had; if that is everything, an error."""
+    plan, sites = prepared.plan, prepared.settings.model.sites
+    silent = [name for name in plan.hooked() if name not in collector.ran]
+    notes = []
+    if silent:
+        is_mamba = not sites and any(True for _ in mamba_blocks(prepared.model))
+        inside = " Set model.sites true to see the tensors inside Mamba mixers." if is_mamba else ""
+        notes.append(
+            f"{len(silent)} of {len(plan.hooked())} chosen modules never ran, and are left out: {_some(silent)}. The "
+            f"model reads their weights without calling them, or does not use them.{inside}"
+        )
+    notes += dict.fromkeys(collector.gaps.values())
+    if plan.hooked() and not (collector.statistics or collector.bands):
+        raise ValueError(f"nothing could be analyzed. {' '.join(notes)}")
+    nonfinite = [f"{name} ({kind})" for (name, kind), s in collector.statistics.items() if s.nonfinite]
+    if nonfinite:
+        notes.append(f"NaN or Inf, which are left out of all statistics, in {len(nonfinite)}: {_some(nonfinite)}.")
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _facts(prepared: Prepared) -> dict[str, Any]:
+    batches, settings = prepared.batches, prepared.settings
+    real = [row[mask] for batch in batches for row, mask in zip(batch.tokens, batch.mask, strict=True)]
+    return {
+        "model": settings.model.name or settings.model.path,
+        "path": settings.model.path,
+        "model_fingerprint": prepared.loaded.fingerprint,
+        "data": prepared.about_data,
+        "data_fingerprint": fingerprint([row[None] for row in real]),
+        "samples": len(real),
+        "tokens": sum(len(row) for row in real),
+        "shortest": min(len(row) for row in real),
+        "longest": max(len(row) for row in real),
+    }
+
+
+def _texts(collector: Collector, tokenizer: Tokenizer, *, decode: bool) -> dict[int, str]:
+    """The text of every outlier token, if it was asked for."""
+    ids = {token for layer in collector.outliers.values() for token in layer.token_ids}
+    return {token: tokenizer.decode([token]) for token in sorted(ids)} if decode else {}
+
+
+def planned_files(settings: Settings, plan: Plan) -> list[Path]:
+    """What a run would write, for `--dry-run`."""
+    from probe.report.activations.writing import file_names
+
+    return [Path(settings.visualization.save_dir) / name for name in file_names(settings, plan)]

@@ -1,0 +1,274 @@
+"""The settings of an analysis: a frozen dataclass for each section of the YAML file, a check for each key."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Turns a value into what is stored, or raises a ValueError that says what was expected.
+Check = Callable[[Any], Any]
+
+PLOT_TYPES = ("boxplot", "histogram")
+FORMATS = ("png", "html", "csv", "json")
+CUSTOM_FORMATS = ("txt", "json", "jsonl", "csv", "parquet")
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B|)\s*", re.IGNORECASE)
+
+
+def _whole(at_least: int) -> Check:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise ValueError(f"a whole number, {at_least} or more")
+        return value
+
+    return check
+
+
+def _positive(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError("a number above 0")
+    return float(value)
+
+
+def _yes_or_no(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a text that is not empty")
+    return value
+
+
+def _word_or_none(value: Any) -> str | None:
+    return None if value is None else _word(value)
+
+
+def _one_of(*options: Any) -> Check:
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or value not in options:
+            raise ValueError("one of " + ", ".join("null" if o is None else str(o) for o in options))
+        return value
+
+    return check
+
+
+def _some_of(*options: str) -> Check:
+    def check(value: Any) -> tuple[str, ...]:
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, list | tuple) or not given or any(one not in options for one in given):
+            raise ValueError(f"a list of some of {', '.join(options)}")
+        return tuple(dict.fromkeys(given))
+
+    return check
+
+
+def _pattern(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("a regular expression over module names")
+    try:
+        re.compile(value)
+    except re.error as problem:
+        raise ValueError(f"a regular expression ({problem}; escape special characters with a backslash)") from None
+    return value
+
+
+def _patterns(*, empty: bool) -> Check:
+    def check(value: Any) -> tuple[str, ...]:
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, list | tuple) or not (given or empty):
+            raise ValueError("a list of regular expressions over module names")
+        return tuple(_pattern(one) for one in given)
+
+    return check
+
+
+def _angles(value: Any) -> tuple[float, float]:
+    good = isinstance(value, list | tuple) and len(value) == 2
+    if not good or any(isinstance(x, bool) or not isinstance(x, int | float) or not -360 <= x <= 360 for x in value):
+        raise ValueError("two numbers, elevation and azimuth in degrees, such as [30, 45]")
+    return float(value[0]), float(value[1])
+
+
+def _size(value: Any) -> int | None:
+    """Bytes of `2GB`, `500 MiB` or a whole number."""
+    if value is None:
+        return None
+    found = None if isinstance(value, bool) else _SIZE.fullmatch(str(value))
+    size = float(found[1]) * _SIZES[found[2].upper()] if found else 0.0
+    if size < 1:
+        raise ValueError("a size such as 2GB, 500MB or a number of bytes, or null for what the device has")
+    return int(size)
+
+
+def key(default: Any, check: Check) -> Any:
+    """A field with its default and its check."""
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model, and how it is loaded."""
+
+    path: str = key("tiny-mamba", _word)
+    name: str | None = key(None, _word_or_none)
+    """What the report calls it; null: its path."""
+    dtype: str = key("float32", _one_of(*DTYPES))
+    sites: bool = key(False, _yes_or_no)
+    """Mamba-1: reach the tensors inside the mixer too, `mixer.sites.scan.u`."""
+
+
+@dataclass(frozen=True)
+class CustomSettings:
+    """How a file of the user's own is read."""
+
+    format: str | None = key(None, _one_of(None, *CUSTOM_FORMATS))
+    """null: by the name of the file."""
+    text_column: str = key("text", _word)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which text."""
+
+    source: str = key("builtin", _word)
+    num_samples: int = key(8, _whole(1))
+    seq_len: int = key(256, _whole(1))
+    batch_size: int = key(8, _whole(1))
+    seed: int = key(0, _whole(0))
+    split: str | None = key(None, _word_or_none)
+    """Of a hub dataset; null: the one that is usual for it, else train."""
+    custom: CustomSettings = CustomSettings()
+
+
+@dataclass(frozen=True)
+class EnabledSettings:
+    """What is analyzed and drawn."""
+
+    magnitude_input: bool = key(True, _yes_or_no)
+    magnitude_output: bool = key(True, _yes_or_no)
+    magnitude_weight: bool = key(True, _yes_or_no)
+    outlier_layer_wise: bool = key(True, _yes_or_no)
+    outlier_position: bool = key(True, _yes_or_no)
+    outlier_token: bool = key(True, _yes_or_no)
+    heatmap_3d: bool = key(True, _yes_or_no)
+    distribution: bool = key(True, _yes_or_no)
+    percentile_range: bool = key(True, _yes_or_no)
+
+
+#: Linear layers of Mamba and of the usual transformers, and the layers of the stack.
+LINEAR = r"\b((in|x|out|q|k|v|o|qkv|gate|up|down|gate_up)_proj|c_(attn|proj|fc)|fc[12]|dense\w*|query_key_value)$"
+LAYERS = r"(layers|h|blocks)\.\d+$"
+
+
+@dataclass(frozen=True)
+class MagnitudeSettings:
+    """Top-1/2/3, median and min."""
+
+    patterns: tuple[str, ...] = key((LINEAR,), _patterns(empty=False))
+    reduce_dim: int | None = key(None, _one_of(None, -1, -2))
+    """null: all elements; -1: over channels, a value per token; -2: over tokens, a value per channel."""
+
+
+@dataclass(frozen=True)
+class OutlierSettings:
+    """Tokens whose max |x| is above threshold x the median of their layer and sample."""
+
+    threshold: float = key(64.0, _positive)
+    pattern: str = key(LAYERS, _pattern)
+    decode_tokens: bool = key(True, _yes_or_no)
+
+
+@dataclass(frozen=True)
+class DistributionSettings:
+    """Box plots and histograms."""
+
+    patterns: tuple[str, ...] = key((LINEAR,), _patterns(empty=False))
+    plot_types: tuple[str, ...] = key(PLOT_TYPES, _some_of(*PLOT_TYPES))
+    is_input: bool = key(True, _yes_or_no)
+
+
+@dataclass(frozen=True)
+class HeatmapSettings:
+    """|x| by token and channel, for one sample."""
+
+    pattern: str = key(LAYERS, _pattern)
+    sample_idx: int = key(0, _whole(0))
+    is_input: bool = key(False, _yes_or_no)
+    view_angle: tuple[float, float] = key((30.0, 45.0), _angles)
+
+
+@dataclass(frozen=True)
+class PercentileSettings:
+    """Bands of x by channel."""
+
+    patterns: tuple[str, ...] = key((LAYERS,), _patterns(empty=False))
+    is_input: bool = key(False, _yes_or_no)
+
+
+@dataclass(frozen=True)
+class SelectionSettings:
+    """Of the layers that are asked for above, only those that match one of these; empty: all of them."""
+
+    patterns: tuple[str, ...] = key((), _patterns(empty=True))
+
+
+@dataclass(frozen=True)
+class VisualizationSettings:
+    """What is drawn, of which layers, to where."""
+
+    save_dir: str = key("figures", _word)
+    dpi: int = key(150, _whole(20))
+    enabled: EnabledSettings = EnabledSettings()
+    magnitude: MagnitudeSettings = MagnitudeSettings()
+    outlier: OutlierSettings = OutlierSettings()
+    distribution: DistributionSettings = DistributionSettings()
+    heatmap_3d: HeatmapSettings = HeatmapSettings()
+    percentile_range: PercentileSettings = PercentileSettings()
+    layer_selection: SelectionSettings = SelectionSettings()
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Where the model runs, and where what does not fit there is kept."""
+
+    device: str = key("auto", _word)
+    offload_device: str = key("cpu", _one_of("cpu", "disk"))
+    auto_offload: bool = key(True, _yes_or_no)
+    max_memory: int | None = key(None, _size)
+    """Bytes of weights that `device` may hold; null: what it has."""
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """Which kinds of files are written."""
+
+    formats: tuple[str, ...] = key(FORMATS, _some_of(*FORMATS))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All of it."""
+
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    visualization: VisualizationSettings = VisualizationSettings()
+    memory: MemorySettings = MemorySettings()
+    output: OutputSettings = OutputSettings()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Nested, of plain lists and values, as the YAML file has it."""
+        return _plain(self)
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    found = {}
+    for name, value in vars(settings).items():
+        found[name] = (
+            list(value) if isinstance(value, tuple) else _plain(value) if hasattr(value, "__dict__") else value
+        )
+    return found
