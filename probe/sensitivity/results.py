@@ -1,0 +1,131 @@
+"""What a sensitivity analysis found, as frozen values that go to JSON and come back."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The logits of one run against those of the float model; None where a figure is not finite.
+
+        kl               mean over positions of KL(float || run), in nats
+        mse              mean squared difference of the logits
+        top1_agreement   share of positions with the same most likely token
+        change_in_bits   bits per token of the text, run minus float
+    """
+
+    kl: float | None
+    mse: float | None
+    top1_agreement: float | None
+    change_in_bits: float | None
+    finite: bool  # no NaN and no Inf in any logit
+    identical: bool  # every bit is that of the float model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One unit: a layer, a site in one layer, or a site in all layers."""
+
+    name: str
+    layer: str | None  # the layer it lies in; None for a site in several
+    alone: Figures  # only this unit is quantized
+    without: Figures  # all but this unit are quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Which units to keep in higher precision, and the run that checked it.
+
+    The rule: units in the order of what the KL loses when they alone are float; the shortest start of that order
+    with which the KL of the quantized model falls to half or less. Of each length that was tried the whole run
+    was made, so `kl_kept` is measured, and one unit fewer was measured too and is not enough.
+    """
+
+    keep: tuple[str, ...]
+    kl_all: float | None  # everything quantized
+    kl_kept: float | None  # everything but `keep` quantized
+    reached: bool  # whether kl_kept <= kl_all / 2
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """Every unit of one recipe on one model, in model order."""
+
+    model: str  # fingerprint of the weights
+    recipe: str
+    kind: str  # layers, sites (one in all layers) or layer sites (one in one layer)
+    tokens: int
+    reference_bits_per_token: float | None
+    everything: Figures  # the whole model quantized
+    effects: tuple[Effect, ...]
+    advice: Advice
+    notes: tuple[str, ...] = ()
+
+    def by_kl(self) -> list[Effect]:
+        """The most sensitive first: by the KL of the unit alone; what is not finite is worst, ties as in the model."""
+        return _worst_first(self.effects, [effect.alone.kl for effect in self.effects])
+
+    def by_mse(self) -> list[Effect]:
+        """The most sensitive first: by the mse of the logits of the unit alone."""
+        return _worst_first(self.effects, [effect.alone.mse for effect in self.effects])
+
+    def gain(self, effect: Effect) -> float | None:
+        """The share of the KL of the whole that goes when this unit is kept float; below 0 it got worse."""
+        whole, left = self.everything.kl, effect.without.kl
+        return None if whole is None or left is None or whole <= 0 else 1 - left / whole
+
+    def by_gain(self) -> list[Effect]:
+        """The order of the advice: the largest gain first, then by KL alone."""
+        gains = {effect.name: self.gain(effect) for effect in self.effects}
+        known = [effect for effect in self.by_kl() if gains[effect.name] is not None]
+        rest = [effect for effect in self.by_kl() if gains[effect.name] is None]
+        return sorted(known, key=lambda effect: -(gains[effect.name] or 0.0)) + rest
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. `rank_kl` and `rank_mse` count from 1 and `gain` is a share; all three follow from the rest."""
+        ranks = [
+            {effect.name: place for place, effect in enumerate(order, 1)} for order in (self.by_kl(), self.by_mse())
+        ]
+        effects = [
+            {**asdict(effect), "rank_kl": ranks[0][effect.name], "rank_mse": ranks[1][effect.name]}
+            | {"gain": self.gain(effect)}
+            for effect in self.effects
+        ]
+        return {"version": VERSION, **asdict(self), "effects": effects}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        """The inverse of `as_dict`."""
+        if not isinstance(found, Mapping) or found.get("version") != VERSION:
+            version = found.get("version") if isinstance(found, Mapping) else None
+            raise ValueError(
+                f"this is not a sensitivity of version {VERSION} (version: {version!r}). "
+                "Make it again with: probe sensitivity --json FILE"
+            )
+        try:
+            return cls(
+                **{name: found[name] for name in ("model", "recipe", "kind", "tokens", "reference_bits_per_token")},
+                everything=Figures(**found["everything"]),
+                effects=tuple(_effect(one) for one in found["effects"]),
+                advice=Advice(**{**found["advice"], "keep": tuple(found["advice"]["keep"])}),
+                notes=tuple(found["notes"]),
+            )
+        except (KeyError, TypeError) as problem:
+            raise ValueError(
+                f"the sensitivity cannot be read: {problem}. Make it again with: probe sensitivity --json FILE"
+            ) from None
+
+
+def _effect(found: Mapping[str, Any]) -> Effect:
+    sides = {side: Figures(**found[side]) for side in ("alone", "without")}
+    return Effect(name=found["name"], layer=found["layer"], **sides)
+
+
+def _worst_first(effects: Sequence[Effect], figures: Sequence[float | None]) -> list[Effect]:
+    order = sorted(zip(figures, effects, strict=True), key=lambda pair: -math.inf if pair[0] is None else -pair[0])
+    return [effect for _, effect in order]

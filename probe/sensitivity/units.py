@@ -1,0 +1,179 @@
+"""The units that are quantized one at a time, and the models in which just one of them is.
+
+Two twins of the same weights have the same modules by name: one float, one quantized. A unit is a few of those
+names, and a mixed model is the one twin with those modules taken from the other.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from probe.calibration import Calibration, rotated_twin
+from probe.hooks import select
+from probe.models.linear import GridLinear
+from probe.models.mamba import SITES, WEIGHTS, SiteMixer, mamba_blocks
+from probe.modes import Recipe, apply, find_mode
+
+#: Read by decode only, so no run over whole sequences can tell whether it is quantized.
+UNSEEN = ("scan.state",)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is quantized, or left float, together: modules or parameters by name."""
+
+    name: str
+    layer: str | None
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Twins:
+    """The float model, the quantized one, and the float one in whose basis the quantized sites are."""
+
+    plain: nn.Module  # mode fp32: the reference, and every layer that no unit touches
+    floating: nn.Module  # where float modules are taken from; the rotated twin for sites of Mamba blocks
+    quantized: nn.Module
+
+
+def make_twins(model: nn.Module, recipe: Recipe, calibration: Calibration | None, *, sites: bool) -> Twins:
+    """Copies of the model under mode fp32 and under the recipe; a mode without a format is refused."""
+    mode = find_mode(recipe.mode)
+    if not mode.is_quantized:
+        raise ValueError(
+            f"mode {mode.name} is a float mode: no layer of it is on a grid, and layers of two dtypes do not fit "
+            "together. Give a mode with a format, such as 2-1 with int8, or linear_wa with fp8_e4m3."
+        )
+    if sites and mode.kind == "user":
+        raise ValueError(
+            f"mode {mode.name} builds its model by itself, so its sites are not known. Rank layers (without --sites), "
+            "or name modules with --layers."
+        )
+    plain, quantized = apply(model, Recipe("fp32")), apply(model, recipe, calibration)
+    floating = plain
+    if sites and mode.kind == "ssm":
+        floating = rotated_twin(model, scan=mode.scan)
+        _mark_sites(floating, quantized)
+    return Twins(plain, floating, quantized)
+
+
+def _mark_sites(floating: nn.Module, quantized: nn.Module) -> None:
+    """A site that is on a grid in one twin is there in the other too, and does nothing.
+
+    Without, conv1d would read the grid of in_proj.output as soon as its own dynamic grid (mode 3) is taken away.
+    """
+    theirs = dict(mamba_blocks(quantized))
+    for name, block in mamba_blocks(floating):
+        mine, other = block.mixer, theirs[name].mixer
+        assert isinstance(mine, SiteMixer)
+        assert isinstance(other, SiteMixer)
+        for site in SITES:
+            if other.site(site).grid is not None:
+                mine.site(site).grid = _as_it_is
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def layer_units(twins: Twins, layers: Sequence[str | int]) -> list[Unit]:
+    """A unit for every selected module."""
+    chosen = select(twins.plain, layers)
+    known = dict(twins.quantized.named_modules())
+    missing = [name for name in chosen.values() if name not in known]
+    if missing:
+        raise ValueError(
+            f"the quantized model has no module {missing[0]}, which the float one has, so the two cannot be swapped. "
+            "Choose a module around it."
+        )
+    return [Unit(label, label, (name,)) for label, name in chosen.items()]
+
+
+def site_units(twins: Twins, recipe: Recipe, layers: Sequence[str | int], *, across: bool) -> list[Unit]:
+    """A unit for every site and weight in the selected layers, or, `across`, for each of them in all those layers."""
+    chosen = select(twins.plain, layers)
+    kind = find_mode(recipe.mode).kind
+    found: list[Unit] = []
+    for label, layer in chosen.items():
+        inner = _mamba_sites(twins, layer) if kind == "ssm" else _linear_sites(twins, layer)
+        found += [Unit(f"{label} {site}", label, (path,)) for site, path in inner.items()]
+    if not found:
+        raise ValueError(
+            f"there is no site in {', '.join(list(chosen)[:3])}. Select whole layers, by index or all: their sites "
+            "are found by themselves."
+        )
+    if not across:
+        return found
+    by_site: dict[str, list[str]] = {}
+    for unit in found:
+        by_site.setdefault(unit.name.partition(" ")[2], []).extend(unit.paths)
+    return [Unit(site, None, tuple(paths)) for site, paths in by_site.items()]
+
+
+def _mamba_sites(twins: Twins, layer: str) -> dict[str, str]:
+    """Sites on a grid and weights, by their short name. A convolution or projection goes with its bias."""
+    found: dict[str, str] = {}
+    for name, block in mamba_blocks(twins.quantized):
+        if name != layer and not name.startswith(f"{layer}."):
+            continue
+        mixer = block.mixer
+        assert isinstance(mixer, SiteMixer)
+        for site in SITES:
+            if mixer.site(site).grid is not None and site not in UNSEEN:
+                found[site] = f"{name}.mixer.sites.{site}"
+        for weight in WEIGHTS:
+            module = weight.rpartition(".")[0]
+            found.setdefault(f"{module}.weight" if module else weight, f"{name}.mixer.{module or weight}")
+    return found
+
+
+def _linear_sites(twins: Twins, layer: str) -> dict[str, str]:
+    """Linear layers, each with its weight and its input, by their name within the layer."""
+    return {
+        name.removeprefix(f"{layer}.") if name != layer else name: name
+        for name, module in twins.quantized.named_modules()
+        if isinstance(module, GridLinear) and (name == layer or name.startswith(f"{layer}."))
+    }
+
+
+def mixed(base: nn.Module, donor: nn.Module, paths: Sequence[str], *, at: str = "") -> nn.Module:
+    """The module `at` of `base` with the modules and parameters `paths` taken from `donor`; nothing is copied.
+
+    `base` itself stays as it is: the result has modules of its own, which share all tensors.
+    """
+    if at in paths:
+        return donor.get_submodule(at)
+    result = _structure(base.get_submodule(at))
+    for path in paths:
+        parent, _, child = path.rpartition(".")
+        inside = parent[len(at) :].lstrip(".") if at else parent
+        place, source = result.get_submodule(inside), donor.get_submodule(parent)
+        table = "_modules" if child in source._modules else "_parameters"
+        getattr(place, table)[child] = getattr(source, table)[child]
+    return result
+
+
+def _structure(module: nn.Module) -> nn.Module:
+    """A copy of the modules, not of the tensors."""
+    result = copy.copy(module)
+    result._modules = {name: child and _structure(child) for name, child in module._modules.items()}
+    result._parameters = dict(module._parameters)
+    return result
+
+
+def block_of(path: str, stack: Sequence[str]) -> str | None:
+    """The layer of the stack that a path lies in."""
+    return next((layer for layer in stack if path == layer or path.startswith(f"{layer}.")), None)
+
+
+def by_block(unit_paths: Sequence[str], stack: Sequence[str]) -> Mapping[str, list[str]] | None:
+    """The paths of a unit by the layer of the stack that they lie in; None if one lies outside of all."""
+    found: dict[str, list[str]] = {}
+    for path in unit_paths:
+        layer = block_of(path, stack)
+        if layer is None:
+            return None
+        found.setdefault(layer, []).append(path)
+    return found
