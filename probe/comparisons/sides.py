@@ -30,8 +30,17 @@ class Side:
     @property
     def name(self) -> str:
         """As the users' scripts call it: 2-1, 2-1-fp8_e4m3, fp32."""
-        recorded = self.recording.manifest.recipes[self.recipe]
-        return spelled(recorded.mode, recorded.format)
+        return spelled(self.mode, self.format)
+
+    @property
+    def mode(self) -> str:
+        """2-1."""
+        return spelled(self.recording.manifest.recipes[self.recipe].mode, None)
+
+    @property
+    def format(self) -> str | None:
+        """int8, or None of a float mode."""
+        return self.recording.manifest.recipes[self.recipe].format
 
     @property
     def labels(self) -> dict[str, str]:
@@ -61,12 +70,12 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
 
     `format` picks one where a mode was recorded in several; a float mode has none to pick.
     """
-    sides = {Side(recording, recipe): recording.manifest.recipes[recipe] for recipe in recording.recipes}
-    exact = [side for side, one in sides.items() if mode in (side.recipe, f"{spelled(one.mode, None)}-{one.format}")]
-    found = exact or [side for side, one in sides.items() if mode in (one.mode, spelled(one.mode, None))]
-    picked = [side for side in found if format is None or sides[side].format in (format, None)]
+    sides = [Side(recording, recipe) for recipe in recording.recipes]
+    exact = [side for side in sides if mode in (side.recipe, f"{side.mode}-{side.format}")]
+    found = exact or [side for side in sides if mode in (recording.manifest.recipes[side.recipe].mode, side.mode)]
+    picked = [side for side in found if format is None or side.format in (format, None)]
     if len(picked) > 1:
-        formats = ", ".join(str(sides[side].format) for side in picked)
+        formats = ", ".join(str(side.format) for side in picked)
         raise ValueError(f"{recording.folder} has mode {mode} in {formats}. Say which with --format, or {mode}-FORMAT.")
     if picked:
         return picked[0]
@@ -77,10 +86,8 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
 
 def all_sides(recording: Recording, format: str | None = None) -> list[Side]:
     """Every recipe, in the order of the table of modes; with `format` the float modes and those in it."""
-    recipes = recording.manifest.recipes
-    return [
-        Side(recording, name) for name in recording.recipes if format is None or recipes[name].format in (format, None)
-    ]
+    sides = [Side(recording, recipe) for recipe in recording.recipes]
+    return [side for side in sides if format is None or side.format in (format, None)]
 
 
 def find_reference(recording: Recording, mode: str, format: str | None = None) -> Side:

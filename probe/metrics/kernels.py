@@ -5,12 +5,8 @@ processor at once. The bits of a float as an integer that is ordered as the floa
 
     key = bits, or bits ^ 0x7f...f where the sign is set;    |x| has the bits max(key, ~key)
 
-Sums run over the lanes at once too, so that their order is the compiler's. Around a shift c, for which the mean of
-the blocks before serves, a block of n values has, with S = sum (x - c) and Q = sum (x - c)^2,
-
-    mean = c + S / n,    squares = Q - S^2 / n,    product = P - S_o S_r / n
-
-Where S^2 / n is more than half of Q too much would cancel, and the sums are taken again, around the mean.
+Sums run over the lanes at once too, so that their order is the compiler's. A block is measured as the readable twin
+measures a chunk, its sums first and then squares around its means, and blocks join as `Tally.then` joins stretches.
 """
 
 import numba
@@ -23,7 +19,9 @@ _Doubles = npt.NDArray[np.float64]
 _Whole = npt.NDArray[np.int64]
 
 #: Elements in a block.
-BLOCK = 2048
+BLOCK = 1024
+#: Squares are no more than rounding if the values are, but for this part of the largest, equal.
+_EQUAL = 1e-12
 
 #: The places of sums: means, then squares around them, of output, reference and difference; and of counts and keys.
 (MEAN_O, MEAN_R, MEAN_D, SQUARES_O, SQUARES_R, SQUARES_D, PRODUCT, SUM_D, SUM_R, SUMS) = range(10)
@@ -70,10 +68,10 @@ def measure(
             x, y, bits_x, bits_y = o[:kept], r[:kept], bits_o[:kept], bits_r[:kept]
             ends[LOW_O], ends[HIGH_O] = _extremes(bits_x, top)
             ends[LOW_R], ends[HIGH_R] = _extremes(bits_y, top)
-        _sum_block(x, y, d, sums, counts[COUNT], block)
+        _sum_block(x, y, d, block)
         bits_d = d.view(np.int64)[: x.size]
         ends[LARGEST_D] = _largest(bits_d)
-        counts[ZEROED] += _zero_alone(bits_x, bits_y)
+        counts[ZEROED] += _zero_alone(bits_x, bits_y, top)
         _count_largest(bits_x, top, keys, ends, counts)
         if buckets.size:
             _count_sizes(bits_d, buckets)
@@ -88,10 +86,10 @@ def measure(
 
 @numba.njit(cache=True, nogil=True)
 def _different(bits_o: _Bits, bits_r: _Bits) -> int:
-    found = 0
+    found = np.int32(0)
     for i in range(bits_o.size):
-        found += bits_o[i] != bits_r[i]
-    return found
+        found = np.int32(found + np.int32(bits_o[i] != bits_r[i]))
+    return int(found)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -136,48 +134,58 @@ def _leave_out_nonfinite(
 
 
 @numba.njit(cache=True, nogil=True)
-def _sum_block(x: _Floats, y: _Floats, d: _Doubles, sums: _Doubles, before: int, block: _Doubles) -> None:
-    """The difference, and the sums of the block."""
-    o, r = np.float64(x[0]), np.float64(y[0])
-    shifts = (sums[MEAN_O], sums[MEAN_R], sums[MEAN_D]) if before else (o, r, o - r)
-    if not _sums_around(x, y, d, shifts, block):
-        _sums_around(x, y, d, (block[MEAN_O], block[MEAN_R], block[MEAN_D]), block)
+def _sum_block(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
+    """The differences, and all sums. Where squares may be rounding alone they are taken again, around a value."""
+    _add_up(x, y, d, block)
+    _centre(x, y, d, block)
+    for values, mean, squares in ((x, MEAN_O, SQUARES_O), (y, MEAN_R, SQUARES_R)):
+        if block[squares] <= x.size * (_EQUAL * block[mean]) ** 2:
+            block[mean], block[squares] = _around_the_first(values)
+    if block[SQUARES_D] <= x.size * (_EQUAL * block[MEAN_D]) ** 2:
+        block[MEAN_D], block[SQUARES_D] = _around_the_first(d[: x.size])
 
 
 @numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
-def _sums_around(x: _Floats, y: _Floats, d: _Doubles, shifts: tuple[float, float, float], block: _Doubles) -> bool:
-    """The sums of the block, and whether no more than half of any square cancels."""
-    shift_o, shift_r, shift_d = shifts
-    sum_o = sum_r = sum_d = squares_o = squares_r = squares_d = product = size_d = size_r = 0.0
+def _add_up(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
+    sum_o = sum_r = sum_d = size_d = size_r = 0.0
     for i in range(x.size):
         o, r = np.float64(x[i]), np.float64(y[i])
         e = o - r
         d[i] = e
-        size_d += abs(e)
-        size_r += abs(r)
-        o -= shift_o
-        r -= shift_r
-        e -= shift_d
         sum_o += o
         sum_r += r
         sum_d += e
+        size_d += abs(e)
+        size_r += abs(r)
+    block[MEAN_O], block[MEAN_R], block[MEAN_D] = sum_o / x.size, sum_r / x.size, sum_d / x.size
+    block[SUM_D], block[SUM_R] = size_d, size_r
+
+
+@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+def _centre(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
+    mean_o, mean_r, mean_d = block[MEAN_O], block[MEAN_R], block[MEAN_D]
+    squares_o = squares_r = squares_d = product = 0.0
+    for i in range(x.size):
+        o, r, e = np.float64(x[i]) - mean_o, np.float64(y[i]) - mean_r, d[i] - mean_d
         squares_o += o * o
         squares_r += r * r
         squares_d += e * e
         product += o * r
-    n = np.float64(x.size)
-    block[MEAN_O], block[MEAN_R], block[MEAN_D] = shift_o + sum_o / n, shift_r + sum_r / n, shift_d + sum_d / n
-    block[SQUARES_O] = squares_o - sum_o * (sum_o / n)
-    block[SQUARES_R] = squares_r - sum_r * (sum_r / n)
-    block[SQUARES_D] = squares_d - sum_d * (sum_d / n)
-    block[PRODUCT] = product - sum_o * (sum_r / n)
-    block[SUM_D], block[SUM_R] = size_d, size_r
-    kept: bool = (
-        block[SQUARES_O] >= 0.5 * squares_o
-        and block[SQUARES_R] >= 0.5 * squares_r
-        and block[SQUARES_D] >= 0.5 * squares_d
-    )
-    return kept
+    block[SQUARES_O], block[SQUARES_R], block[SQUARES_D], block[PRODUCT] = squares_o, squares_r, squares_d, product
+
+
+@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+def _around_the_first(values: _Floats) -> tuple[float, float]:
+    """Mean and squares around it, of values that are nearly equal; of equal ones, the value and zero."""
+    first = np.float64(values[0])
+    total = squares = 0.0
+    for i in range(values.size):
+        total += np.float64(values[i]) - first
+    step = total / values.size
+    for i in range(values.size):
+        off = (np.float64(values[i]) - first) - step
+        squares += off * off
+    return first + step, squares
 
 
 @numba.njit(cache=True, nogil=True)
@@ -189,13 +197,18 @@ def _largest(bits: _Whole) -> int:
 
 
 @numba.njit(cache=True, nogil=True)
-def _zero_alone(bits_o: _Bits, bits_r: _Bits) -> int:
-    """How many outputs are 0 where the reference is not; the sign is shifted out."""
-    found = 0
-    one = bits_o.dtype.type(1)
+def _zero_alone(bits_o: _Bits, bits_r: _Bits, top: int) -> int:
+    """How many outputs are 0 where the reference is not."""
+    size = bits_o.dtype.type(top)
+    zeros = np.int32(0)
     for i in range(bits_o.size):
-        found += (bits_o.dtype.type(bits_o[i] << one) == 0) & (bits_o.dtype.type(bits_r[i] << one) != 0)
-    return found
+        zeros = np.int32(zeros + np.int32((bits_o[i] & size) == 0))
+    if zeros == 0:
+        return 0
+    alone = 0
+    for i in range(bits_o.size):
+        alone += ((bits_o[i] & size) == 0) & ((bits_r[i] & size) != 0)
+    return alone
 
 
 @numba.njit(cache=True, nogil=True)
@@ -213,14 +226,14 @@ def _count_largest(bits: _Bits, top: int, keys: _Whole, ends: _Whole, counts: _W
 
 @numba.njit(cache=True, nogil=True)
 def _count_sizes(bits: _Whole, buckets: _Whole) -> None:
-    """One more in the bucket of every difference: its exponent and the first 8 bits of its mantissa."""
-    high = bits.view(np.uint32)[1::2]
+    """One more in the bucket of every difference: its exponent and the first 8 bits of its mantissa; zeros in none."""
+    halves = bits.view(np.uint32)
+    before = buckets[0]
     for i in range(bits.size):
-        buckets[(high[i] & np.uint32(0x7FFFFFFF)) >> np.uint32(12)] += 1
-    zeros = 0
-    for i in range(bits.size):
-        zeros += (bits[i] << 1) == 0
-    buckets[0] -= zeros
+        buckets[(halves[2 * i + 1] & np.uint32(0x7FFFFFFF)) >> np.uint32(12)] += 1
+    if buckets[0] != before:
+        for i in range(bits.size):
+            buckets[0] -= (bits[i] << 1) == 0
 
 
 @numba.njit(cache=True, nogil=True)

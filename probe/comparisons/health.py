@@ -1,0 +1,198 @@
+"""The health of one recipe in a recording: which layer is the first that looks wrong.
+
+    not finite     NaN or Inf in it
+    large mean     |mean| above 10
+    jump           max |x_i+1 - x_i| above 10, x_i and x_i+1 the outputs of adjacent layers of one shape
+    odd change     mean |x_i+1 - x_i| above `factor` times the median of that over all adjacent layers
+
+The last needs three pairs at least: of fewer the median says nothing. The embedding, the final norm and the logits
+have no adjacent layer; of the logits only NaN and Inf are looked at.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+from probe.comparisons.mode_result import place_of
+from probe.comparisons.sides import Side, all_sides, bands, find_side, is_layer, layer_number
+from probe.metrics import Comparison, Metrics
+from probe.names import LOGITS
+from probe.recordings import Recording, read_recording
+
+#: What a mean and what the change between adjacent layers may be.
+LARGEST_MEAN = 10.0
+LARGEST_CHANGE = 10.0
+#: How many times the median change a change may be.
+FACTOR = 10.0
+#: The median of fewer changes says nothing.
+_FEWEST = 3
+
+
+@dataclass(frozen=True)
+class LayerHealth:
+    """One tensor, what it holds and what is wrong with it."""
+
+    name: str
+    shape: tuple[int, ...]
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    nan: int
+    inf: int
+    first_nonfinite: tuple[int, ...] | None
+    """(sample, token, feature)."""
+    max_change: float | None
+    """max |x - x of the layer before|, where both are finite; None where there is no layer before, or another shape."""
+    mean_change: float | None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def mark(self) -> str:
+        """❌ for NaN and Inf, ⚠ for what is odd, ✓ for the rest."""
+        return "❌" if self.nan or self.inf else "⚠" if self.problems else "✓"
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `probe check` found in one recipe."""
+
+    recording: str
+    mode: str
+    factor: float
+    median_change: float | None
+    """Of mean |x_i+1 - x_i|, over all adjacent layers."""
+    layers: tuple[LayerHealth, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def suspicious(self) -> tuple[LayerHealth, ...]:
+        """The layers with a problem, in the order of the data flow."""
+        return tuple(layer for layer in self.layers if layer.problems)
+
+    @property
+    def first(self) -> LayerHealth | None:
+        """The first of them: where to look."""
+        return next(iter(self.suspicious), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        layers = {layer.name: {"mark": layer.mark, **asdict(layer)} for layer in self.layers}
+        for layer in layers.values():
+            del layer["name"]
+        return {
+            "recording": self.recording,
+            "mode": self.mode,
+            "factor": self.factor,
+            "median_change": self.median_change,
+            "first_suspicious": self.first.name if self.first else None,
+            "notes": list(self.notes),
+            "layers": layers,
+        }
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        """The inverse of as_dict, also after JSON."""
+
+        def layer(name: str, facts: Mapping[str, Any]) -> LayerHealth:
+            own = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+            return LayerHealth(name, **{key: value for key, value in own.items() if key != "mark"})
+
+        layers = tuple(layer(name, facts) for name, facts in found["layers"].items())
+        facts = (found[key] for key in ("recording", "mode", "factor", "median_change"))
+        return cls(*facts, layers, tuple(found["notes"]))
+
+
+def check(
+    recording: Recording | Path | str,
+    recipe: str | None = None,
+    *,
+    factor: float = FACTOR,
+    format: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Health:
+    """Look at every tensor of a recipe; without `recipe` there must be only one. Tensors are read band by band."""
+    if not factor > 1:
+        raise ValueError(f"factor is {factor}. Expected how many times the median change is odd: more than 1, e.g. 10.")
+    own = recording if isinstance(recording, Recording) else read_recording(recording, verify=False)
+    if recipe is None and len(own.recipes) > 1:
+        names = ", ".join(side.name for side in all_sides(own))
+        raise ValueError(f"{own.folder} has {len(own.recipes)} recipes: {names}. Say which one to check.")
+    side = all_sides(own)[0] if recipe is None else find_side(own, recipe, format)
+    labels = list(side.labels)
+    found: list[LayerHealth] = []
+    before: str | None = None
+    for place, label in enumerate(labels):
+        if progress:
+            progress(f"{side.name} {label} ({place + 1} of {len(labels)})")
+        adjacent = before if is_layer(label, labels) and _are_adjacent(side, before, label) else None
+        found.append(_look_at(side, label, adjacent))
+        before = label if is_layer(label, labels) else before
+    changes = [layer.mean_change for layer in found if layer.mean_change is not None]
+    usual = median(changes) if changes else None
+    known = usual if len(changes) >= _FEWEST else None
+    judged = tuple(_judged(layer, known, factor) for layer in found)
+    return Health(str(own.folder), side.name, factor, usual, judged, own.notes)
+
+
+def _are_adjacent(side: Side, before: str | None, label: str) -> bool:
+    """One after the other in the model, and of one shape."""
+    if before is None or side.shape(before) != side.shape(label):
+        return False
+    numbers = layer_number(before), layer_number(label)
+    return None in numbers or numbers[1] == (numbers[0] or 0) + 1
+
+
+def _look_at(side: Side, label: str, before: str | None) -> LayerHealth:
+    changed = _measured(side, label, before) if before else None
+    own = changed if changed and changed.finite else _measured(side, label, label)
+    shape = side.shape(label)
+    first = _first_nonfinite(side, label) if own.nan_output or own.inf_output else None
+    return LayerHealth(
+        label,
+        shape,
+        own.mean_output,
+        own.std_output,
+        own.min_output,
+        own.max_output,
+        own.nan_output,
+        own.inf_output,
+        place_of(first, shape),
+        changed.max_abs if changed else None,
+        changed.mae if changed else None,
+    )
+
+
+def _measured(side: Side, label: str, other: str) -> Metrics:
+    """A tensor against another of its shape, or itself."""
+    comparison = Comparison(percentiles=False)
+    step = zip(bands(label, side), bands(other, side), strict=True)
+    for (output,), (expected,) in step:
+        comparison.update(output, expected)
+    return comparison.metrics()
+
+
+def _first_nonfinite(side: Side, label: str) -> int:
+    seen = 0
+    for (values,) in bands(label, side):
+        lost = (~values.double().isfinite()).nonzero()
+        if len(lost):
+            return seen + int(lost[0])
+        seen += values.numel()
+    raise AssertionError(f"{label} was not finite when it was measured")
+
+
+def _judged(layer: LayerHealth, usual: float | None, factor: float) -> LayerHealth:
+    problems = []
+    if layer.nan or layer.inf:
+        problems.append(f"{layer.nan} NaN and {layer.inf} Inf, the first at {layer.first_nonfinite}")
+    if layer.name != LOGITS and layer.mean is not None and abs(layer.mean) > LARGEST_MEAN:
+        problems.append(f"mean {layer.mean:.6g} is beyond {LARGEST_MEAN:g}")
+    if layer.max_change is not None and layer.max_change > LARGEST_CHANGE:
+        problems.append(f"differs from the layer before by up to {layer.max_change:.6g}, more than {LARGEST_CHANGE:g}")
+    if usual is not None and layer.mean_change is not None and layer.mean_change > factor * usual:
+        times = f"{layer.mean_change / usual:.3g} times the median" if usual else "where most do not change at all"
+        problems.append(f"differs from the layer before by {layer.mean_change:.6g} on average, {times}")
+    return LayerHealth(**{**asdict(layer), "problems": tuple(problems)})
