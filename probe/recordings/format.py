@@ -223,6 +223,8 @@ def _file_name(node: Node, files: dict[str, File]) -> str:
 def _file(name: str, node: Node) -> File:
     if not FILE_NAME.fullmatch(name):
         raise defect(node.file, f"files: {name!r} is not the plain name of a file in this folder")
+    if name == MANIFEST:
+        raise defect(node.file, f"files: {name} cannot vouch for itself")
     facts = node.members("bytes", "sha256")
     return File(facts["bytes"].count(), facts["sha256"].text(SHA256, "64 hexadecimal digits"))
 
