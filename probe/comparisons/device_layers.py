@@ -39,8 +39,9 @@ class LayerDifference:
         within              share of all elements with |d| <= atol + rtol |a|; equal infinities are within
         error               rms(d) / rms(a), every token in units of its own size
         added, noise        the difference in what the layer adds, relative to that, and what sound devices stay below
-        recipe_error        with a reference: what `error` is between the recipe (A) and the float reference
-        recipe_errors       error / recipe_error
+        recipe_error        with a reference: what `error` is between the float reference and the recipe (A)
+        device_error        ... and between the float reference and the device (B)
+        recipe_errors       error / recipe_error: how many times the recipe's own error the device is off
 
     None stands for a figure without meaning, as in `Metrics`.
     """
@@ -69,6 +70,7 @@ class LayerDifference:
     added: float
     noise: float
     recipe_error: float | None = None
+    device_error: float | None = None
     recipe_errors: float | None = None
     exceeded: tuple[str, ...] = ()
     """Limits that are not kept."""

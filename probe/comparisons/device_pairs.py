@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probe.comparisons.device_layers import LayerDifference, Limits, measure_layer
 from probe.comparisons.device_noise import floor_of, is_layer, own_error_of, unit_of
-from probe.comparisons.device_rows import Look, look, spread
+from probe.comparisons.device_rows import Look, look
 from probe.comparisons.device_structure import Array, Structure, as_rows, is_residual, measure_structure
 from probe.names import LOGITS
 from probe.recordings import Recording
@@ -64,6 +64,15 @@ class Seen:
         return self.difference.name
 
 
+@dataclass(frozen=True)
+class Own:
+    """Against the float reference: how far the recipe is from it, what its layer adds by itself, and the device."""
+
+    error: float
+    added: float
+    device_error: float
+
+
 @dataclass(frozen=True, eq=False)
 class Pair:
     """`names` are the tensors that are compared, in the order of the data flow."""
@@ -96,30 +105,47 @@ class Pair:
         return before[-1] if before else None
 
     def measure(
-        self, names: Sequence[str], *, rtol: float, atol: float, limits: Limits, own: Mapping[str, float] | None = None
+        self, names: Sequence[str], *, rtol: float, atol: float, limits: Limits, own: Mapping[str, Own]
     ) -> list[Seen]:
-        """The figures of every tensor; `own` is what the recipe differs from the float model by, if that is known."""
+        """The figures of every tensor; `own` is what is known from a float reference."""
         found: list[Seen] = []
         errors: dict[str, float] = {}
         for name in names:
             a, b = self.tensors(name)
             given = self.given(name)
-            bases = self._bases(name, given, a)
+            bases = self.bases(name, a)
             structure = measure_structure(a, b, bases)
             noise = floor_of(
                 self.unit,
                 given=self._error_given(given, errors, name),
                 part=structure.part,
                 channels=a.shape[-1],
-                own=own.get(name, self.own_error) if own else self.own_error,
+                own=own[name].added if name in own else self.own_error,
             )
             dtypes = (self.a.dtype(name), self.b.dtype(name))
             difference = measure_layer(
                 name, a, b, dtypes, structure, rtol=rtol, atol=atol, noise=noise, limits=limits
             )  # fmt: skip
+            if name in own:
+                difference = replace(
+                    difference,
+                    recipe_error=own[name].error,
+                    device_error=own[name].device_error,
+                    recipe_errors=structure.error / own[name].error if own[name].error else None,
+                )
             errors[name] = structure.error
             found.append(Seen(difference, structure, given, bases is not None))
         return found
+
+    def bases(self, name: str, a: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What the layer adds to, on either side; None if it does not."""
+        given = self.given(name)
+        if given is None or self.a.shape(given) != tuple(a.shape) or not (is_layer(name) or name in ENDS):
+            return None
+        bases = self.tensors(given)
+        some = [some_rows(x) for x in (a, bases[0])]
+        finite = np.isfinite(some[0]).all(1) & np.isfinite(some[1]).all(1)
+        return bases if is_residual(some[0][finite], some[1][finite]) else None
 
     def look(self, seen: Seen) -> Look:
         """The values of a tensor, some of them, for patterns."""
@@ -136,15 +162,6 @@ class Pair:
     def _is_before(self, other: str, name: str) -> bool:
         return self.a.names.index(other) < self.a.names.index(name)
 
-    def _bases(self, name: str, given: str | None, a: Tensor) -> tuple[Tensor, Tensor] | None:
-        if given is None or self.a.shape(given) != tuple(a.shape) or not (is_layer(name) or name in ENDS):
-            return None
-        bases = self.tensors(given)
-        picked = torch.from_numpy(spread(as_rows(a).shape[0], 512 * a.shape[-1]))
-        some = [as_rows(x)[picked].double().numpy() for x in (a, bases[0])]
-        finite = np.isfinite(some[0]).all(1) & np.isfinite(some[1]).all(1)
-        return bases if is_residual(some[0][finite], some[1][finite]) else None
-
     def _error_given(self, given: str | None, errors: dict[str, float], name: str) -> float:
         """Of what the tensor was made of; inside a layer, of all that came since."""
         if given is None:
@@ -158,27 +175,16 @@ class Pair:
         return max(errors[other] for other in since if other in errors)
 
 
-def with_reference(pair: Pair, reference: Side, seen: list[Seen]) -> list[Seen]:
-    """The figures of each tensor in units of the recipe's own error against the float reference."""
-    found = []
-    for one in seen:
-        if one.name not in reference.names:
-            found.append(one)
-            continue
-        own = measure_structure(reference.tensor(one.name), pair.a.tensor(one.name), None).error
-        ratio = one.difference.error / own if own > 0 else None
-        found.append(replace(one, difference=replace(one.difference, recipe_error=own, recipe_errors=ratio)))
-    return found
-
-
-def own_errors(pair: Pair, reference: Side, names: Sequence[str]) -> dict[str, float]:
-    """What each layer of the recipe (A) adds differently from the float reference, relative to what it adds."""
+def against_reference(pair: Pair, reference: Side, names: Sequence[str]) -> dict[str, Own]:
+    """What the recipe (A) and the device (B) differ from the float reference by, tensor by tensor."""
     floats = Pair(reference, pair.a, pair.names)
     found = {}
     for name in names:
-        if name in reference.names and reference.shape(name) == pair.a.shape(name):
-            a, b = floats.tensors(name)
-            found[name] = measure_structure(a, b, floats._bases(name, floats.given(name), a)).added
+        if name in reference.names:
+            expected, emulated = floats.tensors(name)
+            recipe = measure_structure(expected, emulated, floats.bases(name, expected))
+            device = measure_structure(expected, pair.b.tensor(name), None)
+            found[name] = Own(recipe.error, recipe.added, device.error)
     return found
 
 

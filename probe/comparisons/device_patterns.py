@@ -153,7 +153,9 @@ def _epsilon(seen: Look) -> str:
 def _factor(seen: Look) -> str:
     """One factor for all, for each token, for each channel."""
     shares = seen.structure
-    if shares.factor_share > EXPLAINED:
+    left = (1 - shares.factor_share) * shares.e_squares
+    kept = (1 + shares.slope) ** 2 * float(shares.channels[1].sum())
+    if shares.factor_share > EXPLAINED and left < (1 - EXPLAINED) * kept:
         exact = SIGNATURES["a factor"](_step(seen.adds[1], seen.adds[0]))
         what = "what it adds" if seen.residual else "its output"
         return f"{what} is {1 + shares.slope:.5g} times A's" + (f": {exact}" if exact else "")

@@ -24,6 +24,8 @@ UNRECOGNISED = "kind not recognised"
 FACTOR, CONSTANT = 0.3, 0.6
 #: One channel, token or sample differs by so many times the median one.
 PEAK = 40.0
+#: A device nearer to the float reference than this part of the recipe's own error runs the float model.
+NOT_APPLIED = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +55,41 @@ def judge(pair: Pair, inputs: Inputs, seen: list[Seen]) -> DeviceVerdict:
         return DeviceVerdict(
             kind="identical", layer=None, cause="", sure="certain", evidence=(said, *_about_inputs(inputs))
         )
+    known = [one for one in seen if one.difference.recipe_error is not None]
+    if known and not any(one.difference.recipe_error for one in known):
+        return mismatched("A is the float reference itself: its recipe was not applied", None, inputs.said)
+    not_applied = next((one for one in known if _is_float(one)), None)
+    if not_applied is not None:
+        return _not_applied(inputs, not_applied)
     for one in seen:
-        why = _suspicious(one, pair.unit)
+        why = _suspicious(one, pair.unit, on_grid=pair.own_error > 0)
         if why:
             return _judged(pair, inputs, seen, one, why)
     return _noise(pair, inputs, seen)
 
 
-def _suspicious(one: Seen, unit: float) -> tuple[str, ...]:
+def _is_float(one: Seen) -> bool:
+    """Whether the device is where the float reference is, and the recipe is not."""
+    own, device = one.difference.recipe_error or 0.0, one.difference.device_error
+    return device is not None and device < NOT_APPLIED * own
+
+
+def _not_applied(inputs: Inputs, one: Seen) -> DeviceVerdict:
+    figures = one.difference
+    said = (
+        f"{figures.label} of B differs from the float reference by {figures.device_error:.2g} of its size, "
+        f"the recipe (A) by {figures.recipe_error:.2g}"
+    )
+    return DeviceVerdict(
+        kind="device fault",
+        layer=figures.label,
+        cause="the recipe was not applied: B gives what the float model gives",
+        sure="certain",
+        evidence=(said, inputs.said),
+    )
+
+
+def _suspicious(one: Seen, unit: float, *, on_grid: bool) -> tuple[str, ...]:
     """Why a difference is no noise, in words; empty if it is."""
     figures, spread = one.difference, one.structure
     label = figures.label
@@ -79,10 +108,8 @@ def _suspicious(one: Seen, unit: float) -> tuple[str, ...]:
         if spread.constant_share > CONSTANT + few and spread.rows >= 8:
             share = f"{spread.constant_share:.0%} of it is constant over tokens"
             return (f"{label} differs by {figures.added:.2g} of what it adds, and {share}: noise is not",)
-        for place, peak, what in (
-            (*spread.channel_peak(), "channel"),
-            (*spread.sample_peak(), "sample"),
-        ):
+        places = ((*spread.channel_peak(), "channel"), (*spread.sample_peak(), "sample"))
+        for place, peak, what in () if on_grid else places:  # on a grid a few flips are all there is
             if peak > PEAK:
                 return (f"{what} {place} of {label} differs {peak:.3g} times as much as the others: noise does not",)
     return ()
@@ -176,7 +203,8 @@ def _before(seen: list[Seen], one: Seen) -> tuple[str, ...]:
         return ("it is the first tensor that both have",)
     worst = max(seen[:place], key=lambda other: other.difference.beyond_noise)
     if worst.difference.error == 0:
-        return (f"all before it, {seen[0].difference.label} to {seen[place - 1].difference.label}, agree to the bit",)
+        labels = [other.difference.label for other in seen[:place]]
+        return (f"all before it agree to the bit: {labels[0]}{f' to {labels[-1]}' if place > 1 else ''}",)
     return (f"all before it stay below {worst.difference.beyond_noise:.2g} of what noise may reach",)
 
 

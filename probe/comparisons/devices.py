@@ -9,7 +9,7 @@ from typing import Any
 
 from probe.comparisons.device_inputs import Inputs, compare_inputs
 from probe.comparisons.device_layers import LayerDifference, Limits, label_of
-from probe.comparisons.device_pairs import Pair, Seen, Side, own_errors, with_reference
+from probe.comparisons.device_pairs import Pair, Seen, Side, against_reference
 from probe.comparisons.device_verdicts import DeviceVerdict, judge, mismatched
 from probe.recordings import Recording, RecordingError, read_recording
 
@@ -122,10 +122,8 @@ def diff(
     seen: list[Seen] = []
     limits = limits or Limits()
     if verdict is None:
-        own = None if third is None else own_errors(pair, third, chosen)
+        own = {} if third is None else against_reference(pair, third, chosen)
         seen = pair.measure(chosen, rtol=rtol, atol=atol, limits=limits, own=own)
-        if third is not None:
-            seen = with_reference(pair, third, seen)
         verdict = judge(pair, inputs, seen)
     return DeviceComparison(
         a=str(first.folder),

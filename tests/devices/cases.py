@@ -1,19 +1,25 @@
 """Generated cases: two recordings each, and the verdict that is right."""
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from probe import Recipe
+from probe.calibration import calibrate
+from probe.comparisons.devices import DeviceComparison, diff
+from probe.data import fingerprint as of_data
+from probe.models.load import fingerprint as of_model
+from probe.modes import Recipe, apply
 from probe.recordings import Recording, read_recording, write_recording
 from tests.devices import engines
 from tests.devices.device_faults import FAULTS
-from tests.devices.engines import Tensors, run
+from tests.devices.engines import Tensors, jittered, run
 from tests.devices.models import NAMES, fresh, layers_of, prompt, shared
 
 Engine = Callable[[str, Tensor], Tensors]
@@ -31,6 +37,8 @@ class Case:
     kind: str  # of sound devices: identical, if they are
     layer: str | None  # where it began; None where that is not judged
     says: str = ""
+    recipe: Recipe = Recipe("fp32")  # noqa: RUF009
+    reference: Callable[[], Tensors] | None = None
 
     def expected(self) -> str:
         if self.kind != NOISE:
@@ -40,14 +48,20 @@ class Case:
 
     def recordings(self, folder: Path) -> tuple[Recording, Recording]:
         folder.mkdir(parents=True, exist_ok=True)
-        return kept(folder / "a", self.a(), self.ids[0]), kept(folder / "b", self.b(), self.ids[1])
+        a, b = ((self.a, self.ids[0]), (self.b, self.ids[1]))
+        return kept(folder / "a", a[0](), a[1], self.recipe), kept(folder / "b", b[0](), b[1], self.recipe)
+
+    def judged(self, folder: Path) -> DeviceComparison:
+        a, b = self.recordings(folder)
+        floats = None if self.reference is None else kept(folder / "reference", self.reference(), self.ids[0])
+        return diff(a, b, reference=floats)
 
 
-def kept(folder: Path, tensors: Tensors, ids: Tensor | None) -> Recording:
+def kept(folder: Path, tensors: Tensors, ids: Tensor | None, recipe: Recipe = Recipe("fp32")) -> Recording:  # noqa: B008
     """A recording of its own; without ids, a folder of .pt files as scripts leave it."""
     if ids is not None:
         parts = {name: [tensor] for name, tensor in tensors.items()}
-        return write_recording(folder, [(Recipe("fp32"), parts)], model="m", batches=[ids], device=folder.name)
+        return write_recording(folder, [(recipe, parts)], model="m", batches=[ids], device=folder.name)
     folder.mkdir(parents=True)
     for name, tensor in tensors.items():
         torch.save(tensor, folder / f"{name.replace('.', '_')}.pt")
@@ -93,7 +107,7 @@ def faulty(name: str, fault: str, layer: int, seed: int, *, dtype: torch.dtype |
         broken = broken.to(dtype)
     with torch.no_grad():
         row.plant(broken, layer, seed)
-    return run(broken, prompt(seed))
+    return run(jittered(broken, seed), prompt(seed))
 
 
 def sound_beside(name: str, fault: str, layer: int, seed: int) -> Tensors:
@@ -142,6 +156,60 @@ def narrow_fault_cases(seeds: list[int]) -> Iterator[Case]:
                     FAULT,
                     f"layer_{layer}",
                 )
+
+
+RECIPES = (
+    ("tiny-mamba", "2-1", "fp8_e4m3"),
+    ("tiny-mamba", "0", "int8"),
+    ("tiny-mamba", "3", "nvfp4"),
+    ("tiny-llama", "linear_wa", "int8"),
+    ("tiny-llama", "linear_wa", "mxint8"),
+)
+
+
+@cache
+def quantized(name: str, mode: str, format: str) -> nn.Module:
+    model, ids = shared(name), prompt(20)
+    calibration = calibrate(model, [ids], model_fingerprint=of_model(model), data_fingerprint=of_data([ids]))
+    return apply(model, Recipe(mode, format), calibration)
+
+
+@cache
+def emulated(name: str, mode: str, format: str, seed: int) -> Tensors:
+    return run(quantized(name, mode, format), prompt(seed))
+
+
+def quantized_cases(seeds: list[int]) -> Iterator[Case]:
+    """Emulated recipe and device, with the float model as the reference."""
+    large = ("permuted channels", "skipped", "turned sign", "other weights", "one NaN", "swapped samples", "scale")
+    for seed in seeds:
+        for recipe in RECIPES:
+            name, ids = recipe[0], prompt(seed)
+
+            def device(recipe: tuple[str, str, str], seed: int, fault: str = "", layer: int = 0) -> Tensors:
+                model = copy.deepcopy(quantized(*recipe))
+                with torch.no_grad():
+                    if fault:
+                        FAULTS[fault].plant(model, layer, seed)
+                return run(jittered(model, seed), prompt(seed))
+
+            common: dict[str, Any] = {
+                "a": lambda recipe=recipe, seed=seed: emulated(*recipe, seed),
+                "ids": (ids, ids),
+                "recipe": Recipe(*recipe[1:]),
+                "reference": lambda name=name, seed=seed: plain(name, seed),
+            }
+            title = f"{'-'.join(recipe)} seed {seed}"
+            sound = cache(partial(device, recipe, seed))
+            yield Case(f"{title}: sound", b=sound, kind=NOISE, layer=None, **common)
+            for fault in large:
+                layer = random.Random(f"{recipe} {fault} {seed}").randrange(4)
+                broken = partial(device, recipe, seed, fault, layer)
+                where = f"layer_{layer}"
+                yield Case(f"{title}: {fault} in {where}", b=broken, kind=FAULT, layer=where, **common)
+            floating = partial(run, shared(name), ids)
+            where, words = "layer_0", "the recipe was not applied"
+            yield Case(f"{title}: not applied", b=floating, kind=FAULT, layer=where, says=words, **common)
 
 
 def _shifted(tensors: Tensors, start: int) -> Tensors:
@@ -201,5 +269,6 @@ def all_cases(seeds: list[int]) -> list[Case]:
         *sound_cases(seeds),
         *fault_cases(seeds),
         *narrow_fault_cases(seeds),
+        *quantized_cases(seeds),
         *mismatch_cases(seeds),
     ]

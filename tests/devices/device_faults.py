@@ -18,9 +18,12 @@ def _layer(model: nn.Module, index: int) -> Any:
     return layers_of(model)[index]
 
 
-def _last_projection(layer: Any) -> nn.Linear:
+def _last_projection(layer: Any) -> Any:
     """The one that writes to the stream."""
-    return next(m for n, m in reversed(list(layer.named_modules())) if n.endswith(("out_proj", "down_proj", "down")))
+    found = [
+        m for n, m in layer.named_modules() if n.endswith(("out_proj", "down_proj", "down")) and hasattr(m, "weight")
+    ]
+    return found[-1]
 
 
 def _norms(layer: Any) -> list[Any]:

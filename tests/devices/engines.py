@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probe.models.linear import GridLinear
 from tests.devices.models import embedding_of, final_norm_of, fresh, layers_of
 
 Tensors = dict[str, Tensor]
@@ -85,12 +86,18 @@ def autocast(name: str, ids: Tensor) -> Tensors:
         return {key: value.float() for key, value in run(fresh(name), ids).items()}
 
 
-def jitter(name: str, ids: Tensor) -> Tensors:
-    """Every matrix product off by an ulp or so, as if its sums ran in another order."""
-    model, generator = fresh(name), torch.Generator().manual_seed(7)
+def jittered(model: nn.Module, seed: int = 7) -> nn.Module:
+    """Every matrix product is off by an ulp or so, as if its sums ran in another order."""
+    generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | GridLinear):
             module.register_forward_hook(
-                lambda module, args, output: output * (1 + 2.0**-23 * torch.randn(output.shape, generator=generator))
+                lambda module, args, output: (
+                    output * (1 + torch.finfo(output.dtype).eps * torch.randn(output.shape, generator=generator))
+                ).to(output.dtype)
             )
-    return run(model, ids)
+    return model
+
+
+def jitter(name: str, ids: Tensor) -> Tensors:
+    return run(jittered(fresh(name)), ids)
