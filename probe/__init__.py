@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from probe.recordings.returning import record_outputs
     from probe.recordings.writing import write_recording
     from probe.runner import Measured, NotAppliedError, Reference, check_applied, measure, run_reference
+    from probe.sensitivity import Sensitivity, rank_layers
     from probe.scaling.advice import recommend
     from probe.scaling.results import ScalingResult
     from probe.scaling.sweep import scaling_sweep
@@ -68,6 +69,7 @@ _HOME = {
     "Recording": "recordings.reading",
     "RecordingError": "recordings.checked",
     "Reference": "runner",
+    "Sensitivity": "sensitivity",
     "ScalingResult": "scaling.results",
     "UncoveredError": "hooks",
     "Underflow": "quantizers.underflow",
@@ -93,6 +95,7 @@ _HOME = {
     "measure_all": "overview",
     "quantize": "quantizers.quantize",
     "quantize_integer": "quantizers.integers",
+    "rank_layers": "sensitivity",
     "read_recording": "recordings.reading",
     "record": "recordings.recorder",
     "record_outputs": "recordings.returning",
@@ -132,6 +135,7 @@ __all__ = [  # noqa: RUF022
     "Recording",
     "RecordingError",
     "Reference",
+    "Sensitivity",
     "ScalingResult",
     "UncoveredError",
     "Underflow",
@@ -157,6 +161,7 @@ __all__ = [  # noqa: RUF022
     "measure_all",
     "quantize",
     "quantize_integer",
+    "rank_layers",
     "read_recording",
     "record",
     "record_outputs",

@@ -24,6 +24,9 @@ Sites = Literal["across", "within"]
 #: Called with the work done, the work there is (in layers run), and what is being run.
 Progress = Callable[[int, int, str], Any]
 
+#: Tokens of a sequence that show whether runs may start in the middle.
+REHEARSED = 16
+
 _KINDS = {None: "layers", "across": "sites", "within": "layer sites"}
 _NO_ADVICE = Advice(keep=(), kl_all=None, kl_kept=None, reached=False, text="No advice was asked for.")
 
@@ -80,13 +83,10 @@ def rank_layers(
     """
     _check(batches, sites, together)
     twins = make_twins(model, recipe, calibration, sites=sites is not None)
-    if sites is None:
-        units = layer_units(twins, layers)
-    else:
-        units = site_units(twins, recipe, layers, across=sites == "across")
+    units = site_units(twins, recipe, layers, across=sites == "across") if sites else layer_units(twins, layers)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batches = [batch.to(device) for batch in batches]
-    alone, without, notes = _sides(twins, batches[0][:2], restart, together)
+    alone, without, notes = _sides(twins, batches[0][:2, :REHEARSED], restart, together)
     runs = _Runs(alone, without, units, batches, progress)
     runs.measure()
     effects = runs.effects()
@@ -115,9 +115,7 @@ def _check(batches: Sequence[Tensor], sites: str | None, together: int | None) -
         raise ValueError(f"together is {together}; expected 1 or more runs in a forward.")
 
 
-def _sides(
-    twins: Twins, sample: Tensor, restart: bool, together: int | None
-) -> tuple[Side, Side, list[str]]:
+def _sides(twins: Twins, sample: Tensor, restart: bool, together: int | None) -> tuple[Side, Side, list[str]]:
     """Both sides, and a note if neither can be restarted."""
     stack = tuple(blocks_of(twins.plain))
     alone = Side("alone", twins.plain, twins.floating, twins.quantized, stack, together=together)

@@ -132,7 +132,7 @@ def start_of(run: Run, order: Sequence[str]) -> int:
 @torch.no_grad()
 def restarted(model: nn.Module, known: Passage, rehearsal: Rehearsal, runs: Sequence[Run]) -> list[Tensor]:
     """The logits of each run, over the batch of the passage, in the order given: by the places where they start."""
-    if not runs or len(runs) > 1 and not rehearsal.stackable:
+    if not runs or (len(runs) > 1 and not rehearsal.stackable):
         raise ValueError(f"{len(runs)} runs were given; this model takes one in a forward.")
     order, size = rehearsal.order, len(known.batch)
     starts = [start_of(run, order) for run in runs]
@@ -166,11 +166,11 @@ def restarted(model: nn.Module, known: Passage, rehearsal: Rehearsal, runs: Sequ
 
     with _staged(model, order, stage_of):
         logits = logits_of(model, torch.cat([known.batch] * len(runs)))
-    return list(logits.split(size))
+    return list(torch.split(logits, size))
 
 
 def _groups(runs: Sequence[Run], starts: Sequence[int], name: str, place: int) -> list[range]:
-    """Runs that a layer can work on at once: each by itself where it starts or differs, neighbours together elsewhere."""
+    """Runs that a layer works on at once: each by itself where it starts or differs, else neighbours together."""
     found: list[range] = []
     kinds: list[object] = []
     for index, (run, start) in enumerate(zip(runs, starts, strict=True)):

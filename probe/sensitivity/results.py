@@ -12,10 +12,10 @@ VERSION = 1
 class Figures:
     """The logits of one run against those of the float model; None where a figure is not finite.
 
-        kl               mean over positions of KL(float || run), in nats
-        mse              mean squared difference of the logits
-        top1_agreement   share of positions with the same most likely token
-        change_in_bits   bits per token of the text, run minus float
+    kl               mean over positions of KL(float || run), in nats
+    mse              mean squared difference of the logits
+    top1_agreement   share of positions with the same most likely token
+    change_in_bits   bits per token of the text, run minus float
     """
 
     kl: float | None

@@ -1,7 +1,7 @@
 """The two sides of the question, and the runs that each takes.
 
-    alone     runs that differ from the float model in one unit
-    without   runs that differ from the quantized model in one unit
+alone     runs that differ from the float model in one unit
+without   runs that differ from the quantized model in one unit
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,9 +84,7 @@ class Side:
     def _run(self, unit: Unit) -> Run:
         blocks = by_block(unit.paths, self.stack)
         assert blocks is not None
-        return Run(
-            unit.name, {at: mixed(self.base, self.donor, inner, at=at) for at, inner in blocks.items()}
-        )
+        return Run(unit.name, {at: mixed(self.base, self.donor, inner, at=at) for at, inner in blocks.items()})
 
     def _runs_together(self, batch: Tensor) -> int:
         if self.rehearsal is None or not self.rehearsal.stackable:
