@@ -10,6 +10,7 @@ from probe.version import VERSION
 
 if TYPE_CHECKING:
     from probe.calibration import Calibration, calibrate, load_calibration
+    from probe.comparisons.health import Health, check
     from probe.comparisons.mode_result import ModeComparison
     from probe.comparisons.modes import compare
     from probe.data import text_of, token_batches
@@ -51,6 +52,7 @@ _HOME = {
     "Comparison": "metrics",
     "FORMATS": "formats",
     "Format": "formats",
+    "Health": "comparisons.health",
     "IntegerParameters": "quantizers.integers",
     "Loaded": "models.load",
     "LogitComparison": "metrics",
@@ -79,6 +81,7 @@ _HOME = {
     "calibrate": "calibration",
     "calibrate_on": "overview",
     "capture": "hooks",
+    "check": "comparisons.health",
     "check_applied": "runner",
     "compare": "comparisons.modes",
     "dequantize_integer": "quantizers.integers",
@@ -117,6 +120,7 @@ __all__ = [  # noqa: RUF022
     "Comparison",
     "FORMATS",
     "Format",
+    "Health",
     "IntegerParameters",
     "Loaded",
     "LogitComparison",
@@ -145,6 +149,7 @@ __all__ = [  # noqa: RUF022
     "calibrate",
     "calibrate_on",
     "capture",
+    "check",
     "check_applied",
     "compare",
     "dequantize_integer",

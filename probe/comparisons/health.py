@@ -97,12 +97,14 @@ class Health:
         """The inverse of as_dict, also after JSON."""
 
         def layer(name: str, facts: Mapping[str, Any]) -> LayerHealth:
-            own = {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
-            return LayerHealth(name, **{key: value for key, value in own.items() if key != "mark"})
+            own: dict[str, Any] = {
+                key: tuple(x) if isinstance(x, list) else x for key, x in facts.items() if key != "mark"
+            }
+            return LayerHealth(name, **own)
 
         layers = tuple(layer(name, facts) for name, facts in found["layers"].items())
-        facts = (found[key] for key in ("recording", "mode", "factor", "median_change"))
-        return cls(*facts, layers, tuple(found["notes"]))
+        recording, mode, factor, usual = (found[key] for key in ("recording", "mode", "factor", "median_change"))
+        return cls(recording, mode, factor, usual, layers, tuple(found["notes"]))
 
 
 def check(

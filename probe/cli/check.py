@@ -1,0 +1,59 @@
+"""`probe check`: the bad layer in one recording."""
+
+import argparse
+
+from probe.cli.output import json_to, progress_line, say
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The parser of the command."""
+    parser = commands.add_parser(
+        "check",
+        help="find the bad layer in a recording: NaN, Inf, large means, jumps",
+        description="Look at every layer of a recording: NaN and Inf, |mean| above 10, adjacent layers that differ by "
+        "more than 10 anywhere, or on average by more than K times the median. Exit 1 if one is suspicious.",
+    )
+    parser.add_argument("recording", metavar="R", help="the folder of a recording, or an .npz")
+    parser.add_argument("--mode", metavar="MODE", help="only this one (default: every mode that was recorded)")
+    parser.add_argument("--format", help="of a mode that was recorded in several")
+    parser.add_argument("--layer", metavar="N", help="write its distribution as a picture, layer_N_analysis.png")
+    parser.add_argument(
+        "--factor", type=float, metavar="K", help="how many times the median change is odd (default: 10)"
+    )
+    parser.add_argument("--report", metavar="DIR", help="write check.html there, and the picture of --layer")
+    parser.add_argument("--json", metavar="FILE", help="all of it as JSON; - prints it, and nothing else")
+    parser.add_argument("--verify", action="store_true", help="check every byte against the manifest first (sha256)")
+    parser.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from probe.comparisons.health import FACTOR, check
+    from probe.comparisons.sides import all_sides, find_side
+    from probe.recordings import read_recording
+    from probe.report.comparisons.health_page import write_health_page, write_layer_picture
+    from probe.report.comparisons.health_text import health_text
+
+    recording = read_recording(options.recording, verify=options.verify)
+    sides = (
+        [find_side(recording, options.mode, options.format)] if options.mode else all_sides(recording, options.format)
+    )
+    if options.layer and len(sides) > 1:
+        names = ", ".join(side.name for side in sides)
+        raise ValueError(f"--layer shows a layer of one mode, and there are {names}. Say which with --mode.")
+    factor = FACTOR if options.factor is None else options.factor
+    with progress_line() as progress:
+        checked = [(check(recording, side.recipe, factor=factor, progress=progress), side) for side in sides]
+    quiet = options.json == "-"
+    for health, _ in checked if not quiet else ():
+        say(health_text(health) + "\n")
+    for note in recording.notes:
+        say(f"note: {note}", error=True)
+    if options.layer:
+        picture = write_layer_picture(options.report or ".", *checked[0], options.layer)
+        say(f"picture: {picture}", error=quiet)
+    if options.report:
+        say(f"report: {write_health_page(options.report, checked)}", error=quiet)
+    if options.json:
+        facts = [health.as_dict() for health, _ in checked]
+        json_to(options.json, facts[0] if len(facts) == 1 else facts)
+    return 1 if any(health.first for health, _ in checked) else 0
