@@ -53,7 +53,12 @@ def analyze_underflow(
     x: Tensor, format: str, *, axis: int = -1, block_size: int | None = None, scale_rule: str = "floor"
 ) -> Underflow:
     """Count what quantizing `x` would lose, in one pass, changing nothing; warns above 0.1 %."""
-    job = check_job(x, format, axis=axis, block_size=block_size, scale_rule=scale_rule)
+    return analyze_job(check_job(x, format, axis=axis, block_size=block_size, scale_rule=scale_rule))
+
+
+def analyze_job(job: Job, *, stacklevel: int = 3) -> Underflow:
+    """The same for a job of the quantizers, which run it with check_underflow=True."""
+    x, format = job.x, job.format.name
     counts = dict.fromkeys(("zeros", "overflow", "subnormal", "underflow", "flushed", "nonfinite"), 0)
     if x.numel():
         rows = max(1, fast.CHUNK // job.rows.shape[-1])
@@ -72,7 +77,7 @@ def analyze_underflow(
             f"{found.share(found.underflow):.2%} lie below the smallest number ({found.share(found.flushed):.2%} "
             "become zero). Try another scale_rule, a smaller block_size or a format with more exponent bits.",
             UnderflowWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
     return found
 

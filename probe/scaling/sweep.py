@@ -1,5 +1,6 @@
 """The sweep: a tensor under scales from maximum to minimum alignment, for the whole tensor or block by block."""
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
@@ -144,7 +145,7 @@ def _checked_rules(rules: Sequence[str]) -> tuple[str, ...]:
 
 
 def _whole(name: str, given: float | None) -> int | None:
-    if given is None or (isinstance(given, int | float) and given == int(given)):
+    if given is None or (isinstance(given, int | float) and math.isfinite(given) and given == int(given)):
         return None if given is None else int(given)
     raise ValueError(f"{name} is {given!r}. Blocks have power-of-two scales: give a whole number to add to exponents.")
 

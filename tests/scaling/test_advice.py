@@ -1,0 +1,300 @@
+"""The recommendation: on tensors whose best scale is known in closed form, and in its words."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import probe
+from probe import FORMATS, recommend, scaling_sweep
+from probe.modes import apply
+from probe.scaling.advice import CRITERIA, normalised
+from probe.scaling.grids import amax_of, grid_of
+from probe.scaling.truth import block_truth
+from tests.quantizers.tensors import assert_same_bits
+from tests.scaling.tensors import FORMATS_OF_THE_SPEC, grid_of_the_format, log_uniform, normal
+
+
+@pytest.mark.parametrize("format", [*FORMATS_OF_THE_SPEC, "mxint8"])
+@pytest.mark.parametrize("exponent", [-30, -1, 0, 5])
+def test_the_grid_of_the_format_is_lossless_at_the_right_exponent(format: str, exponent: int) -> None:
+    x = grid_of_the_format(format) * 2.0**exponent
+    result = scaling_sweep(x, format, max_scale_exp=exponent + 2, min_scale_exp=exponent - 2, num_levels=9)
+    found = recommend(result)
+    assert found.scale_exponent == exponent
+    assert found.score == 1.0
+    assert found.level.lossless
+    assert (found.level.mse, found.level.psnr, found.level.cosine) == (0.0, math.inf, 1.0)
+    assert found.position == "At this scale every value lies on the grid: nothing is lost"
+    assert [level.level for level in found.best.values()] == [found.level.level] * 5
+    assert all(math.isfinite(score) and score < 1 for i, score in enumerate(found.scores) if i != found.level.level)
+
+
+@pytest.mark.parametrize("format", FORMATS_OF_THE_SPEC)
+def test_powers_of_two_tie_and_the_max_aligned_level_wins(format: str) -> None:
+    """One power of two is on the grid at every whole exponent between the alignments: the first of them is taken."""
+    x = torch.full((64,), 2.0**-3)
+    fmt = FORMATS[format]
+    first, last = -3 - fmt.max_exponent, -3 - (fmt.min_exponent - fmt.mantissa_bits)
+    result = scaling_sweep(x, format, num_levels=last - first + 1)
+    assert (result.max_scale_exp, result.min_scale_exp) == (first, last)
+    assert all(level.lossless for level in result.levels)
+    found = recommend(result)
+    assert found.level is result.levels[0]
+    assert set(found.scores) == {1.0}
+    assert found.range == (first, last)
+    assert {level.level for level in found.best.values()} == {0}
+
+
+def test_one_outlier_decides_between_saturating_it_and_losing_the_rest() -> None:
+    """1023 ones and one 12 in fp4_e2m1: at scale 2 all are exact but the outlier only at 12 = 6 * 2."""
+    x = torch.ones(1024)
+    x[100] = 12.0
+    result = scaling_sweep(x, "fp4_e2m1", max_scale_exp=1, min_scale_exp=-1, num_levels=3)
+    exact, clipped, worse = result.levels
+    assert (exact.mse, exact.overflow) == (0.0, 0)
+    assert (clipped.mse, clipped.overflow, clipped.max_abs_error) == ((12 - 6) ** 2 / 1024, 1, 6.0)
+    assert (worse.mse, worse.overflow, worse.max_abs_error) == ((12 - 3) ** 2 / 1024, 1, 9.0)
+    assert recommend(result).scale_exponent == 1
+    x[100] = 1000.0  # now maximum alignment flushes all the ones, and its error is least all the same
+    result = scaling_sweep(x, "fp4_e2m1", max_scale_exp=8, min_scale_exp=0, num_levels=9)
+    top, bottom = result.levels[0], result.levels[-1]
+    assert top.flushed == 1023
+    assert top.mse == pytest.approx((1023 + (1000 - 4 * 256) ** 2) / 1024, rel=1e-14)
+    assert bottom.mse == pytest.approx((1000 - 6) ** 2 / 1024, rel=1e-14)
+    assert recommend(result).best["mse"] is top
+
+
+def test_uniform_values_have_the_error_of_the_step() -> None:
+    """Uniform over the range of int8 at scale 1: mse = step^2 / 12, twice the step is four times that."""
+    x = torch.linspace(-127, 127, 2**16 + 1)
+    result = scaling_sweep(x, "int8", max_scale_exp=2, min_scale_exp=-1, num_levels=4)
+    for level, step in zip(result.levels, (4, 2, 1), strict=False):
+        assert level.mse == pytest.approx(step**2 / 12, rel=1e-2)
+        assert level.overflow == 0
+    assert result.levels[3].percent(result.levels[3].overflow) == pytest.approx(50, abs=0.5)
+    assert recommend(result).scale_exponent == 0
+
+
+def test_log_uniform_values_lose_their_share_of_octaves() -> None:
+    """4096 values over 20 octaves in fp8_e4m3: at maximum alignment what is more than 17.8 octaves down underflows."""
+    x = log_uniform(-20, 0)
+    result = scaling_sweep(x, "fp8_e4m3", num_levels=5)
+    assert (result.max_scale_exp, result.min_scale_exp) == (-8, -11)
+    top = result.levels[0]
+    octaves_lost = 20 + (-9 - 8)  # below 2^(-9-8)
+    assert top.underflow == pytest.approx(octaves_lost / 20 * 4096, abs=1)
+    assert top.flushed == pytest.approx((octaves_lost - 1) / 20 * 4096, abs=1)
+    assert top.overflow == 0
+    bottom = result.levels[-1]
+    assert bottom.underflow == 0
+    assert bottom.overflow == pytest.approx((11 - math.log2(448)) / 20 * 4096, abs=1)
+    found = recommend(result)
+    assert found.range is None
+    assert found.least_bad is not None
+    assert "span 20.0 powers of two, those of fp8_e4m3 17.8" in found.range_reason
+    lost = [level.overflow + level.underflow for level in result.levels]
+    assert found.least_bad.level == lost.index(min(lost))
+
+
+def test_the_score_is_the_weighted_sum_of_normalised_figures() -> None:
+    result = scaling_sweep(normal(40, 40), "fp4_e2m1", num_levels=6)
+    found = recommend(result)
+    assert {name: one.weight for name, one in CRITERIA.items()} == {
+        "mse": 0.3, "cosine": 0.3, "psnr": 0.2, "mae": 0.1, "relative_error": 0.1,
+    }  # fmt: skip
+    assert sum(one.weight for one in CRITERIA.values()) == pytest.approx(1)
+    for index, level in enumerate(result.levels):
+        expected = 0.0
+        for name, weight in (("mse", 0.3), ("mae", 0.1), ("relative_error", 0.1)):
+            values = [getattr(one, name) for one in result.levels]
+            expected += weight * (max(values) - getattr(level, name)) / (max(values) - min(values))
+        for name, weight in (("cosine", 0.3), ("psnr", 0.2)):
+            values = [getattr(one, name) for one in result.levels]
+            expected += weight * (getattr(level, name) - min(values)) / (max(values) - min(values))
+        assert found.scores[index] == pytest.approx(expected, rel=1e-12)
+    assert found.level.level == max(range(6), key=lambda index: found.scores[index])
+
+
+def test_normalising_never_gives_nan() -> None:
+    assert normalised([3.0, 3.0], False) == [1.0, 1.0]
+    assert normalised([math.inf, math.inf], True) == [1.0, 1.0]
+    assert normalised([10.0, math.inf, 20.0], True) == [0.0, 1.0, 0.0]
+    assert normalised([1.0, 3.0, 2.0], False) == [1.0, 0.0, 0.5]
+
+
+def with_figures(**figures: list[float]) -> Any:
+    """A result of three levels with these figures, the others as measured."""
+    result = scaling_sweep(normal(64), "int8", num_levels=3)
+    levels = [
+        replace(level, **{name: values[index] for name, values in figures.items()})
+        for index, level in enumerate(result.levels)
+    ]
+    return recommend(replace(result, levels=tuple(levels)))
+
+
+@pytest.mark.parametrize(
+    ("figures", "place", "kind", "text"),
+    [
+        ({"mse": [1.0, 1.05, 1.09]}, 0, "good", "MSE is stable"),
+        ({"mse": [1.0, 1.05, 1.1]}, 0, "fair", "MSE varies significantly with scaling - choose the recommended"),
+        ({"mse": [0.0, 0.0, 1e-9]}, 0, "fair", "MSE varies significantly"),
+        ({"mse": [0.0, 0.0, 0.0]}, 0, "good", "MSE is stable"),
+        ({"cosine": [0.99, 0.995, 0.9999]}, 1, "good", "Cosine similarity is very stable"),
+        ({"cosine": [0.98, 0.985, 0.99]}, 1, "fair", "Cosine similarity varies with scaling"),
+        ({"psnr": [30.0, 35.0, 40.0]}, 2, "good", "Small PSNR range - scaling factor has limited impact"),
+        ({"psnr": [30.0, 35.0, 40.1]}, 2, "fair", "Moderate PSNR range"),
+        ({"psnr": [30.0, 35.0, 50.0]}, 2, "fair", "Moderate PSNR range"),
+        ({"psnr": [30.0, 35.0, 50.1]}, 2, "poor", "Large PSNR range - scaling factor selection is critical"),
+        ({"psnr": [30.0, 35.0, math.inf]}, 2, "poor", "Large PSNR range"),
+        ({"psnr": [math.inf] * 3}, 2, "good", "Small PSNR range"),
+    ],
+)
+def test_words_follow_the_thresholds(figures: dict[str, list[float]], place: int, kind: str, text: str) -> None:
+    found = with_figures(**figures).advice[place]
+    assert found[0] == kind
+    assert found[1].startswith(text)
+
+
+def test_spreads_are_range_and_population_std() -> None:
+    spread = with_figures(mse=[1.0, 2.0, 6.0]).spreads["mse"]
+    assert (spread.low, spread.high, spread.range) == (1.0, 6.0, 5.0)
+    assert spread.std == pytest.approx(math.sqrt((4 + 1 + 9) / 3))
+    psnr = with_figures(psnr=[1.0, 2.0, math.inf]).spreads["psnr"]
+    assert (psnr.range, psnr.std) == (math.inf, None)
+
+
+def test_the_range_is_the_hull_of_the_levels_that_lose_nothing_significant() -> None:
+    result = scaling_sweep(log_uniform(-4, 4), "fp8_e4m3", max_scale_exp=-10, min_scale_exp=14, num_levels=25)
+    safe = [level.scale_exponent for level in result.levels if not level.significant]
+    found = recommend(result)
+    assert found.range == (min(safe), max(safe)) == (-4.0, 5.0)
+    assert found.range_reason == "10 of 25 levels have no significant overflow or underflow"
+    assert found.least_bad is None
+
+
+@pytest.mark.parametrize(
+    ("overflow", "severity"), [(0, "none"), (1, "none"), (2, "moderate"), (10, "moderate"), (11, "high")]
+)
+def test_severity_is_high_above_1_percent_and_moderate_above_a_tenth(overflow: int, severity: str) -> None:
+    level = replace(scaling_sweep(normal(1000), "int8").levels[0], overflow=overflow, underflow=0)
+    assert level.overflow_severity == severity
+    assert level.significant == (severity != "none")
+    level = replace(level, overflow=0, underflow=overflow)
+    assert level.underflow_severity == severity
+
+
+# ------------------------------------------------------------------------------------------ feeding the quantizers
+
+
+@pytest.mark.parametrize("format", [*FORMATS_OF_THE_SPEC, "mxint8"])
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+def test_the_grid_of_a_level_has_its_figures(format: str, granularity: str) -> None:
+    x = normal(20, 70, seed=4)
+    result = scaling_sweep(x, format, granularity=granularity, num_levels=6)
+    for level in result.levels:
+        y = grid_of(result, level)(x.double())  # values of fractional scales do not fit float32
+        d = y - x.double()
+        assert level.mse == pytest.approx(float((d * d).mean()), rel=1e-12)
+        assert level.max_abs_error == float(d.abs().max())
+    y = grid_of(result)(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert y.shape == x.shape
+
+
+def test_a_recommended_int8_scale_goes_through_a_calibration() -> None:
+    result = scaling_sweep(normal(500), "int8", max_scale_exp=-4, min_scale_exp=-8, num_levels=5)
+    found = recommend(result)
+    amax = torch.tensor(amax_of(result))
+    assert float(probe.integer_parameters(-amax, amax).scale) == found.scale
+    blocks = scaling_sweep(normal(500), "int8", granularity="block")
+    with pytest.raises(ValueError, match="have no amax. Use grid_of"):
+        amax_of(blocks)
+
+
+def test_a_recommended_scale_is_used_in_a_mode() -> None:
+    """The mode puts every weight on the grid that its own sweep recommends; the result is what the grid gives."""
+
+    def build(model: nn.Module, format: str, calibration: object) -> nn.Module:
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                with torch.no_grad():
+                    layer.weight.copy_(grid_of(scaling_sweep(layer.weight, format))(layer.weight))
+        return model
+
+    probe.register_mode("swept", build)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16))
+        quantized = apply(model, probe.Recipe("swept", "fp4_e2m1"))
+        weight = model[0].weight.detach()
+        result = scaling_sweep(weight, "fp4_e2m1")
+        scale = recommend(result).scale
+        expected = probe.round_to(weight.double() / scale, "fp4_e2m1") * scale
+        assert_same_bits(quantized[0].weight.detach(), expected.float())  # type: ignore[index]
+        d = quantized[0].weight.detach().double() - weight.double()  # type: ignore[index]
+        assert float((d * d).mean()) == pytest.approx(recommend(result).level.mse, rel=1e-5)
+    finally:
+        probe.unregister_mode("swept")
+
+
+def test_quantizers_check_for_underflow_when_asked() -> None:
+    x = torch.ones(64)
+    x[1::2] = 1e-6
+    with pytest.warns(probe.UnderflowWarning, match="50.00% lie below the smallest number") as caught:
+        y = probe.fake_quantize(x, "fp4_e2m1", check_underflow=True)
+    assert caught[0].filename == __file__
+    assert_same_bits(y, probe.fake_quantize(x, "fp4_e2m1"))
+    with pytest.warns(probe.UnderflowWarning):
+        probe.quantize(x, "fp4_e2m1", check_underflow=True)
+    probe.fake_quantize(torch.ones(64), "fp4_e2m1", check_underflow=True)  # nothing to warn of: warnings are errors
+
+
+# ------------------------------------------------------------------------------------------------------ block truth
+
+
+def rows_of(x: Tensor) -> Any:
+    return {truth.rule: truth for truth in block_truth(x, "fp4_e2m1")}
+
+
+def test_block_truth_is_what_fake_quantize_does_by_every_rule() -> None:
+    x = normal(16, 64, seed=5)
+    for rule, truth in rows_of(x).items():
+        quantized = probe.quantize(x, "fp4_e2m1", scale_rule=rule)
+        d = quantized.dequantize().double() - x.double()
+        assert truth.level.mse == pytest.approx(float((d * d).mean()), rel=1e-12)
+        assert quantized.scales is not None
+        exponents = quantized.scales.double() - 127
+        assert truth.mean_exponent == pytest.approx(float(exponents.mean()))
+        assert truth.std_exponent == pytest.approx(float(exponents.std(correction=0)))
+        assert (truth.min_exponent, truth.max_exponent) == (int(exponents.min()), int(exponents.max()))
+        y = (x.reshape(-1, 32).double() / torch.exp2(exponents.reshape(-1, 1))).abs()
+        assert truth.overflowing_blocks == int((y > 6).any(-1).sum())
+        assert truth.underflowing_blocks == int((y < 0.5).any(-1).sum())
+        assert truth.flushing_blocks == int((y <= 0.25).any(-1).sum())
+        assert truth.worst_overflow == float((y > 6).double().mean(-1).max())
+        assert truth.worst_underflow == float((y < 0.5).double().mean(-1).max())
+        assert truth.worst_flush == float((y <= 0.25).double().mean(-1).max())
+        assert truth.level.codes == tuple(torch.bincount(quantized.codes.reshape(-1).long(), minlength=16).tolist())
+    assert rows_of(x)["ceil"].overflowing_blocks == 0
+
+
+def test_one_outlier_spoils_its_own_block_and_no_other() -> None:
+    x = normal(4, 64, seed=6).clamp(-2, 2)
+    before = {rule: truth.spoiled_blocks for rule, truth in rows_of(x).items()}
+    x[1, 40] = 500.0
+    after = rows_of(x)
+    assert {rule: truth.spoiled_blocks - before[rule] for rule, truth in after.items()} == dict.fromkeys(after, 1)
+    assert all(truth.blocks == 8 for truth in after.values())
+
+
+def test_blocks_of_zeros_have_no_scale_and_lose_nothing() -> None:
+    x = torch.zeros(4, 32)
+    x[2] = 1.0
+    for truth in rows_of(x).values():
+        assert (truth.blocks, truth.zero_blocks, truth.spoiled_blocks) == (4, 3, 0)
+        assert truth.std_exponent == 0
+        assert truth.level.lossless
