@@ -10,6 +10,7 @@ from probe.version import VERSION
 
 if TYPE_CHECKING:
     from probe.calibration import Calibration, calibrate, load_calibration
+    from probe.comparisons.devices import DeviceComparison, diff
     from probe.comparisons.health import Health, check
     from probe.comparisons.mode_result import ModeComparison
     from probe.comparisons.modes import compare
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
     from probe.recordings.returning import record_outputs
     from probe.recordings.writing import write_recording
     from probe.runner import Measured, NotAppliedError, Reference, check_applied, measure, run_reference
-    from probe.sensitivity import Sensitivity, rank_layers
     from probe.scaling.advice import recommend
     from probe.scaling.results import ScalingResult
     from probe.scaling.sweep import scaling_sweep
+    from probe.sensitivity import Sensitivity, rank_layers
 
 __version__ = VERSION
 
@@ -50,6 +51,7 @@ _HOME = {
     "Calibration": "calibration",
     "Capture": "hooks",
     "Comparison": "metrics",
+    "DeviceComparison": "comparisons.devices",
     "FORMATS": "formats",
     "Format": "formats",
     "Health": "comparisons.health",
@@ -86,6 +88,7 @@ _HOME = {
     "compare": "comparisons.modes",
     "dequantize_integer": "quantizers.integers",
     "dynamic_parameters": "quantizers.integers",
+    "diff": "comparisons.devices",
     "fake_quantize": "quantizers.quantize",
     "fake_quantize_integer": "quantizers.integers",
     "hadamard_matrix": "quantizers.hadamard",
@@ -118,6 +121,7 @@ __all__ = [  # noqa: RUF022
     "Calibration",
     "Capture",
     "Comparison",
+    "DeviceComparison",
     "FORMATS",
     "Format",
     "Health",
@@ -154,6 +158,7 @@ __all__ = [  # noqa: RUF022
     "compare",
     "dequantize_integer",
     "dynamic_parameters",
+    "diff",
     "fake_quantize",
     "fake_quantize_integer",
     "hadamard_matrix",

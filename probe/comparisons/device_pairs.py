@@ -1,6 +1,6 @@
 """Two recordings side by side: the tensors that both have, what each was made from, and the figures of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,35 +12,28 @@ from probe.comparisons.device_layers import LayerDifference, Limits, measure_lay
 from probe.comparisons.device_noise import floor_of, is_layer, own_error_of, unit_of
 from probe.comparisons.device_rows import Look, look
 from probe.comparisons.device_structure import Array, Structure, as_rows, is_residual, measure_structure
+from probe.comparisons.sides import Side
 from probe.names import LOGITS
-from probe.recordings import Recording
 
+Progress = Callable[[int, int, str], None]
 #: Tensors of the stream that layers read and write, beside the layers: each is made of the one before.
 ENDS = ("embedding.output", "final_norm.output", LOGITS)
 
 
 @dataclass(frozen=True)
-class Side:
-    """One recipe of one recording."""
-
-    recording: Recording
-    recipe: str
+class DeviceSide(Side):
+    """One recipe of one recording, its tensors by their full names."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its tensors, in the order of the data flow."""
+        """In the order of the data flow."""
         return self.recording.names(self.recipe)
 
-    @property
-    def format(self) -> str | None:
-        """Of a quantized recipe."""
-        return self.recording.manifest.recipes[self.recipe].format
-
-    def dtype(self, name: str) -> str:
+    def dtype_of(self, name: str) -> str:
         """As the model gave it."""
         return self.recording.dtype(self.recipe, name)
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape_of(self, name: str) -> tuple[int, ...]:
         """[samples, tokens, ...]."""
         return self.recording.shape(self.recipe, name)
 
@@ -77,14 +70,14 @@ class Own:
 class Pair:
     """`names` are the tensors that are compared, in the order of the data flow."""
 
-    a: Side
-    b: Side
+    a: DeviceSide
+    b: DeviceSide
     names: tuple[str, ...]
 
     @cached_property
     def unit(self) -> float:
         """The coarser of the two devices."""
-        return max(unit_of({name: side.dtype(name) for name in side.names}) for side in (self.a, self.b))
+        return max(unit_of({name: side.dtype_of(name) for name in side.names}) for side in (self.a, self.b))
 
     @cached_property
     def own_error(self) -> float:
@@ -105,12 +98,21 @@ class Pair:
         return before[-1] if before else None
 
     def measure(
-        self, names: Sequence[str], *, rtol: float, atol: float, limits: Limits, own: Mapping[str, Own]
+        self,
+        names: Sequence[str],
+        *,
+        rtol: float,
+        atol: float,
+        limits: Limits,
+        own: Mapping[str, Own],
+        progress: Progress | None = None,
     ) -> list[Seen]:
         """The figures of every tensor; `own` is what is known from a float reference."""
         found: list[Seen] = []
         errors: dict[str, float] = {}
-        for name in names:
+        for place, name in enumerate(names):
+            if progress is not None:
+                progress(place, len(names), name)
             a, b = self.tensors(name)
             given = self.given(name)
             bases = self.bases(name, a)
@@ -122,7 +124,7 @@ class Pair:
                 channels=a.shape[-1],
                 own=own[name].added if name in own else self.own_error,
             )
-            dtypes = (self.a.dtype(name), self.b.dtype(name))
+            dtypes = (self.a.dtype_of(name), self.b.dtype_of(name))
             difference = measure_layer(
                 name, a, b, dtypes, structure, rtol=rtol, atol=atol, noise=noise, limits=limits
             )  # fmt: skip
@@ -135,12 +137,14 @@ class Pair:
                 )
             errors[name] = structure.error
             found.append(Seen(difference, structure, given, bases is not None))
+        if progress is not None:
+            progress(len(names), len(names), "")
         return found
 
     def bases(self, name: str, a: Tensor) -> tuple[Tensor, Tensor] | None:
         """What the layer adds to, on either side; None if it does not."""
         given = self.given(name)
-        if given is None or self.a.shape(given) != tuple(a.shape) or not (is_layer(name) or name in ENDS):
+        if given is None or self.a.shape_of(given) != tuple(a.shape) or not (is_layer(name) or name in ENDS):
             return None
         bases = self.tensors(given)
         some = [some_rows(x) for x in (a, bases[0])]
@@ -157,7 +161,7 @@ class Pair:
         return look(seen.name, a, b, given, residual=residual, unit=self.unit, structure=seen.structure)
 
     def _has(self, name: str) -> bool:
-        return name in self.a.names and name in self.b.names and self.a.shape(name) == self.b.shape(name)
+        return name in self.a.names and name in self.b.names and self.a.shape_of(name) == self.b.shape_of(name)
 
     def _is_before(self, other: str, name: str) -> bool:
         return self.a.names.index(other) < self.a.names.index(name)
@@ -175,7 +179,7 @@ class Pair:
         return max(errors[other] for other in since if other in errors)
 
 
-def against_reference(pair: Pair, reference: Side, names: Sequence[str]) -> dict[str, Own]:
+def against_reference(pair: Pair, reference: DeviceSide, names: Sequence[str]) -> dict[str, Own]:
     """What the recipe (A) and the device (B) differ from the float reference by, tensor by tensor."""
     floats = Pair(reference, pair.a, pair.names)
     found = {}

@@ -189,7 +189,7 @@ def _renamed(pair: Pair, one: Seen) -> str:
     after = [stream[i] for i in range(place + 1, len(stream)) if is_layer(stream[i]) and 0 <= i + shift < len(stream)]
     for name in after:
         wanted = stream[stream.index(name) + shift]
-        same_shape = pair.a.shape(wanted) == pair.b.shape(name)
+        same_shape = pair.a.shape_of(wanted) == pair.b.shape_of(name)
         if same_shape and renamed(name, some_rows(pair.b.tensor(name)), others, noise=noise) == wanted:
             return f"the layers are shifted: {label_of(one.name)} of B is {label_of(found)} of A, and so on"
     if found in stream[:place] and others[found].shape == others[one.name].shape:

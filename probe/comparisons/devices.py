@@ -9,8 +9,9 @@ from typing import Any
 
 from probe.comparisons.device_inputs import Inputs, compare_inputs
 from probe.comparisons.device_layers import LayerDifference, Limits, label_of
-from probe.comparisons.device_pairs import Pair, Seen, Side, against_reference
+from probe.comparisons.device_pairs import DeviceSide, Pair, Progress, Seen, against_reference
 from probe.comparisons.device_verdicts import DeviceVerdict, judge, mismatched
+from probe.comparisons.sides import find_side
 from probe.recordings import Recording, RecordingError, read_recording
 
 Recorded = Recording | Path | str
@@ -88,27 +89,31 @@ def diff(
     b: Recorded,
     *,
     recipe: str | tuple[str, str] | None = None,
+    format: str | None = None,
     reference: Recorded | None = None,
     rtol: float = 1e-3,
     atol: float = 1e-3,
     limits: Limits | None = None,
     layers: str | None = None,
+    progress: Progress | None = None,
 ) -> DeviceComparison:
     """Compare recording `b` with `a`, tensor by tensor in the order of the data flow, and judge what differs.
 
-    recipe      which recipe of both, or (of A, of B); needed where there are several
+    recipe      which recipe or mode of both, or (of A, of B); needed where there are several
+    format      which format, where a mode was recorded in several
     reference   the float reference: A is then the emulated recipe and B the device, and errors are told in units of
                 the recipe's own
     rtol, atol  an element is within if |b - a| <= atol + rtol |a|
     limits      what has to be kept to pass
     layers      a glob (`layer_*`) or, where that matches nothing, a regular expression of names
+    progress    called with how many tensors are done, of how many, and the name of the next
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value!r}. Expected a number, 0 or more.")
     first, second = (_opened(one) for one in (a, b))
-    recipes = _recipes(first, second, recipe)
-    pair = Pair(Side(first, recipes[0]), Side(second, recipes[1]), ())
+    recipes = _recipes(first, second, recipe, format)
+    pair = Pair(DeviceSide(first, recipes[0]), DeviceSide(second, recipes[1]), ())
     names = tuple(name for name in pair.a.names if name in pair.b.names)
     chosen = _chosen(names, layers)
     if not chosen:
@@ -123,7 +128,7 @@ def diff(
     limits = limits or Limits()
     if verdict is None:
         own = {} if third is None else against_reference(pair, third, chosen)
-        seen = pair.measure(chosen, rtol=rtol, atol=atol, limits=limits, own=own)
+        seen = pair.measure(chosen, rtol=rtol, atol=atol, limits=limits, own=own, progress=progress)
         verdict = judge(pair, inputs, seen)
     return DeviceComparison(
         a=str(first.folder),
@@ -147,12 +152,12 @@ def _opened(given: Recorded) -> Recording:
     return given if isinstance(given, Recording) else read_recording(given)
 
 
-def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None) -> tuple[str, str]:
+def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, format: str | None) -> tuple[str, str]:
     if recipe is not None:
-        pair = (recipe, recipe) if isinstance(recipe, str) else recipe
-        for recording, name in zip((a, b), pair, strict=True):
-            recording.layers(name)  # refuses what it does not have
-        return pair
+        asked = (recipe, recipe) if isinstance(recipe, str) else recipe
+        return find_side(a, asked[0], format).recipe, find_side(b, asked[1], format).recipe
+    if format is not None:
+        raise ValueError(f"format {format!r} is given without a recipe. Give the mode too.")
     if len(a.recipes) == len(b.recipes) == 1:
         return a.recipes[0], b.recipes[0]
     common = [name for name in a.recipes if name in b.recipes]
@@ -164,12 +169,12 @@ def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None) -
     )
 
 
-def _reference(recording: Recording, recipe: str) -> Side:
+def _reference(recording: Recording, recipe: str) -> DeviceSide:
     """The float recipe of the reference."""
     if len(recording.recipes) == 1 and recording.recipes[0] != recipe:
-        return Side(recording, recording.recipes[0])
+        return DeviceSide(recording, recording.recipes[0])
     if FLOAT in recording.recipes and recipe != FLOAT:
-        return Side(recording, FLOAT)
+        return DeviceSide(recording, FLOAT)
     raise RecordingError(
         f"{recording.folder} has {', '.join(recording.recipes)} and {recipe} is compared: there is no float reference "
         f"of it. Record {FLOAT} into the reference."
@@ -197,7 +202,7 @@ def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
     return found
 
 
-def _checked_inputs(pair: Pair, reference: Side | None) -> tuple[Inputs, DeviceVerdict | None]:
+def _checked_inputs(pair: Pair, reference: DeviceSide | None) -> tuple[Inputs, DeviceVerdict | None]:
     """What is known of the inputs, and the verdict if they differ, or if tensors have other shapes."""
     inputs = compare_inputs(pair.a.recording, pair.b.recording)
     if inputs.status == "different":
@@ -208,13 +213,13 @@ def _checked_inputs(pair: Pair, reference: Side | None) -> tuple[Inputs, DeviceV
             return third, mismatched("the inputs of the reference differ", None, third.said)
     for one, what in ((pair.b, "B"), (reference, "the reference")):
         for name in pair.names if one is not None else ():
-            if one is not None and name in one.names and one.shape(name) != pair.a.shape(name):
-                said = f"{label_of(name)} is {list(pair.a.shape(name))} on A, {list(one.shape(name))} on {what}"
+            if one is not None and name in one.names and one.shape_of(name) != pair.a.shape_of(name):
+                said = f"{label_of(name)} is {list(pair.a.shape_of(name))} on A, {list(one.shape_of(name))} on {what}"
                 return inputs, mismatched("the shapes differ: nothing is cropped", label_of(name), said)
     return inputs, None
 
 
-def _notes(pair: Pair, reference: Side | None) -> tuple[str, ...]:
+def _notes(pair: Pair, reference: DeviceSide | None) -> tuple[str, ...]:
     """What a reader should know beside the figures."""
     notes = []
     for side, what in ((pair.a, "A"), (pair.b, "B"), *([(reference, "reference")] if reference else [])):
