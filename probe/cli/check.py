@@ -20,6 +20,17 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--factor", type=float, metavar="K", help="how many times the median change is odd (default: 10)"
     )
+    parser.add_argument(
+        "--max-mean", "--max_mean", type=float, default=10.0, metavar="X", help="of a layer (default: 10)"
+    )
+    parser.add_argument(
+        "--max-change",
+        "--max_change",
+        type=float,
+        default=10.0,
+        metavar="X",
+        help="largest difference of adjacent layers (default: 10; models with outlier channels need more)",
+    )
     parser.add_argument("--report", metavar="DIR", help="write check.html there, and the picture of --layer")
     parser.add_argument("--json", metavar="FILE", help="all of it as JSON; - prints it, and nothing else")
     parser.add_argument("--verify", action="store_true", help="check every byte against the manifest first (sha256)")
@@ -40,9 +51,13 @@ def _check(options: argparse.Namespace) -> int:
     if options.layer and len(sides) > 1:
         names = ", ".join(side.name for side in sides)
         raise ValueError(f"--layer shows a layer of one mode, and there are {names}. Say which with --mode.")
-    factor = FACTOR if options.factor is None else options.factor
+    limits = {
+        "factor": FACTOR if options.factor is None else options.factor,
+        "max_mean": options.max_mean,
+        "max_change": options.max_change,
+    }
     with progress_line() as progress:
-        checked = [(check(recording, side.recipe, factor=factor, progress=progress), side) for side in sides]
+        checked = [(check(recording, side.recipe, **limits, progress=progress), side) for side in sides]
     quiet = options.json == "-"
     for health, _ in checked if not quiet else ():
         say(health_text(health) + "\n")

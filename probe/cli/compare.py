@@ -108,7 +108,7 @@ def _save(options: argparse.Namespace, facts: list[dict[str, Any]]) -> None:
     """The figures of one mode where they are asked for; those of several always."""
     if options.save:
         json_to(options.save, facts[0])
-    folder = options.save_dir or (SAVED if len(facts) > 1 else None)
+    folder = options.save_dir or (SAVED if len(facts) > 1 else "")
     for one in facts if folder else ():
         names = [_file_name(one[key]) for key in ("compared_mode", "reference_mode")]
         json_to(Path(folder) / f"mode_{names[0]}_vs_{names[1]}.json", one)

@@ -12,6 +12,7 @@ from probe.report.story import tail
 #: Of Okabe and Ito, told apart by colour-blind people too; with markers beside them, since there may be more modes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
 MARKERS = "osD^vP*X"
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
 GREY, GRID, BAD = "#5f6b7a", "#dde2e8", "#d0021b"
 #: Panels in a row.
 ACROSS = 4
@@ -79,6 +80,30 @@ def layer_axis(axes: Any, names: Sequence[str]) -> None:
     if not plain:
         axes.tick_params(axis="x", rotation=30)
     axes.set_xlabel("layer")
+
+
+def log_axis(axes: Any, *, counts: bool = False) -> None:
+    """A logarithmic y axis with plain labels: 1e-3; of counts, with a place for 0."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if counts:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        if high < 30 * low:
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(plain_number))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def plain_number(value: float, _: object = None) -> str:
+    """0, 1, 100, 1e-3, 2e5."""
+    if 1 <= value < 1000 or value == 0:
+        return f"{value:g}"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def say(axes: Any, why: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from probe.comparisons.health import Health, LayerHealth
 from probe.comparisons.samples import first_features, first_values, histogram
 from probe.comparisons.sides import Side
-from probe.report.comparisons.figures import BAD, COLOURS, GREY, layer_axis, panels, png, say, style
+from probe.report.comparisons.figures import BAD, COLOURS, GREY, layer_axis, log_axis, panels, png, say, style
 from probe.report.story import tail
 
 VALUES, FEATURES = 1000, 100
@@ -39,7 +39,7 @@ def health_by_layer(health: Health) -> bytes:
         if health.median_change:
             usual = health.factor * health.median_change
             right.axhline(usual, color=GREY, linestyle=(0, (4, 2)), label=f"{health.factor:g} x median of the mean")
-        right.set_yscale("log")
+        log_axis(right)
         right.legend(fontsize=8, loc="best")
         _mark(right, layers)
         layer_axis(right, [layer.name for layer in layers])
@@ -64,8 +64,7 @@ def _histogram(axes: Any, side: Side, layer: LayerHealth, name: str) -> None:
         return
     counts, edges = histogram(layer.name, side, layer.min, layer.max)
     axes.stairs(counts, edges, fill=True, color=COLOURS[0])
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_ylim(bottom=0)
+    log_axis(axes, counts=True)
     axes.set_xlabel("value")
     axes.set_ylabel("frequency")
     if layer.nan or layer.inf:

@@ -1,6 +1,7 @@
 """The pictures of modes against their reference: error by layer, differences, values, and where the error lies."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,25 @@ import numpy.typing as npt
 from probe.comparisons.mode_result import ModeComparison
 from probe.comparisons.samples import Pairs
 from probe.metrics import Metrics
-from probe.report.comparisons.figures import BAD, COLOURS, GREY, MARKERS, layer_axis, panels, png, say, style
+from probe.report.comparisons.figures import (
+    BAD,
+    COLOURS,
+    DASHES,
+    GREY,
+    MARKERS,
+    layer_axis,
+    log_axis,
+    panels,
+    plain_number,
+    png,
+    say,
+    style,
+)
 from probe.report.story import tail
+
+
+#: A mode whose differences are so many times the median of all modes would make lines of the others on one axis.
+_FAR = 50
 
 
 def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
@@ -29,6 +47,7 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
                     color=COLOURS[place % len(COLOURS)],
                     marker=MARKERS[place % len(MARKERS)],
                     markersize=4.5 if len(names) <= 32 else 2.5,
+                    linestyle=DASHES[place % len(DASHES)],
                     linewidth=1.3,
                     label=tail(one.compared_mode, most=20),
                 )
@@ -36,19 +55,21 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
             if not drawn:
                 say(axes, "nothing to draw: every layer is without loss, or undefined")
                 continue
-            axes.set_yscale("log")
+            log_axis(axes)
             layer_axis(axes, names)
         figure.legend(*_handles(left), loc="outside lower center", ncols=8, fontsize=8)
         return png(figure)
 
 
 def difference_histograms(layer: str, samples: Mapping[str, Pairs], reference: str) -> bytes:
-    """mode - reference of a layer, the modes side by side on one axis, counts on a logarithmic one."""
+    """mode - reference of a layer, side by side: on one axis, but for modes that are far apart; counts on log axes."""
     found = {mode: pairs.difference for mode, pairs in samples.items()}
-    largest = max((float(np.quantile(np.abs(d), 0.999)) for d in found.values() if len(d)), default=0.0)
+    ends = {mode: float(np.quantile(np.abs(d), 0.999)) if len(d) else 0.0 for mode, d in found.items()}
+    shared = max(ends.values()) <= _FAR * statistics.median(ends.values())
     with style():
-        figure, axes = panels(len(found), sharex=True, sharey=True, height=2.6)
+        figure, axes = panels(len(found), sharex=shared, sharey=True, height=2.6)
         for panel, (mode, difference) in zip(axes, found.items(), strict=True):
+            largest = max(ends.values()) if shared else ends[mode]
             panel.set_title(f"{tail(mode, most=22)} - {tail(reference, most=12)}")
             if not len(difference):
                 say(panel, "not one value of the sample is finite")
@@ -60,8 +81,7 @@ def difference_histograms(layer: str, samples: Mapping[str, Pairs], reference: s
             counts, edges = np.histogram(difference, bins=61, range=(-largest, largest))
             panel.stairs(counts, edges, fill=True, color=COLOURS[0])
             panel.axvline(float(difference.mean()), color=BAD, linewidth=1.2, linestyle=(0, (4, 2)))
-            panel.set_yscale("symlog", linthresh=1)
-            panel.set_ylim(bottom=0)
+            log_axis(panel, counts=True)
             note = f"mean {difference.mean():.1e}\nstd {difference.std():.1e}" + (
                 f"\n{outside} beyond" if outside else ""
             )
@@ -75,14 +95,15 @@ def difference_histograms(layer: str, samples: Mapping[str, Pairs], reference: s
 
 def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> bytes:
     """Output against reference as densities, with the line on which they are equal."""
-    values = [x for pairs in samples.values() for x in (pairs.output, pairs.reference) if len(x)]
-    low = min((float(x.min()) for x in values), default=0.0)
-    high = max((float(x.max()) for x in values), default=0.0)
+    from matplotlib.ticker import FuncFormatter
+
     with style():
-        figure, axes = panels(len(samples), sharex=True, sharey=True, height=3.0)
+        figure, axes = panels(len(samples), height=3.0)
         shown = None
         for panel, (mode, pairs) in zip(axes, samples.items(), strict=True):
             panel.set_title(tail(mode, most=30))
+            both = np.concatenate([pairs.output, pairs.reference])
+            low, high = float(both.min(initial=math.inf)), float(both.max(initial=-math.inf))
             if not len(pairs.output) or low == high:
                 say(
                     panel,
@@ -96,7 +117,7 @@ def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> b
             )  # fmt: skip
             panel.locator_params(nbins=5)
         if shown is not None:
-            figure.colorbar(shown, ax=axes, label="values", shrink=0.85, pad=0.01)
+            figure.colorbar(shown, ax=axes, label="values", shrink=0.85, pad=0.01, format=FuncFormatter(plain_number))
         figure.supxlabel(f"{tail(layer, most=40)} of {tail(reference, most=12)}", fontsize=9, color=GREY)
         figure.supylabel("of the mode", fontsize=9, color=GREY)
         return png(figure)
@@ -105,6 +126,7 @@ def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> b
 def error_maps(layer: str, maps: Mapping[str, npt.NDArray[np.float64]], shape: tuple[int, ...]) -> bytes:
     """mean |difference| by position and feature, all modes on one logarithmic scale of colours; red is not finite."""
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter
 
     drawn = np.concatenate([one[np.isfinite(one) & (one > 0)] for one in maps.values()])
     with style():
@@ -126,7 +148,9 @@ def error_maps(layer: str, maps: Mapping[str, npt.NDArray[np.float64]], shape: t
             )  # fmt: skip
             panel.locator_params(nbins=5)
         if shown is not None:
-            figure.colorbar(shown, ax=axes, label="mean |difference|", shrink=0.85, pad=0.01)
+            figure.colorbar(
+                shown, ax=axes, label="mean |difference|", shrink=0.85, pad=0.01, format=FuncFormatter(plain_number)
+            )
         figure.supxlabel(f"feature of {tail(layer, most=40)}", fontsize=9, color=GREY)
         figure.supylabel("position", fontsize=9, color=GREY)
         return png(figure)
