@@ -52,7 +52,8 @@ class Level:
     """One scale and what it costs; n elements, d = output - x, y = x / scale.
 
     mse, rmse, mae    mean d^2, its root, mean |d|
-    cosine            sum x o / sqrt(sum x^2 * sum o^2); 0 where every output is 0, 1 where nothing is lost
+    cosine            sum x o / sqrt(sum x^2 * sum o^2); 0 where every output is 0; 1 where nothing is lost, and only
+                      there: a loss too small for float64 leaves the next number below
     psnr              20 log10(max |x| / rmse); inf where nothing is lost
     relative_error    100 mae / mean |x|
     overflow          |y| > max; of int8, whose codes are -128 to 127, y > 127 or y < -128
@@ -136,6 +137,8 @@ class Level:
         return cls(**known)
 
 
+#: The cosine of a level that loses something is never above this, so that a lossless one is the best by cosine too.
+BELOW_ONE = math.nextafter(1.0, 0.0)
 COUNTS = ("overflow", "underflow", "flushed", "subnormal")
 
 
@@ -150,7 +153,7 @@ def level_of(index: int, exponent: float, scale: float, rule: str | None, sums: 
     rmse = math.sqrt(mse)
     lossless = sums.largest == 0
     norm = math.sqrt(sums.power) * math.sqrt(extent.sum_squares)
-    cosine = 1.0 if lossless else max(-1.0, min(1.0, sums.product / norm)) if norm else 0.0
+    cosine = 1.0 if lossless else max(-1.0, min(BELOW_ONE, sums.product / norm)) if norm else 0.0
     return Level(
         level=index,
         scale_exponent=exponent,

@@ -179,7 +179,8 @@ def _load_npy(path: Path, name: str) -> Tensor:
 
 
 def _npz_names(path: Path) -> list[str]:
-    return list(_npz(path).files)
+    with _npz(path) as found:
+        return list(found.files)
 
 
 def _npz(path: Path) -> Any:
@@ -198,7 +199,8 @@ def _npz(path: Path) -> Any:
 
 def _load_npz(path: Path, name: str) -> Tensor:
     try:
-        found = _npz(path)[name]
+        with _npz(path) as archive:
+            found = archive[name]
     except ValueError as problem:
         raise ValueError(f"{path}:{name} cannot be read ({problem}). Save it again.") from None
     return _numpy(found, f"{path}:{name}")

@@ -211,7 +211,7 @@ def test_a_recommended_int8_scale_goes_through_a_calibration() -> None:
     amax = torch.tensor(amax_of(result))
     assert float(probe.integer_parameters(-amax, amax).scale) == found.scale
     blocks = scaling_sweep(normal(500), "int8", granularity="block")
-    with pytest.raises(ValueError, match="have no amax. Use grid_of"):
+    with pytest.raises(ValueError, match=r"have no amax\. Use grid_of"):
         amax_of(blocks)
 
 
