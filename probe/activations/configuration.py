@@ -57,7 +57,8 @@ def _value(given: str, text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return text if isinstance(value, Mapping) or value is None and text.strip().lower() not in ("null", "~") else value
+    unread = isinstance(value, Mapping) or (value is None and text.strip().lower() not in ("null", "~"))
+    return text if unread else value
 
 
 def full_key(given: str) -> str:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from probe.activations.statistics import LayerStatistics, measure
 from probe.data.batches import fingerprint
 from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
-from probe.models.load import Loaded, Tokenizer, load_model
+from probe.models.load import Loaded, Tokenizer, load_model, quietly
 from probe.models.mamba import mamba_blocks, with_sites
 
 Progress = Callable[[str], Any]
@@ -116,7 +115,8 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
                 for index, batch in enumerate(prepared.batches):
                     progress(f"[{index + 1}/{len(prepared.batches)}] {list(batch.tokens.shape)} tokens")
                     collector.begin(batch)
-                    forward(place.model, batch, place.device)
+                    with quietly():
+                        forward(place.model, batch, place.device)
     notes += _gaps(collector, prepared)
     order = {name: index for index, name in enumerate(plan.order)}
     return Analysis(
@@ -190,10 +190,3 @@ def _texts(collector: Collector, tokenizer: Tokenizer, *, decode: bool) -> dict[
     """The text of every outlier token, if it was asked for."""
     ids = {token for layer in collector.outliers.values() for token in layer.token_ids}
     return {token: tokenizer.decode([token]) for token in sorted(ids)} if decode else {}
-
-
-def planned_files(settings: Settings, plan: Plan) -> list[Path]:
-    """What a run would write, for `--dry-run`."""
-    from probe.report.activations.writing import file_names
-
-    return [Path(settings.visualization.save_dir) / name for name in file_names(settings, plan)]

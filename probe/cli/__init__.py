@@ -7,11 +7,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from probe.cli import check, compare, diff, formats, models, record, scaling, sensitivity
+from probe.cli import analyze, check, compare, diff, formats, models, record, scaling, sensitivity
 from probe.version import VERSION
 
 #: Modules with `add(commands)`, in the order of `probe --help`.
-FAMILIES = (formats, models, record, compare, diff, check, scaling, sensitivity)
+FAMILIES = (formats, models, record, compare, diff, check, scaling, sensitivity, analyze)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,136 @@
+"""Two runs side by side: what changed in every tensor, before and after smoothing or a fine-tune."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probe.activations.export import FORMAT
+
+#: The figures that are compared, in the order of the table.
+FIGURES = ("amax", "max_to_median", "max_to_p99", "kurtosis", "outliers")
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The JSON of a run, checked."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    figures: Mapping[Key, Mapping[str, Any]]
+    """By module and kind: the statistics, the outliers of outputs, and errors that were predicted."""
+    predicted: tuple[str, ...]
+    """The names of figures that were predicted, `error fp4_e2m1`."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of what both runs have, and what only one of them has."""
+
+    a: Saved
+    b: Saved
+    rows: tuple[dict[str, Any], ...]
+    figures: tuple[str, ...]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    warnings: tuple[str, ...]
+
+
+def read_run(path: str | Path) -> Saved:
+    """What a run has written to its folder."""
+    folder = Path(path)
+    file = folder / "analysis.json"
+    if not file.is_file():
+        what = "has no analysis.json" if folder.is_dir() else f"does not exist (looked for {folder.absolute()})"
+        raise ValueError(
+            f"run {str(path)!r} {what}. Expected the folder of a run (visualization.save_dir) with json among its "
+            "output.formats."
+        )
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        rows = {(row["module"], row["kind"]): dict(row) for row in found["tables"]["statistics"]}
+        outliers = {row["module"]: row["outliers"] for row in found["tables"].get("outlier_layer_wise", [])}
+        predicted = found["tables"].get("predicted_error", [])
+        version, facts, settings = found["format"], found["facts"], found["settings"]
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(
+            f"{str(file)!r} is not what probe analyze writes ({type(problem).__name__}: {problem}). Run it again."
+        ) from None
+    if version != FORMAT:
+        raise ValueError(f"{str(file)!r} has the format {version}; this probe reads {FORMAT}. Run the analysis again.")
+    for (module, kind), row in rows.items():
+        row["outliers"] = outliers.get(module) if kind == "output" else None
+    names = tuple(dict.fromkeys(f"error {name}" for row in predicted for name in row if name not in ("module", "kind")))
+    for row in predicted:
+        key = (row["module"], row["kind"])
+        if key in rows:
+            rows[key] |= {f"error {name}": value for name, value in row.items() if name not in ("module", "kind")}
+    return Saved(folder, facts, settings, rows, names)
+
+
+def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
+    """Every tensor that both runs have analyzed; if there is none, an error."""
+    a, b = read_run(path_a), read_run(path_b)
+    shared = [key for key in a.figures if key in b.figures]
+    if not shared:
+        raise ValueError(
+            f"the runs {str(a.folder)!r} ({_first(a)}) and {str(b.folder)!r} ({_first(b)}) have no tensor in common. "
+            "Compare runs of the same layers of the same model."
+        )
+    names = (*FIGURES, *(name for name in a.predicted if name in b.predicted))
+    figures = tuple(
+        name for name in names if any(run.figures[key].get(name) is not None for run in (a, b) for key in shared)
+    )
+    rows = tuple(_row(key, a.figures[key], b.figures[key], figures) for key in shared)
+    only = tuple(
+        tuple(f"{m} {k}" for m, k in one.figures if (m, k) not in other.figures) for one, other in ((a, b), (b, a))
+    )
+    return Comparison(a, b, rows, figures, (only[0], only[1]), _differences(a, b))
+
+
+def _first(run: Saved) -> str:
+    return ", ".join(f"{module} {kind}" for module, kind in list(run.figures)[:1]) or "no tensor"
+
+
+def _row(key: Key, a: Mapping[str, Any], b: Mapping[str, Any], figures: tuple[str, ...]) -> dict[str, Any]:
+    row: dict[str, Any] = {"module": key[0], "kind": key[1]}
+    for name in figures:
+        row |= {f"{name} A": a.get(name), f"{name} B": b.get(name), f"{name} B/A": _ratio(a.get(name), b.get(name))}
+    return row
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    """b / a; None where it has no meaning, 1 for 0 and 0."""
+    if a is None or b is None:
+        return None
+    if a == b:
+        return 1.0
+    return b / a if a and math.isfinite(b / a) else None
+
+
+def _differences(a: Saved, b: Saved) -> tuple[str, ...]:
+    """What makes runs hard to compare."""
+    found = []
+    for key, what in (("data_fingerprint", "tokens"), ("samples", "number of samples")):
+        if a.facts.get(key) != b.facts.get(key):
+            found.append(f"the {what} differ: {a.facts.get(key)} and {b.facts.get(key)}")
+    threshold = [run.settings["visualization"]["outlier"]["threshold"] for run in (a, b)]
+    if threshold[0] != threshold[1]:
+        found.append(f"the outlier thresholds differ: {threshold[0]:g} and {threshold[1]:g}")
+    return tuple(found)
+
+
+def ranked(comparison: Comparison, figure: str) -> list[dict[str, Any]]:
+    """Rows by how much a figure changed, up or down, the most first."""
+
+    def change(row: Mapping[str, Any]) -> float:
+        ratio = row.get(f"{figure} B/A")
+        return (
+            -abs(math.log(ratio)) if ratio else (-math.inf if row.get(f"{figure} A") != row.get(f"{figure} B") else 0.0)
+        )
+
+    return sorted(comparison.rows, key=change)

@@ -1,0 +1,259 @@
+"""An analysis as tables and as JSON: every number behind every plot."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from probe.activations.bands import BANDS
+from probe.activations.run import Analysis
+from probe.activations.sizes import SHIFT, edges
+from probe.activations.statistics import PERCENTILES, LayerStatistics
+from probe.version import VERSION
+
+#: Goes up when a key changes its meaning.
+FORMAT = 1
+#: Channels of a tensor that are listed, the largest first.
+TOP_CHANNELS = 10
+#: Buckets of a histogram per octave, of the 64 that are counted.
+PER_OCTAVE = 4
+
+Rows = list[dict[str, Any]]
+
+
+def tables(analysis: Analysis) -> dict[str, Rows]:
+    """Rows by the name of their file; those without a row are left out."""
+    seen = analysis.settings.visualization
+    enabled, plan = seen.enabled, analysis.plan
+    found: dict[str, Rows] = {
+        "statistics": [s.figures() for s in analysis.statistics.values()],
+        "top_channels": top_channels(analysis.statistics.values()),
+    }
+    for kind, names in plan.magnitude.items():
+        found[f"magnitude_{kind}"] = [
+            {"module": name, **analysis.statistics[name, kind].magnitudes(cast(Any, seen.magnitude.reduce_dim))}
+            for name in names
+            if (name, kind) in analysis.statistics
+        ]
+    if enabled.outlier_layer_wise:
+        found["outlier_layer_wise"] = outliers_by_layer(analysis)
+    if enabled.outlier_position:
+        found["outlier_position"] = outliers_by_position(analysis)
+    if enabled.outlier_token:
+        found["outlier_token"] = outliers_by_token(analysis)
+        found["outlier_worst"] = worst_tokens(analysis)
+    if enabled.distribution:
+        chosen = [s for (name, kind), s in analysis.statistics.items() if (kind, name) in _distributed(analysis)]
+        if "boxplot" in seen.distribution.plot_types:
+            found["distribution_boxplot"] = [_box(s) for s in chosen]
+        if "histogram" in seen.distribution.plot_types:
+            found["distribution_histogram"] = [row for s in chosen for row in histogram(s)]
+    if enabled.heatmap_3d:
+        found["heatmap_3d"] = heat_rows(analysis)
+    if enabled.percentile_range:
+        found["percentile_range"] = band_rows(analysis)
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def _distributed(analysis: Analysis) -> set[tuple[str, str]]:
+    side, names = analysis.plan.distribution
+    return {(side, name) for name in names}
+
+
+def top_channels(statistics: Iterable[LayerStatistics]) -> Rows:
+    """The channels with the largest max |x| of every tensor, and how many times the median channel that is."""
+    rows = []
+    for s in statistics:
+        median = float(np.median(s.channel_amax)) if s.channel_amax.size else 0.0
+        for channel in np.argsort(-s.channel_amax, kind="stable")[:TOP_CHANNELS]:
+            amax = float(s.channel_amax[channel])
+            ratio = amax / median if median else None
+            rows.append(
+                {"module": s.module, "kind": s.kind, "channel": int(channel), "amax": amax, "to_median_channel": ratio}
+            )
+    return rows
+
+
+def outliers_by_layer(analysis: Analysis) -> Rows:
+    """Counts of every layer."""
+    return [
+        {
+            "module": one.module,
+            "outliers": one.count,
+            "tokens": one.tokens,
+            "share": one.count / one.tokens if one.tokens else 0.0,
+            "samples": one.samples,
+            "largest_ratio": one.largest_ratio,
+        }
+        for one in analysis.outliers.values()
+    ]
+
+
+def outliers_by_position(analysis: Analysis) -> Rows:
+    """Counts of every layer and position that has one."""
+    return [
+        {"module": one.module, "position": position, "outliers": one.positions[position]}
+        for one in analysis.outliers.values()
+        for position in sorted(one.positions)
+    ]
+
+
+def outliers_by_token(analysis: Analysis) -> Rows:
+    """Counts of every token over all layers, the most frequent first."""
+    total: Counter[int] = sum((one.token_ids for one in analysis.outliers.values()), Counter())
+    layers = Counter(token for one in analysis.outliers.values() for token in one.token_ids)
+    return [
+        {"token": token, "text": analysis.token_texts.get(token), "outliers": count, "layers": layers[token]}
+        for token, count in sorted(total.items(), key=lambda item: (-item[1], item[0]))
+    ]
+
+
+def worst_tokens(analysis: Analysis) -> Rows:
+    """The worst tokens of every layer, one by one."""
+    return [
+        {
+            "module": layer.module,
+            "sample": one.sample,
+            "position": one.position,
+            "token": one.token,
+            "text": analysis.token_texts.get(one.token),
+            "value": one.value,
+            "ratio": one.ratio,
+        }
+        for layer in analysis.outliers.values()
+        for one in layer.worst
+    ]
+
+
+def _box(s: LayerStatistics) -> dict[str, Any]:
+    return {
+        "module": s.module,
+        "kind": s.kind,
+        **{f"p{percent:g}": s.percentile(percent) for percent in PERCENTILES},
+        "max": s.amax,
+        "mean": s.mean,
+        "std": s.std,
+        "kurtosis": s.kurtosis,
+    }
+
+
+def histogram(s: LayerStatistics) -> Rows:
+    """|x| in PER_OCTAVE buckets per octave, from the first that holds any to the last; zeros first, from 0 to 0."""
+    step = 2 ** (23 - SHIFT) // PER_OCTAVE
+    counts = s.buckets.reshape(-1, step).sum(1)
+    ends = edges()[::step]
+    some = np.flatnonzero(counts)
+    rows: Rows = [{"module": s.module, "kind": s.kind, "low": 0.0, "high": 0.0, "count": s.zeros}]
+    for bucket in range(int(some[0]), int(some[-1]) + 1) if some.size else ():
+        low, high = float(ends[bucket]), float(ends[bucket + 1])
+        rows.append({"module": s.module, "kind": s.kind, "low": low, "high": high, "count": int(counts[bucket])})
+    return rows
+
+
+def heat_rows(analysis: Analysis) -> Rows:
+    """Every field of every heat map that is drawn: its first token and channel, and the largest |x| in it."""
+    rows = []
+    for heat in drawn_heat(analysis):
+        down, across = heat.values.shape
+        for i in range(down):
+            for j in range(across):
+                token, channel = i * heat.tokens // down, j * heat.channels // across
+                value = float(heat.values[i, j])
+                rows.append(
+                    {"module": heat.module, "kind": heat.kind, "token": token, "channel": channel, "max": value}
+                )
+    return rows
+
+
+#: Heat maps that are drawn: of more layers, those with the largest max / median.
+MOST_HEAT = 12
+
+
+def drawn_heat(analysis: Analysis) -> list[Any]:
+    """The heat maps worth drawing, in the order of the model."""
+    side = analysis.plan.heat[0]
+
+    def ratio(name: str) -> float:
+        s = analysis.statistics.get((name, side))
+        return (s.max_to_median or 0.0) if s else 0.0
+
+    chosen = set(sorted(analysis.heat, key=ratio, reverse=True)[:MOST_HEAT])
+    return [heat for name, heat in analysis.heat.items() if name in chosen]
+
+
+def band_rows(analysis: Analysis) -> Rows:
+    """The percentiles of every channel."""
+    rows = []
+    for band in analysis.bands.values():
+        found = band.percentiles()
+        for channel in range(found.shape[1]):
+            values = {f"p{percent:g}": float(found[i, channel]) for i, percent in enumerate(BANDS)}
+            rows.append({"module": band.module, "kind": band.kind, "channel": channel, **values})
+    return rows
+
+
+#: Tables that are lists of numbers in JSON, without a name for each.
+_LARGE = ("heatmap_3d", "percentile_range")
+
+
+def _digits(values: Iterable[float]) -> list[float]:
+    return [float(f"{x:.6g}") for x in values]
+
+
+def as_json(analysis: Analysis, made: Mapping[str, Rows]) -> dict[str, Any]:
+    """The whole analysis: facts, settings, notes, the tables, heat maps, and the counts that percentiles come from."""
+    return {
+        "format": FORMAT,
+        "probe": VERSION,
+        "facts": analysis.facts,
+        "settings": analysis.settings.as_dict(),
+        "notes": list(analysis.notes),
+        "tables": {name: finite(rows) for name, rows in made.items() if name not in _LARGE},
+        "percentile_range": [
+            {
+                "module": band.module,
+                "kind": band.kind,
+                **{f"p{p:g}": _digits(row) for p, row in zip(BANDS, band.percentiles(), strict=True)},
+            }
+            for band in analysis.bands.values()
+        ],
+        "heat": [
+            {
+                "module": one.module,
+                "kind": one.kind,
+                "sample": one.sample,
+                "tokens": one.tokens,
+                "channels": one.channels,
+                "max": [_digits(row) for row in one.values],
+            }
+            for one in drawn_heat(analysis)
+        ],
+        "counts": [_counts(s) for s in analysis.statistics.values()],
+    }
+
+
+def _counts(s: LayerStatistics) -> dict[str, Any]:
+    """The tables of counts, without the zeros at their ends."""
+    return {
+        "module": s.module,
+        "kind": s.kind,
+        "moments": [s.moments.mean, s.moments.second, s.moments.third, s.moments.fourth],
+        "buckets": _trimmed(s.buckets),
+        "row_buckets": _trimmed(s.row_buckets),
+        "block_buckets": _trimmed(s.block_buckets),
+        "depths": [[int(e), *_trimmed(s.depths[e])] for e in np.flatnonzero(s.depths.sum(1))],
+        "median_depths": _trimmed(s.median_depths),
+    }
+
+
+def _trimmed(counts: Any) -> list[Any]:
+    """[first place that is not 0, counts from there to the last one]."""
+    some = np.flatnonzero(counts)
+    return [int(some[0]), counts[some[0] : some[-1] + 1].tolist()] if some.size else [0, []]
+
+
+def finite(rows: Rows) -> Rows:
+    """NaN and Inf as None, which JSON has."""
+    return [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]

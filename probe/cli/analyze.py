@@ -1,0 +1,105 @@
+"""`probe analyze`: activations of chosen layers, from a YAML file and `--data.num_samples 128`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The parser of the command."""
+    analyze = commands.add_parser(
+        "analyze",
+        help="activations of chosen layers: magnitudes, outliers, distributions",
+        description="Any key of the configuration can be given as --KEY VALUE, such as --data.num_samples 128.",
+        epilog="Without --config: the defaults, on the embedded model. All keys: probe analyze --keys",
+        allow_abbrev=False,
+    )
+    analyze.add_argument("--config", metavar="FILE", help="YAML, as configs/default.yaml")
+    analyze.add_argument("--keys", action="store_true", help="show every key with its value, as YAML, and stop")
+    analyze.add_argument("--dry-run", action="store_true", help="show what would be analyzed and written, and stop")
+    analyze.add_argument("--compare", nargs=2, metavar=("A", "B"), help="compare the folders of two runs instead")
+    analyze.add_argument("--output", metavar="DIR", help="with --compare: where to write (default: B/compared)")
+    analyze.add_argument("--allow-download", action="store_true", help="let a hub model or dataset be fetched")
+    analyze.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    analyze.set_defaults(run=_analyze)
+    _keep_unknown(analyze)
+
+
+def _keep_unknown(parser: argparse.ArgumentParser) -> None:
+    """What the parser does not know are keys, told apart later, with better advice than argparse has."""
+    known = parser.parse_known_args
+
+    def parse(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, rest = known(args, namespace)
+        found.rest = rest
+        return found, []
+
+    setattr(parser, "parse_known_args", parse)  # noqa: B010
+
+
+def overrides(given: Sequence[str]) -> list[tuple[str, str]]:
+    """`--data.num_samples 128` and `--data.num_samples=128` as pairs of key and text."""
+    found, rest = [], list(given)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise ValueError(f"{word!r} was not expected. Give keys as --data.num_samples 128.")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ValueError(f"{word} needs a value, such as {word} 128.")
+            value = rest.pop(0)
+        found.append((name, value))
+    return found
+
+
+def _analyze(options: argparse.Namespace) -> int:
+    if options.compare:
+        return _compare(options)
+    if options.output:
+        raise ValueError("--output goes with --compare. The folder of a run is --visualization.save_dir DIR.")
+    from probe.activations.configuration import read_configuration
+
+    settings = read_configuration(options.config, overrides(options.rest))
+    if options.keys:
+        import yaml
+
+        print(yaml.safe_dump(settings.as_dict(), sort_keys=False), end="")
+        return 0
+    from probe.activations.run import prepare, run
+
+    prepared = prepare(
+        settings,
+        allow_download=options.allow_download,
+        trust_remote_code=options.trust_remote_code,
+        progress=_say,
+    )
+    if options.dry_run:
+        from probe.report.activations.terminal import dry_run_text
+
+        print(dry_run_text(prepared))
+        return 0
+    from probe.report.activations.terminal import summary_text
+    from probe.report.activations.writing import write_analysis
+
+    analysis = run(prepared, progress=_say)
+    written = write_analysis(analysis, progress=_say)
+    print(summary_text(analysis, written))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if options.rest or options.config or options.dry_run or options.keys:
+        given = "--config" if options.config else "--dry-run" if options.dry_run else (*options.rest, "--keys")[0]
+        raise ValueError(f"--compare reads two folders and takes no {given}. Leave it out.")
+    from probe.report.activations.comparison import write_comparison
+
+    text, written = write_comparison(*options.compare, folder=options.output)
+    print(text)
+    print(f"\n{written[-1]}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

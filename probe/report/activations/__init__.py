@@ -1,0 +1,1 @@
+"""The pictures, the page and the files of an analysis of activations."""

@@ -1,0 +1,106 @@
+"""`analysis_report.html`: what stands out, the pictures, and the tables behind them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from probe.activations.run import Analysis
+from probe.report.activations.pictures import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, Picture
+from probe.report.document import Document
+
+#: Rows of a table on the page; all of them are in the CSV file.
+MOST_ROWS = 200
+
+Rows = list[dict[str, Any]]
+
+
+def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[Picture]) -> Document:
+    """The page."""
+    facts = analysis.facts
+    lead = (
+        f"{facts['samples']} samples, {facts['tokens']} tokens of {facts['data']}; "
+        f"{len({name for name, _ in analysis.statistics})} modules."
+    )
+    page = Document(f"Activations of {analysis.name}", lead)
+    page.heading("What stands out")
+    for note in analysis.notes:
+        page.text(f"Note: {note}")
+    _standing_out(page, analysis, tables)
+    for section, text, names in _SECTIONS:
+        drawn = [one for one in pictures if one.section == section]
+        rows = [(name, tables[name]) for name in names if name in tables]
+        if not drawn and not rows:
+            continue
+        page.heading(section)
+        page.text(text)
+        if section == OUTLIERS and "outlier_token" not in tables and not any(r["outliers"] for r in _counts(tables)):
+            threshold = analysis.settings.visualization.outlier.threshold
+            page.text(f"No token is an outlier: none exceeds {threshold:g} times the median of its layer and sample.")
+        for picture in drawn:
+            page.picture(picture.png, alt=picture.caption, caption=picture.caption)
+        for name, some in rows:
+            _table(page, name, some)
+    page.heading("All statistics")
+    _table(page, "statistics", tables.get("statistics", []))
+    page.heading("Configuration")
+    page.pre(yaml.safe_dump(analysis.settings.as_dict(), sort_keys=False, allow_unicode=True))
+    return page
+
+
+_SECTIONS = (
+    (
+        MAGNITUDES,
+        "The largest, second and third largest magnitude, the median and the smallest. Far apart: a few values rule "
+        "the scale of a tensor.",
+        ("magnitude_input", "magnitude_output", "magnitude_weight"),
+    ),
+    (
+        OUTLIERS,
+        "A token is an outlier in a layer if its largest |x| exceeds the threshold times the median of the largest |x| "
+        "of the tokens of that layer and sample. Padding does not count.",
+        ("outlier_layer_wise", "outlier_token", "outlier_worst"),
+    ),
+    (DISTRIBUTIONS, "Sizes |x| of all elements.", ("distribution_boxplot",)),
+    (
+        HEAT,
+        "The largest |x| of every field of tokens and channels. A ridge along the tokens is an outlier channel.",
+        (),
+    ),
+    (BANDS, "Where the values of every channel lie, and the channels with the largest |x|.", ("top_channels",)),
+)
+
+
+def _counts(tables: Mapping[str, Rows]) -> Rows:
+    return tables.get("outlier_layer_wise", [])
+
+
+def _standing_out(page: Document, analysis: Analysis, tables: Mapping[str, Rows]) -> None:
+    rows = [
+        {
+            "module": s.module,
+            "kind": s.kind,
+            "max |x|": s.amax,
+            "max / median": s.max_to_median,
+            "max / p99": s.max_to_p99,
+            "kurtosis": s.kurtosis,
+            "outlier tokens": analysis.outliers[s.module].count
+            if s.kind == "output" and s.module in analysis.outliers
+            else None,
+        }
+        for s in analysis.statistics.values()
+    ]
+    rows.sort(key=lambda row: -(row["max / p99"] or 0.0))  # type: ignore[operator]
+    if rows:
+        page.table(rows[:15], caption="The tensors with the largest max / 99th percentile of |x|: hardest to quantize.")
+
+
+def _table(page: Document, name: str, rows: Rows) -> None:
+    if rows:
+        more = f" The first {MOST_ROWS} of {len(rows)} rows; all are in {name}.csv." if len(rows) > MOST_ROWS else ""
+        page.table([_shown(row) for row in rows[:MOST_ROWS]], caption=f"{name}.{more}")
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Text as Python writes it, so that spaces and line ends can be seen."""
+    return {key: repr(value) if key == "text" and value is not None else value for key, value in row.items()}
