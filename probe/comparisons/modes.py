@@ -70,7 +70,7 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
     here, there = side.recording, reference.recording
     if side.recipe == reference.recipe:
         devices = f" Two devices: probe diff {there.folder} {here.folder}." if here.folder != there.folder else ""
-        raise ValueError(f"{side.name} is compared with itself. Give another reference, such as fp32.{devices}")
+        raise ValueError(f"{side.name} is compared with itself. Give another mode, or another --reference.{devices}")
     for what, own, other in _facts(here, there):
         if own is not None and other is not None and own != other:
             raise ValueError(

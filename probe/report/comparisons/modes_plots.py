@@ -27,7 +27,6 @@ from probe.report.comparisons.figures import (
 )
 from probe.report.story import tail
 
-
 #: A mode whose differences are so many times the median of all modes would make lines of the others on one axis.
 _FAR = 50
 
