@@ -43,7 +43,8 @@ def make(folder: Path, gigabytes: float, layers: int) -> None:
             for layer in range(layers):
                 g = torch.Generator().manual_seed(layer)
                 plain = torch.randn(samples, tokens, features, generator=g)
-                yield f"layer_{layer}.output", [plain + noise * torch.randn(plain.shape, generator=g) if noise else plain]
+                moved = plain + noise * torch.randn(plain.shape, generator=g) if noise else plain
+                yield f"layer_{layer}.output", [moved]
 
         where = folder / str(recipe)
         if not where.exists():

@@ -49,7 +49,7 @@ def test_without_a_mode_all_are_checked(folder: Path, capsys: pytest.CaptureFixt
 def test_json_on_a_pipe_is_all_that_is_printed(
     folder: Path, mode: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", "r", *mode, "--json", "-", "--report", "page"]) == 1
+    assert main(["check", "r", *mode, "--json", "-", *(["--report", "page"] if mode else [])]) == 1
     facts = json.loads(capsys.readouterr().out)
     last = facts if mode else facts[-1]
     assert last["first_suspicious"] == "layer_3"

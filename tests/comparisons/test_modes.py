@@ -194,7 +194,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "itself elsewhere": (
         "good",
         {"mode": "2-1", "reference": "2-1", "there": "none"},
-        "2-1 is compared with itself. Give another mode, or another --reference. Two devices: probe diff {there} {folder}.",
+        "2-1 is compared with itself. Give another mode, or another --reference. Two devices: probe diff {there} "
+        "{folder}.",
     ),
     "layer": ("good", {"mode": "2-1", "layers": ["9"]}, "'9' is no layer of {folder}. Nearest: layer_"),
     "expression": (
@@ -290,7 +291,7 @@ def test_a_figure_that_is_undefined_is_beyond_any_limit(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_does_not_exist_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="there is no limit 'max_msee'. Known: max_mse, max_mae"):
+    with pytest.raises(ValueError, match=r"there is no limit 'max_msee'\. Known: max_mse, max_mae"):
         failures(compare(folder, "2-1"), {"max_msee": 1.0})
 
 
