@@ -1,6 +1,7 @@
 """`probe record`: run a model under modes and keep what its layers gave."""
 
 import argparse
+import os
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     option("--taps", nargs="*", metavar="TAP", help="also: inputs mixer conv1d scan embedding final_norm logits")
     option("--samples", type=int, metavar="N", help="windows of the text (default: 10; npz, pt: 1)")
     option("--seqlen", type=int, metavar="N", help="tokens in each (default: 512; of a prompt, all)")
-    option("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
+    option("--data", metavar="TEXT", help="evaluation (default), calibration or a .txt file")
     option("--prompt", metavar="TEXT", help="this text instead of --data")
     option("--batch-size", type=int, default=1, metavar="N", help="default: 1")
     option("--device", default="cpu", help="cpu, cuda, mps, xpu, xla (default: cpu)")
@@ -41,7 +42,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     option("--percentile", type=float, default=0.9999, help="of |conv1d.output| (default: 0.9999)")
     option("--layout", default="safetensors", help="safetensors (default), npy, npz or pt")
     option("--out", default="layer_outputs", metavar="DIR", help="default: layer_outputs")
-    option("--output-file", default="first_layer_io_all_modes.npz", metavar="NAME", help="of the layout npz")
+    option("--output-file", metavar="NAME", help="of the layout npz (default: first_layer_io_all_modes.npz)")
     option("--overwrite", action="store_true", help="replace modes that the folder has already")
     option("--restart", action="store_true", help="delete an interrupted recording instead of finishing it")
     option("--json", metavar="FILE", help="the manifest as JSON; - for standard output")
@@ -57,8 +58,9 @@ def _record(options: argparse.Namespace) -> int:
     from probe.recordings.recorder import record
 
     if options.json is not None and options.json != "-":
-        with open(options.json, "ab"):  # before hours of work: can it be written?
-            pass
+        folder = os.path.dirname(os.path.abspath(options.json))  # before hours of work: can it be written?
+        if not os.access(folder, os.W_OK) or os.path.isdir(options.json):
+            raise ValueError(f"cannot write {options.json}. Expected a file in a folder that can be written.")
     with closing(Bar() if sys.stderr.isatty() else Lines()) as progress:
         recording = record(
             options.out,

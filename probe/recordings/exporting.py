@@ -30,6 +30,8 @@ def build(export: Export, layout: Layout) -> Manifest:
     built = Recording(folder, manifest)
     figures: ByName = {}
     for recipe, _, name, tensor in export.tensors():
+        if _is_linked(export, places[recipe, name][0]):
+            continue
         found = built.tensor(recipe, name)
         _check_same(folder, recipe, name, found, tensor)
         if layout != "safetensors":
@@ -83,8 +85,15 @@ def _files(export: Export, made: Iterable[str]) -> dict[str, File]:
     tokens = export.source.manifest.tokens.file
     for name in (*made, *([tokens] if tokens and tokens not in found else [])):
         file = export.folder / name
-        found[name] = File(file.stat().st_size, sha256_of(file))
+        known = export.source.manifest.files.get(name) if _is_linked(export, name) else None
+        found[name] = known or File(file.stat().st_size, sha256_of(file))
     return found
+
+
+def _is_linked(export: Export, name: str) -> bool:
+    """Whether a file is the very one of the partial recording, which was read back when it was written."""
+    source = export.source.folder / name
+    return source.exists() and source.samefile(export.folder / name)
 
 
 def _check_same(folder: Path, recipe: str, name: str, found: Tensor, given: Tensor) -> None:

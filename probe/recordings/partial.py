@@ -17,7 +17,7 @@ from probe.environment import differences
 from probe.recordings.checked import RecordingError
 from probe.recordings.disk import replace_file, writing
 from probe.recordings.format import MANIFEST, File, Manifest, Recorded, manifest_to_json
-from probe.recordings.reading import check_files, read_manifest
+from probe.recordings.reading import PARTIAL, check_files, read_manifest
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Partial:
 
 def partial_of(out: Path) -> Path:
     """The folder in which a recording is made."""
-    return out.with_name(f"{out.name}.partial")
+    return out.with_name(PARTIAL.format(out.name))
 
 
 @contextmanager

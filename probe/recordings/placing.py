@@ -7,7 +7,7 @@ from pathlib import Path
 from probe.recordings.checked import RecordingError
 from probe.recordings.disk import sync, writing
 from probe.recordings.format import MANIFEST
-from probe.recordings.reading import read_manifest
+from probe.recordings.reading import PREVIOUS, read_manifest
 
 
 def is_taken(folder: Path) -> bool:
@@ -42,22 +42,23 @@ def may_be_overwritten(folder: Path, *, overwrite: bool) -> bool:
 
 def recover(folder: Path) -> None:
     """Put back what a kill in the middle of `put` left beside its place."""
-    old = _aside(folder)
+    old = aside(folder)
     with writing(folder):
         if old.is_dir() and not os.path.lexists(folder):
             old.rename(folder)
 
 
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.previous")
+def aside(folder: Path) -> Path:
+    """Where an older recording is for the moment between two renames; hidden, so that it is nobody's own."""
+    return folder.with_name(PREVIOUS.format(folder.name))
 
 
 def put(fresh: Path, folder: Path, *, in_place_of_another: bool) -> None:
     """Rename into place. The old recording is set aside first, and put back if that fails.
 
-    A folder cannot take the place of another in one step: a kill between the two leaves the old one as `.previous`.
+    A folder cannot take the place of another in one step: a kill between the two leaves the old one `aside`.
     """
-    old = _aside(folder)
+    old = aside(folder)
     with writing(folder):
         if in_place_of_another:
             shutil.rmtree(old, ignore_errors=True)

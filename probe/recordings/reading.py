@@ -14,6 +14,9 @@ from probe.recordings.foreign import foreign_manifest, foreign_token_ids
 from probe.recordings.format import MANIFEST, Manifest, Recorded, Stored, manifest_from_json, ordered
 from probe.recordings.loading import READERS, dtype_of, load_token_ids, stored_dtype
 
+#: What lies beside a recording while it is made, and while it takes the place of another.
+PARTIAL, PREVIOUS = "{}.partial", ".{}.previous"
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -119,11 +122,11 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
 
 
 def _where_it_may_be(folder: Path) -> str:
-    for suffix, words in (
-        (".partial", "is an interrupted recording of it: run the same probe record command again to finish it"),
-        (".previous", "is what an interrupted overwriting left of it: rename it back"),
+    for name, words in (
+        (PARTIAL, "is an interrupted recording of it: run the same probe record command again to finish it"),
+        (PREVIOUS, "is what an interrupted overwriting left of it: rename it back"),
     ):
-        beside = folder.with_name(folder.name + suffix) if folder.name else folder
+        beside = folder.with_name(name.format(folder.name)) if folder.name else folder
         with reading(folder):
             if beside.is_dir() and beside != folder:
                 return f"{beside} {words}."

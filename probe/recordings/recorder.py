@@ -29,8 +29,11 @@ from probe.recordings.request import (
     Calibrating,
     Subject,
     batches_of,
+    check_only_one,
+    check_ready,
     config_of,
     device_name,
+    device_of,
     existing_recording,
     facts_of,
     recipes_for,
@@ -98,7 +101,7 @@ def record(
     taps: Sequence[str] | None = None,
     samples: int | None = None,
     seqlen: int | None = None,
-    data: str = "evaluation",
+    data: str | None = None,
     prompt: str | None = None,
     batches: Sequence[Tensor] | None = None,
     batch_size: int = 1,
@@ -109,7 +112,7 @@ def record(
     calib_seqlen: int = 256,
     percentile: float = 0.9999,
     layout: str = "safetensors",
-    output_file: str = NPZ,
+    output_file: str | None = None,
     overwrite: bool = False,
     restart: bool = False,
     allow_download: bool = False,
@@ -130,22 +133,30 @@ def record(
     chosen = cast(Layout, layout)
     for tap in taps or ():
         look_up("tap", tap, dict.fromkeys(TAPS))
-    if not output_file.endswith(".npz") or Path(output_file).name != output_file:
-        raise ValueError(f"the output file is {output_file!r}. Expected a plain name that ends in .npz.")
-    where, defaults = device_name(device), DEFAULTS[chosen]
+    file = output_file or NPZ
+    if output_file is not None and chosen != "npz":
+        raise ValueError(f"an output file is for the layout npz, and the layout is {layout}. Leave it out.")
+    if not file.endswith(".npz") or Path(file).name != file:
+        raise ValueError(f"the output file is {file!r}. Expected a plain name that ends in .npz.")
+    check_only_one(batches=batches, prompt=prompt, data=data, samples=samples, seqlen=seqlen)
+    defaults = DEFAULTS[chosen]
     folder = Path(os.path.realpath(out))
     recover(folder)
     is_taken(folder)
     subject = subject_of(model, pretrained_dir, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    where = device_name(device) if not subject.as_it_is else device_of(subject, device)
+    if subject.as_it_is:
+        check_ready(subject, layers=layers, taps=taps, compile=compile)
     for note in subject.loaded.notes:
         progress.line(f"note: {note}")
     recipes = recipes_for(subject, modes, formats, defaults)
     if batches is None:
         count = defaults.samples if samples is None else samples
-        given = batches_of(subject, prompt=prompt, data=data, samples=count, seqlen=seqlen, batch_size=batch_size)
+        source = data or "evaluation"
+        given = batches_of(subject, prompt=prompt, data=source, samples=count, seqlen=seqlen, batch_size=batch_size)
     else:
-        given = list(batches)
-    tokens = tokens_of(given, data if prompt is None and batches is None else None)
+        given, source = list(batches), None
+    tokens = tokens_of(given, source if prompt is None else None)
     keys = tuple(map(str, recipes))
     begun = Manifest(
         subject.loaded.name,
@@ -169,7 +180,7 @@ def record(
         existing,
         progress,
     )
-    asked = facts_of(begun, chosen) | _asked(run, keys, output_file)
+    asked = facts_of(begun, chosen) | _asked(run, keys, file)
     with partial_recording(folder, replace(begun, unfinished=Unfinished(asked, keys)), restart=restart) as partial:
         if partial.reused:
             progress.line(f"continuing {partial.folder}: {', '.join(partial.reused)} recorded already")
@@ -180,7 +191,7 @@ def record(
         decode = subject.loaded.tokenizer.decode
         texts = [prompt] if prompt is not None else [decode(row.tolist()) for batch in given for row in batch]
         told = texts[0] if len(texts) == 1 else texts
-        beside = Beside(told, config_of(unwrapped(subject.loaded.model)), pretrained_dir, output_file)
+        beside = Beside(told, config_of(unwrapped(subject.loaded.model)), pretrained_dir, file)
         return _publish(folder, partial, existing, beside, chosen)
 
 

@@ -148,6 +148,35 @@ def device_name(device: str) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else device
 
 
+def device_of(subject: Subject, device: str) -> str:
+    """Where a model lies that is run as it is."""
+    found = next((parameter.device for parameter in subject.loaded.model.parameters()), torch.device("cpu"))
+    if device not in ("cpu", str(found), found.type):
+        raise ValueError(f"the model lies on {found}, and the device is {device}. Move it, or leave the device out.")
+    return device_name(str(found)) if found.type == "cuda" else found.type
+
+
+def check_ready(subject: Subject, *, layers: object, taps: object, compile: bool) -> None:
+    """Refuse what a model that is run as it is can no longer be told."""
+    model = subject.loaded.model
+    if returns_outputs(model) and (layers is not None or taps is not None):
+        raise ValueError("layers were chosen when record_outputs wrapped the model. Leave layers and taps out.")
+    if compile and is_compiled(model):
+        raise ValueError("the model is compiled already. Leave compile out.")
+
+
+def check_only_one(**given: object) -> None:
+    """Tokens come from one place: what another would need is refused, not ignored."""
+    there = [name for name, value in given.items() if value is not None]
+    for first, others, why in (
+        ("batches", ("prompt", "data", "samples", "seqlen"), "batches are whole"),
+        ("prompt", ("data", "samples"), "a prompt is one sample of its own"),
+    ):
+        for other in others:
+            if first in there and other in there:
+                raise ValueError(f"{first} and {other} were both given, and {why}. Leave one out.")
+
+
 def facts_of(manifest: Manifest, layout: Layout) -> dict[str, str]:
     """What two recordings must share to lie in one folder."""
     return {

@@ -91,7 +91,7 @@ def test_the_manifest_goes_to_a_pipe_or_a_file(tmp_path: Path, capsys: pytest.Ca
         (["--taps", "scans"], "unknown tap 'scans'. Did you mean 'scan'?"),
         (["--seqlen", "70000"], "the text has 65536 tokens"),
         (["--layout", "csv"], "unknown layout 'csv'"),
-        (["--json", "/nowhere/at/all.json"], "No such file or directory"),
+        (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json. Expected"),
         (["--out", "/dev/null"], "/dev/null is a file. Expected the name of a folder to make."),
         (["--out", "/proc/nothing/r"], "cannot write /proc/nothing/r.partial: No such file or directory"),
     ],

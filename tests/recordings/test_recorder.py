@@ -225,12 +225,17 @@ def test_several_modes_of_pt_have_a_folder_each(tmp_path: Path, ids: list[Tensor
         ({"modes": ["2-9"]}, "unknown mode '2-9'"),
         ({"samples": 0}, "samples is 0; expected 1 or more"),
         ({"seqlen": 70000}, r"the text has 65536 tokens; 3 samples of 70000 need 210000"),
-        ({"prompt": "abc", "seqlen": 9}, r"the text has 3 tokens; 1 samples of 9 need 9"),
-        ({"prompt": "", "seqlen": None}, "the prompt is empty"),
+        ({"prompt": "abc", "seqlen": 9, "samples": None}, r"the text has 3 tokens; 1 samples of 9 need 9"),
+        ({"prompt": "", "seqlen": None, "samples": None}, "the prompt is empty"),
+        ({"prompt": "abc"}, r"prompt and samples were both given, and a prompt is one sample of its own\. Leave one"),
+        ({"prompt": "abc", "samples": None, "data": "evaluation"}, r"prompt and data were both given"),
+        ({"batches": [torch.zeros(1, 4, dtype=torch.int64)]}, r"batches and samples were both given"),
+        ({"output_file": "x.npz"}, r"an output file is for the layout npz, and the layout is safetensors"),
+        ({"compile": True, "model": probe.record_outputs(Stack(2)), "layers": ["all"]}, "layers were chosen when"),
         ({"data": "nowhere.txt"}, "text file 'nowhere.txt' does not exist"),
         ({"device": "cuda"}, "device 'cuda' is not present on this machine"),
         ({"device": "recorded:x"}, "is a recording already"),
-        ({"output_file": "../x.npz"}, "Expected a plain name that ends in .npz"),
+        ({"output_file": "../x.npz", "layout": "npz"}, "Expected a plain name that ends in .npz"),
         ({"model": "tiny-llama", "modes": ["2-1"]}, "quantizes Mamba-1 blocks and tiny-llama has none"),
         ({"model": "tiny-llama", "modes": ["fp32"], "taps": ["scan"]}, "tiny-llama has no tap 'scan' at these layers. "
          "It has: inputs, embedding, final_norm, logits"),
@@ -531,9 +536,9 @@ def test_a_folder_without_permission_is_told(ids: list[Tensor]) -> None:
 
 def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path, ids: list[Tensor]) -> None:
     probe.record(tmp_path / "r", model=Stack(2), modes=["fp32"], batches=ids)
-    (tmp_path / "r").rename(tmp_path / "r.previous")
+    (tmp_path / "r").rename(tmp_path / ".r.previous")
     with pytest.raises(
-        RecordingError, match=r"r\.previous is what an interrupted overwriting left of it: rename it ba"
+        RecordingError, match=r"\.r\.previous is what an interrupted overwriting left of it: rename it ba"
     ):
         read_recording(tmp_path / "r")
     probe.record(tmp_path / "r", model=Stack(2), modes=["bf16"], batches=ids)
