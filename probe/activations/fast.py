@@ -139,7 +139,7 @@ def _extremes(values: Floats, sums: _Doubles, counts: _Whole) -> float:
     sums[SMALLEST] = min(sums[SMALLEST], small)
     counts[ZEROS] += zeros
     counts[NEGATIVES] += negatives
-    return max(abs(low), abs(high))
+    return max(abs(float(low)), abs(float(high)))
 
 
 @numba.njit(cache=True, nogil=True)

@@ -28,7 +28,8 @@ class HeatGrid:
 def heat_of(x: Tensor, *, module: str, kind: str, sample: int) -> HeatGrid:
     """Of the tokens of one sample, [tokens, channels]; NaN and Inf count as 0."""
     sizes = x.detach().to("cpu", torch.float32).abs().nan_to_num(0.0, 0.0, 0.0).numpy()
-    return HeatGrid(module, kind, sample, *sizes.shape, pooled(sizes, TOKENS, CHANNELS))
+    tokens, channels = sizes.shape
+    return HeatGrid(module, kind, sample, tokens, channels, pooled(sizes, TOKENS, CHANNELS))
 
 
 def pooled(values: Floats, most_rows: int, most_columns: int) -> Floats:

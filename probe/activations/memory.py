@@ -12,6 +12,8 @@ from torch import nn
 
 from probe.activations.settings import MemorySettings
 
+#: Where the model has been loaded already, or what is free is not known.
+ENOUGH = 2**63
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
@@ -27,11 +29,8 @@ class Placed:
 def device_of(name: str) -> torch.device:
     """The device of that name, `auto` is the accelerator if there is one; one that is not there is an error."""
     if name == "auto":
-        return (
-            torch.accelerator.current_accelerator() or torch.device("cpu")
-            if _has_accelerator()
-            else torch.device("cpu")
-        )
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -46,10 +45,6 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _has_accelerator() -> bool:
-    return bool(torch.accelerator.is_available())
-
-
 def size_of(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, tied ones once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
@@ -57,14 +52,10 @@ def size_of(model: nn.Module) -> int:
 
 
 def room_of(device: torch.device, limit: int | None) -> int:
-    """Bytes of weights that the device may hold: the limit, or nine tenths of what is free."""
+    """Bytes of weights that the device may hold: the limit, or of a GPU nine tenths of what is free."""
     if limit is not None:
         return limit
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
-    if device.type == "cpu":
-        return 2**63  # it has been loaded there
-    return 2**63
+    return int(torch.cuda.mem_get_info(device)[0] * 0.9) if device.type == "cuda" else ENOUGH
 
 
 @contextmanager
@@ -108,9 +99,12 @@ def offload(model: nn.Module, device: torch.device, room: int, to: str, folder: 
         max_memory={main: room, **({"cpu": 2**62} if to == "cpu" and main != "cpu" else {})},
         no_split_module_classes=whole,
     )
-    if to == "cpu" and main == "cpu":  # offloading without another device: of use in tests only
-        accelerate.cpu_offload(model, execution_device=device)
-        return Placed(model, device, "all weights are kept on the cpu and brought in to run")
+    if places.keys() == {""}:  # not one layer fits
+        if to == "disk":
+            accelerate.disk_offload(model, str(folder), execution_device=device)
+        else:
+            accelerate.cpu_offload(model, execution_device=device)
+        return Placed(model, device, f"the whole model is kept on {to} and brought in to run")
     accelerate.dispatch_model(model, places, main_device=main, offload_dir=str(folder), force_hooks=True)
     away = sum(place == to for place in places.values())
     return Placed(model, device, f"{away} of {len(places)} parts of the model are kept on {to} and brought in to run")

@@ -22,7 +22,8 @@ def count_sizes(sizes: Floats) -> Whole:
 def edges() -> npt.NDArray[np.float64]:
     """The least size of every bucket, and the end of the last finite one: [BUCKETS + 1], with inf beyond float32."""
     bits = np.minimum(np.arange(BUCKETS + 1, dtype=np.int64) << SHIFT, 0x7F800000).astype(np.int32)
-    return bits.view(np.float32).astype(np.float64)
+    wide: npt.NDArray[np.float64] = bits.view(np.float32).astype(np.float64)
+    return wide
 
 
 def quantile_of(buckets: Whole, zeros: int, share: float, *, low: float, high: float) -> float:

@@ -30,7 +30,7 @@ def token_rows(x: Tensor, shape: tuple[int, int], module: nn.Module) -> TokenRow
     if x.dim() >= 3 and x.shape[:2] == shape:
         return TokenRows(x.flatten(2), True)
     if x.dim() == 2 and x.shape[0] == samples * tokens:
-        return TokenRows(x.unflatten(0, shape), True)
+        return TokenRows(x.reshape(samples, tokens, -1), True)
     if x.dim() == 4 and (x.shape[0], x.shape[2]) == shape:
         return TokenRows(x.transpose(1, 2).flatten(2), True)
     if x.dim() == 3 and (x.shape[0], x.shape[2]) == shape:

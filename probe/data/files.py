@@ -107,7 +107,7 @@ def _texts(path: Path, rows: Iterable[Any], column: str) -> Iterator[str]:
             continue
         if not isinstance(text, str):
             raise ValueError(
-                f"data file {str(path)!r}, row {number} holds {type(text).__name__}; expected text in column {column!r}."
+                f"data file {str(path)!r}, row {number}: column {column!r} holds {type(text).__name__}; expected text."
             )
         yield text
 

@@ -82,9 +82,8 @@ def documents_of(
         return _hub_text(HUB[source], split, allow_download=allow_download)
     if kind == "hf" and rest:
         return _hub_dataset(source, rest, text_column, split, allow_download=allow_download)
-    near = nearest(source, ("builtin", *HUB, "hf:", "custom:"), count=1)[0]
-    hint = f"Did you mean {f'custom:{source}' if Path(source).exists() else near!r}? ".replace("''", "'")
-    raise ValueError(f"unknown data source {source!r}. {hint}Known: {', '.join(NAMES)}.")
+    near = f"custom:{source}" if Path(source).exists() else nearest(source, ("builtin", *HUB, "hf:", "custom:"))[0]
+    raise ValueError(f"unknown data source {source!r}. Did you mean {near!r}? Known: {', '.join(NAMES)}.")
 
 
 def _hub_text(row: HubText, split: str | None, *, allow_download: bool) -> Documents:

@@ -1,0 +1,364 @@
+"""Promises of a whole run: what it finds is what a plain computation finds, padding and all."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from probe.activations.configuration import read_configuration
+from probe.activations.export import tables
+from probe.activations.run import Analysis, analyze, forward, prepare, run
+from probe.activations.settings import MemorySettings
+from probe.activations.memory import at_hand, offload, placed, size_of
+from probe.activations.tokens import token_rows
+from probe.data.samples import Batch
+from probe.models.load import load_model
+from tests.activations.toys import CHANNEL, OUTLIER, make
+
+TOY = {"model.path": "tests.activations.toys:make", "data.num_samples": "3", "data.seq_len": "12"}
+SHORT = "the end\n", "eel", "a longer text than the others"
+
+
+def quiet(_: str) -> None:
+    return
+
+
+def settings_of(**given: Any) -> Any:
+    return read_configuration(None, [(k, str(v)) for k, v in {**TOY, **given}.items()])
+
+
+def found(**given: Any) -> Analysis:
+    return analyze(settings_of(**given), progress=quiet)
+
+
+def texts(tmp_path: Path, lines: tuple[str, ...] = SHORT) -> dict[str, str]:
+    import json
+
+    (tmp_path / "short.json").write_text(json.dumps(list(lines)))
+    return {"data.source": f"custom:{tmp_path}/short.json", "data.num_samples": str(len(lines))}
+
+
+def captured(settings: Any) -> tuple[dict[str, list[torch.Tensor]], list[list[int]]]:
+    """Inputs and outputs of every module, sample by sample, without padding: the plain way."""
+    prepared = prepare(settings, progress=quiet)
+    kept: dict[str, list[torch.Tensor]] = {}
+    samples = [row[mask].tolist() for b in prepared.batches for row, mask in zip(b.tokens, b.mask, strict=True)]
+    model = make()
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            kept.setdefault(f"{name} input", []).append(args[0][0])
+            kept.setdefault(f"{name} output", []).append((output[0] if isinstance(output, tuple) else output)[0])
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(keep(name))
+    with torch.no_grad():
+        for sample in samples:
+            model(torch.tensor([sample]))
+    return kept, samples
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_statistics_are_those_of_the_tokens_that_are_there(tmp_path: Path, batch_size: int) -> None:
+    given = texts(tmp_path) | {"data.batch_size": str(batch_size), "outlier.threshold": "8"}
+    analysis = found(**given)
+    plain, samples = captured(settings_of(**given))
+    assert sorted(map(len, samples)) == [3, 8, 12]
+    for (name, kind), s in analysis.statistics.items():
+        if kind == "weight":
+            x = make().get_submodule(name).weight.detach().numpy()
+        else:
+            x = torch.cat(plain[f"{name} {kind}"]).numpy()
+        assert (s.count, s.rows, s.channel_amax.size) == (x.size, len(x), x.shape[1]), (name, kind)
+        assert s.amax == pytest.approx(float(np.abs(x).max()), rel=1e-5)
+        assert s.mean == pytest.approx(float(x.mean(dtype=np.float64)), rel=1e-4, abs=1e-6)
+        assert s.channel_amax == pytest.approx(np.abs(x).max(0), rel=1e-4, abs=1e-5)
+    assert len(analysis.statistics) == 3 * (2 * 3 + 1), "two linear layers, three kinds, and the layer's output"
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_outliers_are_the_tokens_that_were_really_there(tmp_path: Path, batch_size: int) -> None:
+    given = texts(tmp_path) | {"data.batch_size": str(batch_size), "outlier.threshold": "8"}
+    analysis = found(**given)
+    plain, samples = captured(settings_of(**given))
+    assert list(analysis.outliers) == ["layers.0", "layers.1", "layers.2"]
+    for name, layer in analysis.outliers.items():
+        expected = []
+        for index, x in enumerate(plain[f"{name} output"]):
+            amax = x.abs().amax(1)
+            for place in (amax > 8 * np.median(amax.numpy())).nonzero()[:, 0].tolist():
+                expected.append((index, place, samples[index][place]))
+        assert sorted((one.sample, one.position, one.token) for one in layer.worst) == expected
+        assert expected
+        assert layer.tokens == sum(map(len, samples))
+    assert {token for layer in analysis.outliers.values() for token in layer.token_ids} == {OUTLIER}
+    assert analysis.token_texts == {OUTLIER: "e"}
+    made = tables(analysis)
+    assert made["outlier_token"][0]["text"] == "e"
+    assert made["top_channels"][0]["channel"] == CHANNEL
+    positions = {row["position"] for row in made["outlier_position"]}
+    assert positions == {place for sample in samples for place, token in enumerate(sample) if token == OUTLIER}
+
+
+def test_bands_and_heat_leave_out_padding_too(tmp_path: Path) -> None:
+    analysis = found(**texts(tmp_path), **{"heatmap_3d.sample_idx": "1", "data.batch_size": "3"})
+    plain, samples = captured(settings_of(**texts(tmp_path)))
+    for name, band in analysis.bands.items():
+        x = torch.cat(plain[f"{name} output"])
+        assert band.counts.sum() == x.numel()
+        assert band.maximum == pytest.approx(x.amax(0).numpy(), rel=1e-4, abs=1e-5)
+    for name, heat in analysis.heat.items():
+        assert heat.values == pytest.approx(plain[f"{name} output"][1].abs().numpy(), rel=1e-4, abs=1e-5)
+        assert heat.tokens == len(samples[1])
+
+
+def test_a_model_that_takes_no_mask_is_given_no_padding(tmp_path: Path) -> None:
+    given = texts(tmp_path) | {"data.batch_size": "3"}
+    a, b = found(**given), found(**given, **{"model.path": "tests.activations.toys:make_maskless"})
+    assert [s.figures() for s in a.statistics.values()] == pytest.approx([s.figures() for s in b.statistics.values()])
+
+
+def test_padding_is_masked_where_the_model_takes_a_mask() -> None:
+    seen = {}
+
+    class Model(nn.Module):
+        def forward(self, ids: torch.Tensor, attention_mask: Any = None, use_cache: Any = None) -> None:
+            seen.update(mask=attention_mask, use_cache=use_cache)
+
+    mask = torch.tensor([[True, True], [True, False]])
+    forward(Model(), Batch(torch.ones(2, 2, dtype=torch.int64), mask, 0), torch.device("cpu"))
+    assert seen["mask"].tolist() == [[1, 1], [1, 0]]
+    assert seen["use_cache"] is False
+
+
+def test_the_tokens_of_real_models_do_not_depend_on_padding(tmp_path: Path) -> None:
+    given = texts(tmp_path, ("Once upon a time", "Yes", "Twelve monkeys")) | {"data.seq_len": "16"}
+    for model in ("tiny-llama", "tiny-mamba"):
+        alone = found(**given, **{"model.path": model, "data.batch_size": "1"})
+        padded = found(**given, **{"model.path": model, "data.batch_size": "3"})
+        for key, s in alone.statistics.items():
+            other = padded.statistics[key]
+            assert (s.count, s.rows) == (other.count, other.rows)
+            assert s.channel_amax == pytest.approx(other.channel_amax, rel=1e-3, abs=1e-4), key
+
+
+def shaped(*shape: int) -> torch.Tensor:
+    return torch.arange(float(np.prod(shape))).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("x", "module", "expected"),
+    [
+        (shaped(2, 5, 3), nn.Identity(), lambda x: x),
+        (shaped(2, 5, 3, 4), nn.Identity(), lambda x: x.reshape(2, 5, 12)),
+        (shaped(10, 3), nn.Identity(), lambda x: x.reshape(2, 5, 3)),
+        (shaped(2, 3, 5, 4), nn.Identity(), lambda x: x.permute(0, 2, 1, 3).reshape(2, 5, 12)),
+        (shaped(2, 3, 5), nn.Identity(), lambda x: x.transpose(1, 2)),
+        (shaped(2, 3, 8), nn.Conv1d(3, 3, 4, padding=3), lambda x: x[..., :5].transpose(1, 2)),
+        (shaped(2, 5, 5), nn.Conv1d(5, 5, 1), lambda x: x.transpose(1, 2)),
+    ],
+)
+def test_which_axis_is_the_tokens(x: torch.Tensor, module: nn.Module, expected: Any) -> None:
+    rows = token_rows(x, (2, 5), module)
+    assert rows.are_tokens
+    assert torch.equal(rows.values, expected(x))
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (2, 4, 6), (3,), ()])
+def test_rows_that_are_not_tokens_are_not_taken_for_them(shape: tuple[int, ...]) -> None:
+    rows = token_rows(torch.zeros(shape), (2, 5), nn.Identity())
+    assert not rows.are_tokens
+    assert rows.values.numel() == max(1, int(np.prod(shape)))
+
+
+def test_a_tensor_without_tokens_under_padding_is_left_out_and_said(tmp_path: Path) -> None:
+    """The convolution of the toy gives 14 columns for 12 tokens, which is known; of other modules it is not."""
+    given = texts(tmp_path) | {"outlier.pattern": "conv", "magnitude.patterns": "proj|conv", "data.batch_size": "3"}
+    analysis = found(**given)
+    assert analysis.statistics["conv", "output"].rows == 23
+    assert analysis.outliers["conv"].tokens == 23
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(40, 4)])
+            self.embed = nn.Embedding(256, 40)
+
+        def forward(self, ids: torch.Tensor, attention_mask: Any = None) -> Any:
+            return self.experts[0](self.embed(ids).reshape(-1, 40)[::3])
+
+    settings = settings_of(
+        **given, **{f"enabled.{name}": "false" for name in ("heatmap_3d", "distribution", "percentile_range")}
+    )
+    prepared = prepare(settings, progress=quiet)
+    for batch_size, missing in ((3, True), (1, False)):
+        from dataclasses import replace
+
+        from probe.activations.plan import Plan
+        from probe.data.samples import batches_of
+
+        model = Odd()
+        plan = Plan(
+            {"output": ("experts.0",)},
+            ("input", ()),
+            ("experts.0",),
+            ("output", ()),
+            ("output", ()),
+            0,
+            ("experts.0", "embed"),
+        )
+        samples = [row[mask].tolist() for b in prepared.batches for row, mask in zip(b.tokens, b.mask, strict=True)]
+        odd = replace(prepared, model=model, plan=plan, batches=batches_of(samples, batch_size=batch_size, pad=True))
+        if missing:
+            with pytest.raises(
+                ValueError,
+                match=r"nothing could be analyzed\. the output of experts\.0 is \[12, 4\]: no axis is the 12 tokens, so padding cannot be told",
+            ):
+                run(odd, progress=quiet)
+        else:
+            analysis = run(odd, progress=quiet)
+            assert analysis.statistics["experts.0", "output"].rows == 1 + 3 + 4
+            assert any("no axis is the tokens" in note for note in analysis.notes)
+
+
+def test_modules_that_never_ran_are_said() -> None:
+    analysis = found(**{"magnitude.patterns": "unused|up_proj"})
+    (note,) = (note for note in analysis.notes if "never ran" in note)
+    assert "3 of 12 chosen modules never ran, and are left out: layers.0.unused, layers.1.unused" in note
+    assert ("layers.0.unused", "weight") in analysis.statistics, "its weight is there"
+    everything = {f"enabled.{name}": "false" for name in ("outlier_layer_wise", "outlier_position", "outlier_token")}
+    everything |= {
+        f"enabled.{name}": "false" for name in ("heatmap_3d", "distribution", "percentile_range", "magnitude_weight")
+    }
+    with pytest.raises(ValueError, match=r"nothing could be analyzed\. 3 of 3 chosen modules never ran"):
+        found(**everything, **{"magnitude.patterns": "unused"})
+
+
+def test_a_mamba_layer_that_is_not_called_points_to_the_sites() -> None:
+    analysis = found(**{"model.path": "tiny-mamba", "magnitude.patterns": "dt_proj|in_proj", "data.seq_len": "8"})
+    assert any("dt_proj" in note and "Set model.sites true" in note for note in analysis.notes)
+
+
+def test_nan_is_said() -> None:
+    analysis = found(**{"model.path": "tests.activations.toys:make_nan"})
+    assert any("NaN or Inf, which are left out of all statistics, in " in note for note in analysis.notes)
+
+
+def test_the_bytes_that_stand_in_for_a_tokenizer_are_said() -> None:
+    assert any("brings no tokenizer: text is read as bytes" in note for note in found().notes)
+    with pytest.raises(ValueError, match=r"has no tokenizer and a vocabulary of 100; text as bytes needs at least 256"):
+        found(**{"model.path": "tests.activations.toys:make_small_vocabulary"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"magnitude.patterns": "dwon_proj"},
+            r"visualization\.magnitude\.patterns: layer 'dwon_proj' matches none of .* Nearest: layers\.\d\.down_proj",
+        ),
+        ({"magnitude.patterns": "[up_proj, nope]"}, r"layer 'nope' matches none"),
+        ({"outlier.pattern": "blocks"}, r"visualization\.outlier\.pattern: layer 'blocks' matches none"),
+        (
+            {"layer_selection.patterns": "conv"},
+            r"layer_selection\.patterns leaves none of the 6 layers of visualization\.magnitude\.patterns \(layers\.0\.up_proj, \.\.\.\)\. Widen it",
+        ),
+        (
+            {"layer_selection.patterns": "nothing"},
+            r"visualization\.layer_selection\.patterns: layer 'nothing' matches none",
+        ),
+        ({"heatmap_3d.sample_idx": "3"}, r"sample_idx is 3; data\.num_samples is 3, so expected 0 to 2"),
+        ({"memory.device": "cuda:77"}, r"memory\.device 'cuda:77' cannot be used here: .* Expected cpu, auto"),
+        ({"memory.device": "gpu"}, r"memory\.device 'gpu' cannot be used here"),
+        (
+            {"magnitude.patterns": r"layers\.\d$"},
+            r"magnitude_weight: none of the 3 layers of .* has a weight\. Name linear",
+        ),
+    ],
+)
+def test_mistakes_are_one_message(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        found(**given)
+
+
+def test_nothing_enabled_is_refused() -> None:
+    from probe.activations.settings import EnabledSettings
+
+    with pytest.raises(ValueError, match=r"there is nothing to analyze: everything of visualization\.enabled is off"):
+        found(**{f"enabled.{name}": "false" for name in vars(EnabledSettings())})
+
+
+def test_the_selection_narrows_every_plot() -> None:
+    analysis = found(**{"layer_selection.patterns": r"[layers\.1]"})
+    assert {name.split(".")[1] for name, _ in analysis.statistics} == {"1"}
+    assert list(analysis.bands) == list(analysis.heat) == list(analysis.outliers) == ["layers.1"]
+
+
+# Offload
+
+
+def figures(analysis: Analysis) -> list[dict[str, Any]]:
+    return [s.figures() for s in analysis.statistics.values()]
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-mamba"])
+@pytest.mark.parametrize("limit", ["1MB", "100kB"])
+def test_offloaded_to_disk_the_statistics_are_the_same(model: str, limit: str) -> None:
+    given = {"model.path": model, "data.seq_len": "24", "outlier.threshold": "2"}
+    whole = found(**given)
+    parts = found(**given, **{"memory.max_memory": limit, "memory.offload_device": "disk"})
+    assert figures(parts) == figures(whole)
+    assert parts.outliers == whole.outliers
+    assert any("kept on disk and brought in to run" in note for note in parts.notes)
+    assert not any("kept on" in note for note in whole.notes)
+
+
+def test_only_what_fits_stays(tmp_path: Path) -> None:
+    model = load_model("tiny-llama").model
+    size = size_of(model)
+    offload(model, torch.device("cpu"), size // 2, "disk", tmp_path, size)
+    here = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta")
+    assert 0 < here <= size // 2
+    assert any(tmp_path.iterdir()), "the rest is on disk"
+
+
+def test_offloaded_to_the_cpu_the_model_gives_the_same() -> None:
+    """With the CPU in the place of a GPU that this machine does not have."""
+    model, ids = load_model("tiny-llama").model, torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        weight = model.model.layers[1].mlp.up_proj.weight.clone()
+        place = offload(model, torch.device("cpu"), 1, "cpu", Path("unused"), size_of(model))
+        assert next(model.parameters()).device.type == "meta"
+        assert torch.equal(place.model(ids).logits, before)
+        with at_hand(model.model.layers[1].mlp.up_proj):
+            assert torch.equal(model.model.layers[1].mlp.up_proj.weight, weight)
+
+
+def test_what_does_not_fit_and_may_not_be_offloaded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    with (
+        pytest.raises(
+            ValueError,
+            match=r"the model has .* kB of weights and memory\.max_memory is 1 kB\. Allow memory\.auto_offload",
+        ),
+        placed(model, MemorySettings("cpu", "disk", False, 1000)),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"are both cpu\. Take memory\.offload_device disk"),
+        placed(model, MemorySettings("cpu", "cpu", True, 1000)),
+    ):
+        pass
+    monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
+    with (
+        pytest.raises(ValueError, match=r"needs the package accelerate, .*: pip install 'quant-probe\[offload\]'"),
+        placed(model, MemorySettings("cpu", "disk", True, 1000)),
+    ):
+        pass

@@ -1,0 +1,80 @@
+"""Small models to analyze: known outliers, known layers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 40
+#: Of the text, the token that is an outlier, and the channel that it is one in.
+OUTLIER, CHANNEL = ord("e"), 7
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(WIDTH, 64)
+        self.down_proj = nn.Linear(64, WIDTH)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x + 0.1 * self.down_proj(torch.relu(self.up_proj(x))), None
+
+
+class Toy(nn.Module):
+    """Takes an attention mask and leaves it alone: every token is on its own."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.conv = nn.Conv1d(WIDTH, 8, 3, padding=2)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.conv(x.transpose(1, 2))
+
+
+class Maskless(Toy):
+    def forward(self, ids: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(ids)
+
+
+def _filled(model: Toy) -> Toy:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        model.embed.weight[OUTLIER, CHANNEL] = 500.0
+        model.embed.weight[0, :] = 1e6  # padding, if it counted
+    return model
+
+
+def make() -> nn.Module:
+    return _filled(Toy())
+
+
+def make_other() -> nn.Module:
+    model = _filled(Toy())
+    with torch.no_grad():
+        model.embed.weight[OUTLIER, CHANNEL] = 2.0
+    return model
+
+
+def make_maskless() -> nn.Module:
+    return _filled(Maskless())
+
+
+def make_nan() -> nn.Module:
+    model = _filled(Toy())
+    with torch.no_grad():
+        model.embed.weight[OUTLIER, 3] = float("nan")
+    return model
+
+
+def make_small_vocabulary() -> nn.Module:
+    model = make()
+    model.config = type("Config", (), {"vocab_size": 100})()  # type: ignore[assignment]
+    return model
