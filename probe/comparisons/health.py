@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, Self
 
 from probe.comparisons.mode_result import place_of
-from probe.comparisons.sides import Side, all_sides, bands, find_side, is_layer, layer_number
+from probe.comparisons.sides import Side, all_sides, bands, find_side, layer_number
 from probe.metrics import Comparison, Metrics
 from probe.names import LOGITS
 from probe.recordings import Recording, read_recording
@@ -135,9 +135,9 @@ def check(
     for place, label in enumerate(labels):
         if progress:
             progress(f"{side.name} {label} ({place + 1} of {len(labels)})")
-        adjacent = before if is_layer(label, labels) and _are_adjacent(side, before, label) else None
+        adjacent = before if label in side.layers and _are_adjacent(side, before, label) else None
         found.append(_look_at(side, label, adjacent))
-        before = label if is_layer(label, labels) else before
+        before = label if label in side.layers else before
     changes = [layer.mean_change for layer in found if layer.mean_change is not None]
     usual = median(changes) if changes else None
     known = usual if len(changes) >= _FEWEST else None

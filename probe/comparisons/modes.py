@@ -77,9 +77,7 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
                 f"the {what} differs: {own} in {here.folder}, {other} in {there.folder}. Only recordings of one "
                 "model on the same tokens can be compared: record both on the same input."
             )
-    labels = list(reference.labels)
-    chosen = pick_labels(list(side.labels), wanted, where=here.folder)
-    expected = pick_labels(labels, wanted, where=there.folder)
+    chosen, expected = pick_labels(side, wanted), pick_labels(reference, wanted)
     for label in sorted(set(chosen) ^ set(expected)):
         has, lacks = (side, reference) if label in chosen else (reference, side)
         raise ValueError(

@@ -4,11 +4,10 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
-from probe.names import LOGITS, nearest
+from probe.names import nearest
 from probe.recordings import Recording
 from probe.recordings.spelling import spelled
 
@@ -46,6 +45,11 @@ class Side:
     def labels(self) -> dict[str, str]:
         """Of what can be compared, in the order of the data flow: label -> tensor. `layer_0` is layer_0.output."""
         return {name.removesuffix(".output"): name for name in self.recording.names(self.recipe)}
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The labels that are outputs of whole layers."""
+        return self.recording.layers(self.recipe)
 
     def shape(self, label: str) -> tuple[int, ...]:
         """[samples, tokens, ...]."""
@@ -101,28 +105,23 @@ def find_reference(recording: Recording, mode: str, format: str | None = None) -
         ) from None
 
 
-def pick_labels(labels: Sequence[str], wanted: Sequence[str] | None, *, where: Path) -> list[str]:
-    """Of `labels`, those that are asked for, in their own order: 0, first, last, all, layer_0, logits or an expression.
+def pick_labels(side: Side, wanted: Sequence[str] | None) -> list[str]:
+    """What is asked for, in the order of the data flow: 0, first, last, all, layer_0, logits or an expression.
 
-    Without `wanted`: the outputs of layers; the embedding, the logits and what was tapped inside only by name.
+    By default the outputs of layers; the embedding, the logits and what was tapped inside only by name.
     """
-    layers = [label for label in labels if is_layer(label, labels)]
-    if wanted is None:
-        return layers
+    labels = list(side.labels)
     found: list[str] = []
-    for one in map(str, wanted):
-        some = _matching(one, labels, layers)
+    for one in ("all",) if wanted is None else wanted:
+        some = _matching(one, labels, side.layers)
         if not some:
             near = ", ".join(nearest(one, labels))
-            raise ValueError(f"{one!r} is no layer of {where}. Nearest: {near}. Expected 0, first, last, all, layer_0.")
+            raise ValueError(
+                f"{one!r} is no layer of {side.name} in {side.recording.folder}. Nearest: {near}. "
+                "Expected 0, first, last, all, layer_0 or a regular expression."
+            )
         found += some
     return [label for label in labels if label in found]
-
-
-def is_layer(label: str, labels: Sequence[str]) -> bool:
-    """Whether it is the output of a layer: not an end of the model, an input, or a part of a layer."""
-    inside = any(label.startswith(f"{other}.") for other in labels if other != label)
-    return label not in ("embedding", "final_norm", LOGITS) and not label.endswith(".input") and not inside
 
 
 def layer_number(label: str) -> int | None:

@@ -20,7 +20,7 @@ _Whole = npt.NDArray[np.int64]
 
 #: Elements in a block.
 BLOCK = 1024
-#: Squares are no more than rounding if the values are, but for this part of the largest, equal.
+#: Values that differ from their mean by no more than this part of it may differ by the rounding of the mean alone.
 _EQUAL = 1e-12
 
 #: The places of sums: means, then squares around them, of output, reference and difference; and of counts and keys.
@@ -62,7 +62,8 @@ def measure(
         ends[LOW_O], ends[HIGH_O] = _extremes(bits_x, top)
         ends[LOW_R], ends[HIGH_R] = _extremes(bits_y, top)
         if max(ends[HIGH_O], ~ends[LOW_O], ends[HIGH_R], ~ends[LOW_R]) >= infinity:
-            kept = _leave_out_nonfinite(x, y, bits_x, bits_y, o, r, bits_o, bits_r, counts, start)
+            quiet = (top - infinity + 1) >> 1
+            kept = _leave_out_nonfinite(x, y, bits_x, bits_y, o, r, bits_o, bits_r, counts, start, quiet)
             if kept == 0:
                 continue
             x, y, bits_x, bits_y = o[:kept], r[:kept], bits_o[:kept], bits_r[:kept]
@@ -116,8 +117,12 @@ def _leave_out_nonfinite(
     bits_r: _Bits,
     counts: _Whole,
     start: int,
+    quiet: int,
 ) -> int:
-    """Count what is NaN or Inf and copy the pairs that are finite; how many these are."""
+    """Count what is NaN or Inf and copy the pairs that are finite; how many these are.
+
+    A NaN widened to float64 is a quiet one: two that differ by that bit alone have not moved.
+    """
     kept = 0
     for i in range(x.size):
         good_x, good_y = np.isfinite(x[i]), np.isfinite(y[i])
@@ -125,6 +130,8 @@ def _leave_out_nonfinite(
         counts[INF_O] += np.isinf(x[i])
         counts[NAN_R] += np.isnan(y[i])
         counts[INF_R] += np.isinf(y[i])
+        if np.isnan(x[i]) and np.isnan(y[i]) and (bits_x[i] ^ bits_y[i]) == quiet:
+            counts[MOVED] -= 1
         if good_y and not good_x and counts[FIRST_NONFINITE] < 0:
             counts[FIRST_NONFINITE] = start + i
         if good_x and good_y:

@@ -224,7 +224,7 @@ def test_what_is_not_finite_fails_also_on_a_pipe(tmp_path: Path, capsys: pytest.
             "--save is for the figures of one mode, and 2 are compared. Give --save-dir DIR.",
         ),
         (["2-1", "--dir", "nowhere"], "there is no folder nowhere."),
-        (["2-1", "--layers", "7"], "'7' is no layer of layer_outputs."),
+        (["2-1", "--layers", "7"], "'7' is no layer of 2-1 in layer_outputs."),
     ],
 )
 def test_bad_input_is_one_message_and_two(

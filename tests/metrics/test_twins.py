@@ -140,6 +140,13 @@ def test_float64_beyond_its_squares_goes_to_the_readable_twin(monkeypatch: pytes
     assert fast.measure(big, big, None).count == 10
 
 
+def test_nan_of_other_bits_has_moved_but_for_the_quiet_bit() -> None:
+    bits = torch.tensor([0x7F800001, 0x7FC00001, 0x7FC00002, 0x7F800001], dtype=torch.int32)
+    others = torch.tensor([0x7FC00001, 0x7FC00001, 0x7FC00001, 0x7F800003], dtype=torch.int32)
+    slow, quick = (tally for tally, _ in both(bits.view(torch.float32), others.view(torch.float32)))
+    assert quick.moved == slow.moved == 2
+
+
 def test_large_batches_go_to_the_fast_twin_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     went: list[str] = []
 
