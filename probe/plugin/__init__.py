@@ -4,6 +4,8 @@ A test that takes the fixture `probe_case` is run for every case of the matrix:
 
     def test_matches_baseline(probe_case):
         probe_case.check()
+
+One that takes `probe_scaling`, for every tensor and format of its marker (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -22,15 +24,21 @@ from probe.gate.configuration import AXES, has_settings, read_settings
 
 if TYPE_CHECKING:
     from probe.gate.session import Asked, Session
+    from probe.plugin.scaling import ProbeScaling
     from probe.plugin.taken import ProbeCase
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
 FOLDER = pytest.StashKey[Path]()
 TAKEN: pytest.StashKey[ProbeCase] = pytest.StashKey()
+SCALED: pytest.StashKey[ProbeScaling] = pytest.StashKey()
 
 MARKER = (
     "probe(model=..., modes=[...], layers=[...], formats=[...], ...): "
     "the matrix of this test, over that of [tool.probe]; the same keys"
+)
+SCALING_MARKER = (
+    "probe_scaling(tensors=[...], formats=[...], granularity='tensor', num_levels=21): "
+    "the tensors whose recommended scale is held to a baseline"
 )
 #: In the place of the cases of a test that has none.
 LEFT_OUT = "left out"
@@ -55,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Check what was asked for; nothing is loaded yet."""
     config.addinivalue_line("markers", MARKER)
+    config.addinivalue_line("markers", SCALING_MARKER)
     from probe.gate.session import Options, Session
     from probe.plugin.controller import Controller
 
@@ -141,7 +150,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `probe_case` becomes one test per case."""
+    """A test that takes `probe_case` becomes one test per case, and so does one that takes `probe_scaling`."""
+    if "probe_scaling" in metafunc.fixturenames:
+        _generate_scaling(metafunc)
     if "probe_case" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("probe")
@@ -156,6 +167,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.Collector.CollectError(f"probe: {problem}") from None
     ids = [str(one.case) for one in asked]
     metafunc.parametrize("probe_case", asked or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
+
+
+def _generate_scaling(metafunc: pytest.Metafunc) -> None:
+    from probe.gate.scaling import ask
+
+    marker = metafunc.definition.get_closest_marker("probe_scaling")
+    where = f"the probe_scaling marker of {metafunc.definition.name}"
+    try:
+        asked = ask(metafunc.config.stash[SESSION], marker.kwargs if marker else {}, where=where)
+    except (ValueError, OSError) as problem:
+        raise pytest.Collector.CollectError(f"probe: {problem}") from None
+    ids = [str(one.case) for one in asked]
+    metafunc.parametrize("probe_scaling", asked or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -186,7 +210,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _asked(item: pytest.Item) -> Any:
     callspec = getattr(item, "callspec", None)
-    return callspec.params.get("probe_case") if callspec else None
+    return callspec.params.get("probe_case", callspec.params.get("probe_scaling")) if callspec else None
 
 
 @pytest.fixture
@@ -200,6 +224,16 @@ def probe_case(request: pytest.FixtureRequest) -> ProbeCase:
     request.node.stash[TAKEN] = taken
     if not is_present(asked.case.device):
         pytest.skip(f"device {asked.case.device} is not present on this machine: {asked.case} was not measured")
+    return taken
+
+
+@pytest.fixture
+def probe_scaling(request: pytest.FixtureRequest) -> ProbeScaling:
+    """One tensor in one format; `check()` sweeps its scale and compares what is recommended with the baseline."""
+    from probe.plugin.scaling import ProbeScaling
+
+    taken = ProbeScaling(request.param, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid))
+    request.node.stash[SCALED] = taken
     return taken
 
 
@@ -225,7 +259,11 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put outcome, story, tables and pictures on the report; it may be on its way to another process."""
     report = yield
-    taken = item.stash.get(TAKEN, None)
+    taken, scaled = item.stash.get(TAKEN, None), item.stash.get(SCALED, None)
+    if scaled is not None:
+        from probe.plugin.scaling import describe as describe_scaling
+
+        describe_scaling(report, scaled, call.excinfo.value if call.excinfo else None)
     if taken is None:
         return report
     from probe.plugin.reports import describe

@@ -60,7 +60,7 @@ def error_of(outcome: Outcome) -> float | None:
     """What a cell shows: the propagated mse, of the whole model the KL divergence of the logits."""
     if outcome.case.layer == LOGITS:
         return value(outcome.figures, "logits.kl")
-    return value(outcome.figures, "propagated.mse", "injected.mse")
+    return value(outcome.figures, "propagated.mse", "injected.mse", "scaling.mse")
 
 
 def cell_text(outcome: Outcome) -> str:

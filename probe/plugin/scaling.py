@@ -1,0 +1,62 @@
+"""What a test that takes `probe_scaling` is given, and what its report carries."""
+
+from typing import Any
+
+import pytest
+
+from probe.gate.outcomes import Outcome
+from probe.gate.scaling import MODEL, AskedScaling, Judged, judged
+from probe.gate.session import Session
+from probe.plugin.taken import GateFailure
+from probe.report.story import case_text
+
+
+class ProbeScaling:
+    """One tensor in one format. `str()` of it is the pytest id."""
+
+    def __init__(self, asked: AskedScaling, session: Session, nodeid: str) -> None:
+        self.asked = asked
+        self.case = asked.case
+        self.session = session
+        self.nodeid = nodeid
+        self.found: Judged | None = None
+
+    def __str__(self) -> str:
+        return str(self.case)
+
+    def check(self) -> None:
+        """Sweep the tensor and compare with the baseline; in an update, find what to store."""
+        try:
+            self.found = judged(self.session, self.asked)
+        except (ValueError, OSError) as problem:
+            raise GateFailure(f"{self.case}: {problem}") from None
+        if self.found.refusal:
+            raise GateFailure(self.found.refusal)
+        if self.found.outcome.status == "failed":
+            raise GateFailure("\n".join([*case_text(self.found.outcome), *_next(self.found.outcome)]))
+
+
+def _next(outcome: Outcome) -> list[str]:
+    return [f'  accept  pytest -k "{outcome.case.mode} and {outcome.case.format}" --update-baselines']
+
+
+def describe(report: pytest.TestReport, taken: ProbeScaling, problem: BaseException | None) -> None:
+    """Add to the report of the call what became of the case; a test that never asked is told to."""
+    if report.when != "call":
+        return
+    found = taken.found
+    if isinstance(problem, GateFailure):
+        report.longrepr = str(problem)
+    elif report.passed and found is None:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{taken.case}: the test took probe_scaling and never called probe_scaling.check(), so nothing was "
+            "compared. Call it."
+        )
+    outcome = found.outcome if found else Outcome(MODEL, taken.case, "failed", None, str(problem or report.longrepr))
+    entry: dict[str, Any] | None = None
+    if found and found.entry:
+        figures = {name: [one.value, one.spread, one.reason] for name, one in found.entry.figures.items()}
+        entry = {"figures": figures, "values": []}
+    given = Outcome(**{**vars(outcome), "nodeid": taken.nodeid}).as_dict()
+    report.probe = {"outcome": given, "refusal": found.refusal if found else "", "entry": entry}  # type: ignore[attr-defined]
