@@ -24,7 +24,7 @@ ENDS = ("embedding.output", "final_norm.output", LOGITS)
 class DeviceSide(Side):
     """One recipe of one recording, its tensors by their full names."""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """In the order of the data flow."""
         return self.recording.names(self.recipe)
@@ -93,9 +93,12 @@ class Pair:
         own = f"{name.removesuffix('.output')}.input"
         if is_layer(name) and self._has(own):
             return own
-        stream = [other for other in self.a.names if (is_layer(other) or other in ENDS) and self._has(other)]
-        before = stream[: stream.index(name)] if name in stream else [n for n in stream if self._is_before(n, name)]
+        before = [other for other in self._stream if self.a.names.index(other) < self.a.names.index(name)]
         return before[-1] if before else None
+
+    @cached_property
+    def _stream(self) -> list[str]:
+        return [name for name in self.a.names if (is_layer(name) or name in ENDS) and self._has(name)]
 
     def measure(
         self,
@@ -162,9 +165,6 @@ class Pair:
 
     def _has(self, name: str) -> bool:
         return name in self.a.names and name in self.b.names and self.a.shape_of(name) == self.b.shape_of(name)
-
-    def _is_before(self, other: str, name: str) -> bool:
-        return self.a.names.index(other) < self.a.names.index(name)
 
     def _error_given(self, given: str | None, errors: dict[str, float], name: str) -> float:
         """Of what the tensor was made of; inside a layer, of all that came since."""

@@ -39,14 +39,18 @@ def _lost(seen: Look) -> str:
         largest = float(np.abs(a[gone]).max())
         past = next((name for top, name in sorted(_LARGEST.items()) if largest > top), None)
         why = f": A reaches {largest:.4g}, beyond {past}" if past else ""
-        return f"{kind} on B in {int(gone.sum())} values that are finite on A{why}"
+        return f"{kind} on B where A is finite, {_counted(int(gone.sum()))}{why}"
     values = np.unique(np.abs(b[kept]))
     if len(values) <= 4 and values[-1] > 0:
         name = _LARGEST.get(float(values[-1]))
         return f"saturates instead of NaN or Inf: +-{values[-1]:.6g} on B" + (f", the largest {name}" if name else "")
     if not values.any():
         return "NaN or Inf of A is replaced by 0 on B"
-    return f"B is finite in {int(kept.sum())} values that are NaN or Inf on A"
+    return f"B is finite where A is NaN or Inf, {_counted(int(kept.sum()))}"
+
+
+def _counted(count: int) -> str:
+    return "in one value" if count == 1 else f"in {count} values"
 
 
 def _zeros(seen: Look) -> str:

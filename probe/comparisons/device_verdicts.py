@@ -5,6 +5,7 @@ device fault      a layer adds something else on B: it differs by more than that
 mismatched        the recordings are of different things: other inputs, other samples, layers under other names
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -94,7 +95,8 @@ def _suspicious(one: Seen, unit: float, *, on_grid: bool) -> tuple[str, ...]:
     figures, spread = one.difference, one.structure
     label = figures.label
     if figures.lost:
-        return (f"{figures.lost} of {_count(figures.shape)} values of {label} are finite on one device only",)
+        count = math.prod(figures.shape)
+        return (f"{label} has {figures.lost} of {count} values that are finite on one device only",)
     if figures.added > figures.noise:
         return (
             f"what {label} adds differs by {figures.added:.2g} of its size, {figures.beyond_noise:.3g} times what "
@@ -117,7 +119,8 @@ def _suspicious(one: Seen, unit: float, *, on_grid: bool) -> tuple[str, ...]:
 
 def _judged(pair: Pair, inputs: Inputs, seen: list[Seen], one: Seen, why: tuple[str, ...]) -> DeviceVerdict:
     """A tensor is beyond noise: another capture, another precision, or a fault?"""
-    label, evidence = one.difference.label, (*why, *_before(seen, one), *_about_inputs(inputs))
+    own = _in_recipe_errors([one])
+    label, evidence = one.difference.label, (*why, *_before(seen, one), *own, *_about_inputs(inputs))
     look = pair.look(one)
     is_first = one is seen[0]
     moved = _renamed(pair, one)
@@ -165,12 +168,25 @@ def _noise(pair: Pair, inputs: Inputs, seen: list[Seen]) -> DeviceVerdict:
         f"({worst.difference.added:.2g} of what it adds; {worst.difference.noise:.2g} is allowed)",
         f"no bias, no factor and no single place: it looks like rounding ({', '.join(dtypes)})",
     )
+    cause = "rounding and the order of sums" + (", and roundings to the grid that flip" if pair.own_error else "")
     return DeviceVerdict(
         kind="dtype noise",
         layer=first.difference.label,
-        cause="rounding and the order of sums",
+        cause=cause,
         sure="certain" if worst.difference.beyond_noise < 0.5 and inputs.status == "same" else "likely",
-        evidence=(*said, *_about_inputs(inputs)),
+        evidence=(*said, *_in_recipe_errors(seen), *_about_inputs(inputs)),
+    )
+
+
+def _in_recipe_errors(seen: list[Seen]) -> tuple[str, ...]:
+    """With a reference: how far the device is from the recipe, beside how far that is from the float model."""
+    known = [one.difference for one in seen if one.difference.recipe_errors is not None]
+    if not known:
+        return ()
+    worst = max(known, key=lambda figures: figures.recipe_errors or 0.0)
+    return (
+        f"the device is at most {worst.recipe_errors:.2g} of the recipe's own error away from the recipe, in "
+        f"{worst.label} ({worst.error:.2g} and {worst.recipe_error:.2g} of its size)",
     )
 
 
@@ -210,10 +226,3 @@ def _before(seen: list[Seen], one: Seen) -> tuple[str, ...]:
 
 def _about_inputs(inputs: Inputs) -> tuple[str, ...]:
     return (inputs.said,)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

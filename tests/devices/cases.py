@@ -46,15 +46,25 @@ class Case:
         a, b = self.a(), self.b()
         return IDENTICAL if all(torch.equal(a[name], b[name]) for name in a) else NOISE
 
-    def recordings(self, folder: Path) -> tuple[Recording, Recording]:
-        folder.mkdir(parents=True, exist_ok=True)
-        a, b = ((self.a, self.ids[0]), (self.b, self.ids[1]))
-        return kept(folder / "a", a[0](), a[1], self.recipe), kept(folder / "b", b[0](), b[1], self.recipe)
-
-    def judged(self, folder: Path) -> DeviceComparison:
-        a, b = self.recordings(folder)
-        floats = None if self.reference is None else kept(folder / "reference", self.reference(), self.ids[0])
+    def judged(self, shelf: "Shelf") -> DeviceComparison:
+        a, b = shelf.kept(self.a(), self.ids[0], self.recipe), shelf.kept(self.b(), self.ids[1], self.recipe)
+        floats = None if self.reference is None else shelf.kept(self.reference(), self.ids[0], Recipe("fp32"))
         return diff(a, b, reference=floats)
+
+
+class Shelf:
+    """Recordings in a folder; the same tensors are written once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.written: dict[tuple[int, bool, str], tuple[Tensors, Recording]] = {}
+
+    def kept(self, tensors: Tensors, ids: Tensor | None, recipe: Recipe) -> Recording:
+        key = (id(tensors), ids is None, str(recipe))
+        if key not in self.written:
+            recording = kept(self.folder / str(len(self.written)), tensors, ids, recipe)
+            self.written[key] = (tensors, recording)  # held, so that no other gets its id
+        return self.written[key][1]
 
 
 def kept(folder: Path, tensors: Tensors, ids: Tensor | None, recipe: Recipe = Recipe("fp32")) -> Recording:  # noqa: B008
@@ -160,10 +170,8 @@ def narrow_fault_cases(seeds: list[int]) -> Iterator[Case]:
 
 RECIPES = (
     ("tiny-mamba", "2-1", "fp8_e4m3"),
-    ("tiny-mamba", "0", "int8"),
     ("tiny-mamba", "3", "nvfp4"),
     ("tiny-llama", "linear_wa", "int8"),
-    ("tiny-llama", "linear_wa", "mxint8"),
 )
 
 

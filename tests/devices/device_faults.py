@@ -254,7 +254,7 @@ FAULTS: dict[str, Fault] = {
     "activation": Fault(other_activation),
     "skipped": Fault(skipped, "skipped"),
     "stuck channel": Fault(stuck_channel, "in one channel"),
-    "one NaN": Fault(one_nan, "NaN on B"),
+    "one NaN": Fault(one_nan, "NaN on B where A is finite, in one value"),
     "late token": Fault(late_token),
     "other weights": Fault(other_weights),
     "eight bits": Fault(eight_bits),

@@ -25,8 +25,10 @@ def write_device_page(folder: Path | str, found: DeviceComparison) -> Path:
     page.text(f"Inputs: {found.inputs.said}. Limits: {limits_text(found)}.")
     for note in found.notes:
         page.text(f"Note: {note}.")
+    if found.layers and found.verdict.kind != "identical":  # of what is identical there is nothing to draw
+        _pictures(page, folder, found)
     if found.layers:
-        _layers(page, folder, found)
+        _layers(page, found)
     write(folder / FIGURES, json_of(found))
     return page.write(folder / PAGE)
 
@@ -37,17 +39,20 @@ def json_of(found: DeviceComparison) -> str:
 
 
 def shown_layer(found: DeviceComparison) -> str:
-    """The tensor whose values are drawn: where it began, else the worst."""
-    labels = [layer.label for layer in found.layers]
-    return found.verdict.layer if found.verdict.layer in labels else found.worst_by_max_abs[0].label
+    """The tensor whose values are drawn: where a fault began, else the worst."""
+    label = found.verdict.layer
+    is_there = any(layer.label == label for layer in found.layers)
+    if label is not None and is_there and found.verdict.kind != "dtype noise":
+        return label
+    return found.worst_by_max_abs[0].label
 
 
-def _layers(page: Document, folder: Path, found: DeviceComparison) -> None:
+def _pictures(page: Document, folder: Path, found: DeviceComparison) -> None:
     page.heading("Error by layer")
     errors = error_picture(found)
     write(folder / "error_by_layer.png", errors)
     page.picture(
-        errors, alt="differences by layer", caption="Left: dashed, the limits. Right: grey, what noise reaches."
+        errors, alt="differences by layer", caption="Left: dashed, the limits. Right: grey, what noise may reach."
     )
     label = shown_layer(found)
     page.heading(f"Values of {label}")
@@ -58,13 +63,16 @@ def _layers(page: Document, folder: Path, found: DeviceComparison) -> None:
     values = value_picture(found, a, b, label)
     write(folder / "values.png", values)
     page.picture(values, alt=f"values of {label} on both devices", caption="A sample of the values; the map is of all.")
+
+
+def _layers(page: Document, found: DeviceComparison) -> None:
     page.heading("Layers")
     table = rows(found)
     marks = [mark(layer, found) for layer in found.layers]
     page.table(
         [{"": sign, **row} for sign, row in zip(marks, table, strict=True)],
         "> where it began, ✗ beyond a limit, = identical. Relative to |A| + 1e-8. "
-        "added: the difference in what the layer adds, relative to it; noise: what sound devices reach there.",
+        "added: the difference in what the layer adds, relative to it; noise: what sound devices stay below there.",
         bad=[sign in (">", "✗") for sign in marks],
     )
     worst = [

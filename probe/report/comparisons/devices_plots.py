@@ -9,7 +9,18 @@ import numpy as np
 from probe.comparisons.device_pairs import DeviceSide
 from probe.comparisons.devices import DeviceComparison
 from probe.comparisons.samples import error_map, sample_pairs
-from probe.report.comparisons.figures import BAD, COLOURS, GREY, layer_axis, panels, png, say, style
+from probe.report.comparisons.figures import (
+    BAD,
+    COLOURS,
+    GREY,
+    layer_axis,
+    log_axis,
+    panels,
+    plain_number,
+    png,
+    say,
+    style,
+)  # fmt: skip
 from probe.report.story import tail
 
 _DASHED = (0, (4, 2))
@@ -35,7 +46,7 @@ def error_picture(found: DeviceComparison) -> bytes:
         added: dict[str, list[float | None]] = {"added": [layer.added for layer in found.layers]}
         if found.reference is not None:
             added["recipe's own error"] = [layer.recipe_error for layer in found.layers]
-        right.set_title("difference in what the layer adds, relative")
+        right.set_title("difference in what the layer adds, relative to it")
         if _curves(right, added):
             noise = [_positive(layer.noise) for layer in found.layers]
             places = range(len(noise))
@@ -48,6 +59,7 @@ def error_picture(found: DeviceComparison) -> bytes:
 def value_picture(found: DeviceComparison, a: DeviceSide, b: DeviceSide, label: str) -> bytes:
     """One tensor: histogram of B - A, B against A, and where the difference lies."""
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     pairs = sample_pairs(label, b, a)
     with style():
@@ -72,19 +84,18 @@ def value_picture(found: DeviceComparison, a: DeviceSide, b: DeviceSide, label: 
         if not len(drawn):
             say(right, "every difference is 0" if np.isfinite(where).all() else "no difference is finite")
         else:
-            low, high = float(drawn.min()), float(drawn.max())
+            low, high = (float(end) for end in np.quantile(drawn, (0.001, 1.0)))
             shape = a.shape(label)
-            extent = (0, shape[-1], math.prod(shape[1:-1]) or shape[0], 0)
-            palette = _palette()
             shown = right.imshow(
-                where,
+                np.where(where == 0, low / 2, where),  # below the scale, not off it
                 aspect="auto",
                 interpolation="nearest",
-                norm=LogNorm(max(low, high * 1e-8), high * 1.000001),
-                cmap=palette,
-                extent=extent,
+                norm=LogNorm(low, max(high, low * 1.001)),
+                cmap=_palette(),
+                extent=(0, shape[-1], math.prod(shape[1:-1]) or shape[0], 0),
             )
-            figure.colorbar(shown, ax=right, shrink=0.9, pad=0.02)
+            bar = figure.colorbar(shown, ax=right, shrink=0.9, pad=0.02, format=FuncFormatter(plain_number))
+            bar.minorformatter = NullFormatter()
             right.set_xlabel("channel")
             right.set_ylabel("token")
             if not np.isfinite(where).all():
@@ -93,13 +104,10 @@ def value_picture(found: DeviceComparison, a: DeviceSide, b: DeviceSide, label: 
 
 
 def _palette() -> Any:
-    """Zero is the darkest, what is not finite red."""
+    """What is not finite is red."""
     import matplotlib
 
-    palette = matplotlib.colormaps["viridis"].copy()
-    palette.set_bad(BAD)
-    palette.set_under(palette(0.0))
-    return palette
+    return matplotlib.colormaps["viridis"].with_extremes(bad=BAD)
 
 
 def _curves(axes: Any, values: dict[str, list[float | None]]) -> bool:
@@ -110,7 +118,7 @@ def _curves(axes: Any, values: dict[str, list[float | None]]) -> bool:
         return False
     for place, (name, some) in enumerate(drawn.items()):
         axes.plot(some, color=COLOURS[place], marker="os"[place % 2], markersize=4.5, linewidth=1.3, label=name)
-    axes.set_yscale("log")
+    log_axis(axes)
     return True
 
 
@@ -119,6 +127,11 @@ def _finish(axes: Any, labels: Sequence[str], found: DeviceComparison) -> None:
     if where is not None and where in labels and found.verdict.kind != "dtype noise":
         place = list(labels).index(where)
         axes.axvspan(place - 0.5, place + 0.5, color=BAD, alpha=0.12, linewidth=0, label=found.verdict.kind)
+    lost = [place for place, layer in enumerate(found.layers) if layer.lost]
+    if lost:
+        heights = [0.04] * len(lost)
+        across = axes.get_xaxis_transform()
+        axes.plot(lost, heights, "x", color=BAD, transform=across, label="finite on one only")
     layer_axis(axes, labels)
     axes.legend(loc="best", fontsize=8)
 
@@ -139,8 +152,7 @@ def _histogram(axes: Any, difference: "np.ndarray[tuple[int, ...], np.dtype[np.f
     axes.stairs(counts, edges, fill=True, color=COLOURS[0])
     axes.axvline(0, color=GREY, linewidth=1)
     axes.axvline(float(difference.mean()), color=BAD, linewidth=1.2, linestyle=_DASHED)
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_ylim(bottom=0)
+    log_axis(axes, counts=True)
     beyond = int((np.abs(difference) > reach).sum())
     note = f"mean {difference.mean():.1e}\nrms {np.sqrt(np.square(difference).mean()):.1e}"
     note += f"\n{beyond} beyond" if beyond else ""

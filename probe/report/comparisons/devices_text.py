@@ -88,7 +88,7 @@ def _layers(found: DeviceComparison) -> str:
 
     head = line({key: key for key in widths}, " ")
     body = [line(text, sign) for text, sign in zip(texts, marks, strict=True)]
-    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of its size; noise: what sound devices reach"
+    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: what sound devices stay below"
     return "\n".join([head, *body, key])
 
 
