@@ -46,8 +46,11 @@ def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) ->
 
     threads = max(1, min(torch.get_num_threads(), count // STRETCH))
     cuts = [count * i // threads for i in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(measure_part, cuts, cuts[1:]))
+    if threads == 1:
+        parts = [measure_part(0, count)]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            parts = list(pool.map(measure_part, cuts, cuts[1:]))
     tally = reduce(Tally.then, (part for part, _, _ in parts))
     if magnitudes is None:
         return tally
