@@ -14,6 +14,7 @@ FORMATS = ("png", "html", "csv", "json")
 CUSTOM_FORMATS = ("txt", "json", "jsonl", "csv", "parquet")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_POWER = re.compile(r"\d+(\.\d*)?[eE][+-]?\d+")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B|)\s*", re.IGNORECASE)
 
 
@@ -27,6 +28,8 @@ def _whole(at_least: int) -> Check:
 
 
 def _positive(value: Any) -> float:
+    if isinstance(value, str) and _POWER.fullmatch(value):
+        value = float(value)  # which YAML takes for text
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError("a number above 0")
     return float(value)

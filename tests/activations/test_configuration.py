@@ -67,6 +67,7 @@ def test_overrides_win_and_are_read_as_yaml() -> None:
         ("memory.max_memory", "1.5 GiB"),
         ("data.num-samples", "9"),
         ("outlier.pattern", r"[ab]\."),
+        ("outlier.threshold", "1e3"),
     ]
     settings = read_configuration(CONFIGS / "default.yaml", given)
     seen = settings.visualization
@@ -74,7 +75,7 @@ def test_overrides_win_and_are_read_as_yaml() -> None:
     assert seen.magnitude.patterns == (r"mlp\.up", "down")
     assert seen.distribution.patterns == (r"layers\.\d+: x",), "not a table"
     assert seen.outlier.pattern == r"[ab]\.", "not a list, and no YAML"
-    assert seen.magnitude.reduce_dim == -2
+    assert (seen.magnitude.reduce_dim, seen.outlier.threshold) == (-2, 1000.0)
     assert settings.output.formats == ("csv",)
     assert seen.heatmap_3d.view_angle == (10.0, -20.0)
     assert not seen.enabled.heatmap_3d

@@ -1,0 +1,179 @@
+"""Promises of `probe analyze` at the command line, and of the comparison of two runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from probe.activations.compare import compare_runs
+from probe.cli import main
+from probe.cli.analyze import overrides
+from tests.report.browser import open_report
+
+TOY = [
+    *("--model.path", "tests.activations.toys:make", "--data.num_samples", "3", "--data.seq_len", "12"),
+    *("--outlier.threshold", "8", "--dpi", "50", "--heatmap_3d", "false"),
+]
+
+
+def test_keys_of_the_command_line() -> None:
+    assert overrides(["--data.seed", "3", "--a.b=c=d", "--magnitude.reduce_dim", "-1"]) == [
+        ("data.seed", "3"),
+        ("a.b", "c=d"),
+        ("magnitude.reduce_dim", "-1"),
+    ]
+    with pytest.raises(ValueError, match=r"'stray' was not expected\. Give keys as --data\.num_samples 128"):
+        overrides(["stray"])
+    with pytest.raises(ValueError, match=r"--data\.seed needs a value"):
+        overrides(["--data.seed", "--dry-run"])
+
+
+def test_a_dry_run_shows_everything_and_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "not made"
+    assert main(["analyze", *TOY, "--magnitude.reduce_dim", "-1", "--dry-run", "--save_dir", str(folder)]) == 0
+    text = capsys.readouterr().out
+    head = yaml.safe_load(text.partition("\n\n")[0])
+    assert head["visualization"]["magnitude"]["reduce_dim"] == -1
+    assert head["data"]["num_samples"] == 3
+    for part in (
+        "statistics of the input of 6 modules:\n  layers.0.up_proj\n",
+        "outlier tokens of 3 layers:\n  layers.0\n",
+        "heat maps of 0 layers, output:\n  none",
+        "3 samples, 36 tokens in 1 batches, 0 of padding",
+        "magnitude_input.png\n",
+        "outlier_token.png (if there are outliers)",
+        "Nothing was run",
+    ):
+        assert part in text, part
+    assert not folder.exists()
+
+
+def test_keys_are_shown_with_their_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", "--keys", "--data.seed=5"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--data.num_sampels", "3"], "unknown key --data.num_sampels. Did you mean 'data.num_samples'?"),
+        (["--data.num_samples", "x"], "--data.num_samples is 'x'; expected a whole number, 1 or more."),
+        (["--config", "no.yaml"], "configuration 'no.yaml' does not exist"),
+        (["--output", "x"], "--output goes with --compare."),
+        (["--data.source", "custom:no.txt"], "data file 'no.txt' does not exist"),
+        (["--data.source", "pile"], "data 'pile' is not in the local cache of the hub"),
+        (["--model.path", "tiny-mambo"], "unknown model 'tiny-mambo'. Did you mean 'tiny-mamba'?"),
+        (["--magnitude.patterns", "nothing"], "visualization.magnitude.patterns: layer 'nothing' matches none of"),
+        (["--compare", "a", "b", "--data.seed", "3"], "--compare reads two folders and takes no --data.seed."),
+        (["--compare", "a", "b", "--dry-run"], "takes no --dry-run."),
+        (["--compare", "a", "b"], "run 'a' does not exist (looked for"),
+    ],
+)
+def test_mistakes_are_one_message(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", *TOY, *given] if "--compare" not in given else ["analyze", *given]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("probe: error: ") or "\nprobe: error: " in said
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_layers_without_a_match_shows_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["layers", "--model", "tests.activations.toys:make", "dwon_proj"]) == 2
+    assert "Nearest: layers.2.down_proj, layers.1.down_proj" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folders = []
+    for name in ("make", "make_other"):
+        folder = tmp_path_factory.mktemp(name)
+        code = main(["analyze", *TOY, "--model.path", f"tests.activations.toys:{name}", "--save_dir", str(folder)])
+        assert code == 0
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+def test_what_changed_is_found(runs: tuple[Path, Path]) -> None:
+    comparison = compare_runs(*runs)
+    rows = {(row["module"], row["kind"]): row for row in comparison.rows}
+    layer = rows["layers.0", "output"]
+    assert layer["outliers A"] > 0
+    assert layer["outliers B"] == 0
+    assert layer["amax B/A"] == pytest.approx(layer["amax B"] / layer["amax A"])
+    assert layer["max_to_median A"] > 20 * layer["max_to_median B"]
+    weight = rows["layers.0.up_proj", "weight"]
+    assert (weight["amax B/A"], weight["kurtosis B/A"], weight["outliers A"]) == (1.0, 1.0, None)
+    assert comparison.warnings == ()
+    assert comparison.figures == ("amax", "max_to_median", "max_to_p99", "kurtosis", "outliers")
+
+
+def test_a_comparison_is_a_table_pictures_and_a_page(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", "--compare", *map(str, runs), "--output", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "max/median A" in text
+    assert "in A, 0 in B" in text
+    names = {path.name for path in tmp_path.iterdir()}
+    pictures = {f"{name}.png" for name in ("amax", "max_to_median", "max_to_p99", "kurtosis", "outliers")}
+    assert names == {"comparison.csv", "comparison_report.html", *pictures}
+    with open_report(tmp_path / "comparison_report.html") as browser:
+        script = "return [...document.querySelectorAll('img')].every(one => one.naturalWidth > 100)"
+        assert browser.execute_script(script)
+        assert browser.execute_script("return document.querySelectorAll('img').length") == len(pictures)
+        assert "make_other" in browser.find_element("tag name", "body").text
+
+
+def changed(run: Path, target: Path, change: Any) -> Path:
+    kept = json.loads((run / "analysis.json").read_text())
+    change(kept)
+    target.mkdir()
+    (target / "analysis.json").write_text(json.dumps(kept))
+    return target
+
+
+def test_runs_that_differ_in_more_than_the_model_are_told(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    def other(kept: Any) -> None:
+        kept["facts"]["data_fingerprint"] = "else"
+        kept["settings"]["visualization"]["outlier"]["threshold"] = 9.0
+        kept["tables"]["statistics"].pop()
+
+    comparison = compare_runs(runs[0], changed(runs[1], tmp_path / "b", other))
+    assert any(one.startswith("the tokens differ: ") for one in comparison.warnings)
+    assert "the outlier thresholds differ: 8 and 9" in comparison.warnings
+    assert (len(comparison.only[0]), len(comparison.only[1])) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda kept: kept.update(format=99), r"has the format 99; this probe reads 1\. Run the analysis again"),
+        (lambda kept: kept.pop("tables"), r"is not what probe analyze writes \(KeyError: 'tables'\)"),
+        (
+            lambda kept: kept["tables"].update(statistics=[]),
+            r"have no tensor in common\. Compare runs of",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_compared(runs: tuple[Path, Path], tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare_runs(runs[0], changed(runs[1], tmp_path / "b", change))
+    with pytest.raises(ValueError, match=r"has no analysis\.json\. Expected the folder of a run .* json among its"):
+        compare_runs(tmp_path, runs[0])
+
+
+def test_errors_that_were_predicted_are_compared_too(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    def with_error(value: float) -> Any:
+        def change(kept: Any) -> None:
+            row = {"module": "layers.0.up_proj", "kind": "input", "fp4_e2m1": value}
+            kept["tables"]["predicted_error"] = [row]
+
+        return change
+
+    a, b = (changed(run, tmp_path / name, with_error(v)) for run, name, v in zip(runs, "ab", (0.5, 0.25), strict=True))
+    comparison = compare_runs(a, b)
+    assert comparison.figures[-1] == "error fp4_e2m1"
+    row = next(row for row in comparison.rows if (row["module"], row["kind"]) == ("layers.0.up_proj", "input"))
+    assert row["error fp4_e2m1 B/A"] == 0.5

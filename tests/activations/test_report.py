@@ -1,0 +1,203 @@
+"""Promises of the files: every picture, every number behind it, a page that is safe and works in a browser."""
+
+import csv
+import io
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from probe.activations.configuration import read_configuration
+from probe.activations.export import MOST_HEAT, histogram, tables
+from probe.activations.run import Analysis, analyze
+from probe.report.activations.drawing import bins, families, short
+from probe.report.activations.pictures import heat_file, pictures_of, planned_files
+from probe.report.activations.tokens import token_label
+from probe.report.activations.writing import csv_text, write_analysis
+from tests.report.browser import open_report
+
+TOY = {
+    "model.path": "tests.activations.toys:make",
+    "data.num_samples": "3",
+    "data.seq_len": "12",
+    "outlier.threshold": "8",
+    "visualization.dpi": "50",
+}
+
+
+def quiet(_: str) -> None:
+    return
+
+
+def found(**given: Any) -> Analysis:
+    return analyze(read_configuration(None, [(k, str(v)) for k, v in {**TOY, **given}.items()]), progress=quiet)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Analysis, Path]:
+    folder = tmp_path_factory.mktemp("run")
+    analysis = found(**{"visualization.save_dir": folder, "model.name": "<script>alert(1)</script> toy"})
+    write_analysis(analysis, progress=quiet)
+    return analysis, folder
+
+
+def test_all_files_that_were_planned_are_written_and_no_others(run: tuple[Analysis, Path]) -> None:
+    analysis, folder = run
+    planned = {name.partition(" (")[0] for name in planned_files(analysis.settings, analysis.plan)}
+    assert {path.name for path in folder.iterdir()} == planned
+    assert {"magnitude_input.png", "outlier_token.png", "distribution_boxplot.png", "percentile_range.png"} <= planned
+    assert "heatmap_3d_00_layers_0.png" in planned
+
+
+@pytest.mark.parametrize("chosen", ["csv", "json", "png", "html"])
+def test_only_the_formats_that_are_asked_for(chosen: str, tmp_path: Path) -> None:
+    analysis = found(**{"visualization.save_dir": tmp_path, "output.formats": chosen, "enabled.heatmap_3d": "false"})
+    files = write_analysis(analysis, progress=quiet)
+    assert {path.suffix for path in files} == {f".{chosen}"}
+    assert {path.name for path in files} == {
+        name.partition(" (")[0] for name in planned_files(analysis.settings, analysis.plan)
+    }
+
+
+def test_pictures_have_the_dpi_that_was_asked_for() -> None:
+    sizes = []
+    for dpi in (50, 100):
+        analysis = found(
+            **{"visualization.dpi": dpi, **{f"enabled.{n}": "false" for n in ("heatmap_3d", "distribution")}}
+        )
+        made = {one.file: one.png for one in pictures_of(analysis, tables(analysis))}
+        sizes.append({name: Image.open(io.BytesIO(png)).size for name, png in made.items()})
+    for name, (width, height) in sizes[0].items():
+        assert sizes[1][name] == pytest.approx((2 * width, 2 * height), abs=2), name
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_and_json_hold_the_numbers_behind_every_plot(run: tuple[Analysis, Path]) -> None:
+    analysis, folder = run
+    kept = json.loads((folder / "analysis.json").read_text())
+    made = tables(analysis)
+    assert set(made) == {path.stem for path in folder.glob("*.csv")}
+    for name, rows in made.items():
+        written = read_csv(folder / f"{name}.csv")
+        assert len(written) == len(rows), name
+        for row, text in zip(rows[:50], written, strict=False):
+            for key, value in row.items():
+                if isinstance(value, float):
+                    assert float(text[key]) == value if math.isfinite(value) else text[key] == ""
+                else:
+                    assert text[key] == ("" if value is None else str(value))
+        if name not in ("heatmap_3d", "percentile_range"):
+            assert kept["tables"][name] == json.loads(json.dumps(rows))
+    assert kept["facts"]["tokens"] == 36
+    assert kept["settings"]["data"]["seq_len"] == 12
+    assert [one["module"] for one in kept["heat"]] == list(analysis.heat)
+    assert np.array(kept["heat"][0]["max"]) == pytest.approx(analysis.heat["layers.0"].values, rel=1e-5)
+    bands = analysis.bands["layers.1"].percentiles()
+    assert np.array(kept["percentile_range"][1]["p99"]) == pytest.approx(bands[5], rel=1e-5)
+    for one, s in zip(kept["counts"], analysis.statistics.values(), strict=True):
+        first, counts = one["buckets"]
+        assert s.buckets[first : first + len(counts)].tolist() == counts
+        assert sum(counts) + s.zeros == s.count
+
+
+def test_a_histogram_counts_every_element(run: tuple[Analysis, Path]) -> None:
+    for s in run[0].statistics.values():
+        rows = histogram(s)
+        assert sum(row["count"] for row in rows) == s.count
+        assert rows[0]["count"] == s.zeros
+        assert s.amax < rows[-1]["high"]
+        assert all(a["high"] == b["low"] for a, b in pairwise(rows[1:]))
+        assert rows[2]["high"] / rows[2]["low"] == pytest.approx(2**0.25, rel=0.06)
+
+
+def test_the_page_is_safe_self_contained_and_complete(run: tuple[Analysis, Path]) -> None:
+    folder = run[1]
+    html = (folder / "analysis_report.html").read_text()
+    assert "<script>alert" not in html
+    assert "http" not in html.replace("http-equiv", ""), "nothing from elsewhere"
+    with open_report(folder / "analysis_report.html") as browser:
+        script = "return [...document.querySelectorAll('img')].map(one => [one.alt, one.naturalWidth])"
+        pictures = browser.execute_script(script)
+        assert len(pictures) == len(list(folder.glob("*.png")))
+        assert all(width > 100 for _, width in pictures)
+        headings = browser.execute_script("return [...document.querySelectorAll('h2')].map(one => one.textContent)")
+        expected = [
+            "What stands out",
+            "Magnitudes",
+            "Outlier tokens",
+            "Distributions",
+            "Tokens and channels of one sample",
+        ]
+        assert headings[: len(expected)] == expected
+        links = browser.execute_script("return [...document.querySelectorAll('nav a')].map(one => one.textContent)")
+        assert links == headings
+        text = browser.find_element("tag name", "body").text
+        assert "<script>alert(1)</script> toy" in text
+        assert "brings no tokenizer: text is read as bytes" in text
+        wide = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert browser.execute_script(wide), "nothing beyond the right edge"
+        assert not [one for one in browser.get_log("browser") if one["level"] == "SEVERE"]
+
+
+def test_without_an_outlier_the_page_says_so(tmp_path: Path) -> None:
+    given = {"visualization.save_dir": tmp_path, "outlier.threshold": "1e9", "output.formats": "html"}
+    analysis = found(**given, **{f"enabled.{name}": "false" for name in ("heatmap_3d", "distribution")})
+    write_analysis(analysis, progress=quiet)
+    html = (tmp_path / "analysis_report.html").read_text()
+    assert "No token is an outlier: none exceeds 1e+09 times the median" in html
+
+
+class TestManyLayersAndChannels:
+    """Nothing grows without bound: points, panels, pictures, rows."""
+
+    def test_points_are_gathered_in_bins(self) -> None:
+        assert [(part.start, part.stop) for part in bins(5, 2)] == [(0, 3), (3, 5)]
+        assert len(bins(400)) == 400
+        assert 200 <= len(bins(100_001)) <= 400
+        assert bins(100_001)[-1].stop == 100_001
+
+    def test_families_are_modules_that_differ_in_numbers_only(self) -> None:
+        names = [f"layers.{i}.{kind}" for i in range(3) for kind in ("up", "down")]
+        assert families(names) == {"layers.#.up": names[::2], "layers.#.down": names[1::2]}
+        odd = [f"part_{chr(97 + i)}" for i in range(14)]
+        assert families(odd) == {"all layers": odd}
+
+    def test_names_are_shortened_to_what_tells_them_apart(self) -> None:
+        assert short(["model.layers.0.mlp.up", "model.layers.1.mlp.up"]) == ["0", "1"]
+        assert short(["a.b", "a.c.d"]) == ["b", "c.d"]
+        assert len(short(["x" * 99, "y" * 99])[0]) == 24
+
+    def test_many_layers_and_channels_stay_one_picture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tests.activations.toys.Toy.__init__.__defaults__", (90,))
+        analysis = found(**{"data.num_samples": 1})
+        assert len(analysis.outliers) == 90
+        assert (len(analysis.bands), analysis.plan.bands_of) == (12, 90)
+        assert [*analysis.bands][:: len(analysis.bands) - 1] == ["layers.0", "layers.89"]
+        made = list(pictures_of(analysis, tables(analysis)))
+        maps = [one for one in made if one.file.startswith("heatmap")]
+        assert len(maps) == MOST_HEAT
+        assert "12 of 90 layers are drawn" in maps[0].caption
+        for one in made:
+            width, height = Image.open(io.BytesIO(one.png)).size
+            assert max(width, height) <= 1000, one.file  # 20 inches
+
+
+def test_files_are_named_safely() -> None:
+    assert heat_file(3, "../../etc/passwd $(x)") == "heatmap_3d_03_______etc_passwd___x_"
+    assert len(heat_file(0, "x" * 500)) < 80
+
+
+def test_tokens_are_shown_so_that_they_can_be_told_apart() -> None:
+    assert token_label({"text": " ", "token": 32}) == "' ' (32)"
+    assert token_label({"text": "\u4e2d", "token": 9}) == "'\\u4e2d' (9)", "the font has no such letter"
+    assert token_label({"text": None, "token": 9}) == "id 9"
+    assert csv_text([{"a": math.inf, "b": None, "c": "x,\n"}]) == 'a,b,c\n,,"x,\n"\n'
