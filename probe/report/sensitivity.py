@@ -150,6 +150,7 @@ def _finish(axes: Any, found: Sensitivity) -> None:
     if _positive(found.everything.kl) > 0:
         axes.axhline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_decade)
     axes.set_ylabel("KL from the float model, nats")
     axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -169,10 +170,17 @@ def _bars(axes: Any, found: Sensitivity) -> None:
     axes.set_yticks(places, [_kept_name(effect, found) for effect in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(_decade)
+    axes.set_axisbelow(True)
     axes.set_xlabel("KL from the float model, nats")
     axes.grid(axis="x", color="#dde2e8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+
+
+def _decade(x: float, place: int) -> str:
+    """matplotlib's own is TeX, which is not parsed: names of layers may hold a $."""
+    return f"{x:.0e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _kept_name(effect: Effect, found: Sensitivity) -> str:

@@ -2,46 +2,55 @@
 
 from collections.abc import Callable, Sequence
 
-from probe.sensitivity.results import Advice, Sensitivity
+from probe.sensitivity.results import Advice, Effect, Sensitivity
 
 #: The share of the KL that is to be left.
 AIM = 0.5
 
 
 def advise(found: Sensitivity, kl_keeping: Callable[[Sequence[str]], float | None]) -> Advice:
-    """The shortest start of the order by gain that brings the KL to AIM of the whole or less.
+    """What `Advice` says: the shorter of two starts of orders, by gain and by KL alone; of equal ones the lower KL.
 
     `kl_keeping(names)` measures the quantized model with these units float. The first guess adds up the gains of
     the units one by one; from there lengths are tried until one is enough and one less is not, both measured.
     """
-    order = [effect.name for effect in found.by_gain()]
     whole = found.everything.kl
     if not whole:
         why = "the KL of the quantized model is not finite" if whole is None else "the quantized model loses nothing"
         return Advice(keep=(), kl_all=whole, kl_kept=whole, reached=False, text=f"No advice: {why}.")
     goal = AIM * whole
-    known: dict[int, float | None] = {0: whole, 1: found.by_gain()[0].without.kl}
+    known = {frozenset[str](): whole} | {frozenset([effect.name]): effect.without.kl for effect in found.effects}
 
-    def enough(count: int) -> bool:
-        if count not in known:
-            known[count] = kl_keeping(order[:count])
-        kl = known[count]
-        return kl is not None and kl <= goal
+    def kl_of(names: Sequence[str]) -> float | None:
+        if frozenset(names) not in known:
+            known[frozenset(names)] = kl_keeping(names)
+        return known[frozenset(names)]
 
-    length = _shortest(len(order), _guess(found), enough)
-    keep = tuple(order[: length or len(order)])
-    kept = known[len(keep)]
-    return Advice(keep=keep, kl_all=whole, kl_kept=kept, reached=length is not None, text=_text(found, keep, kept))
+    choices: list[tuple[int, float, tuple[str, ...]]] = []
+    for effects in (found.by_gain(), found.by_kl()):
+        order = [effect.name for effect in effects]
+
+        def enough(count: int, order: Sequence[str] = order) -> bool:
+            kl = kl_of(order[:count])
+            return kl is not None and kl <= goal
+
+        length = _shortest(len(order), _guess(found, effects), enough)
+        if length is not None:
+            keep = tuple(order[:length])
+            choices.append((length, kl_of(keep) or 0.0, keep))
+    keep = min(choices)[2] if choices else tuple(effect.name for effect in found.by_kl())
+    kept = kl_of(keep)
+    return Advice(keep=keep, kl_all=whole, kl_kept=kept, reached=bool(choices), text=_text(found, keep, kept))
 
 
-def _guess(found: Sensitivity) -> int:
+def _guess(found: Sensitivity, effects: Sequence[Effect]) -> int:
     """How many units it takes if their gains add up; between 1 and all."""
     total = 0.0
-    for count, effect in enumerate(found.by_gain(), 1):
+    for count, effect in enumerate(effects, 1):
         total += found.gain(effect) or 0.0
         if total >= 1 - AIM:
             return count
-    return len(found.effects)
+    return len(effects)
 
 
 def _shortest(count: int, guess: int, enough: Callable[[int], bool]) -> int | None:

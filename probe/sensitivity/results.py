@@ -40,9 +40,9 @@ class Effect:
 class Advice:
     """Which units to keep in higher precision, and the run that checked it.
 
-    The rule: units in the order of what the KL loses when they alone are float; the shortest start of that order
-    with which the KL of the quantized model falls to half or less. Of each length that was tried the whole run
-    was made, so `kl_kept` is measured, and one unit fewer was measured too and is not enough.
+    The rule: units are ordered twice, by `gain` and by their KL alone; of each order the shortest start with which
+    the KL of the quantized model falls to half or less, and of the two the shorter. Whole runs were made of what is
+    kept and of one unit fewer (which is not enough), so `kl_kept` is measured.
     """
 
     keep: tuple[str, ...]
@@ -80,7 +80,7 @@ class Sensitivity:
         return None if whole is None or left is None or whole <= 0 else 1 - left / whole
 
     def by_gain(self) -> list[Effect]:
-        """The order of the advice: the largest gain first, then by KL alone."""
+        """The largest gain first; those of which it is not known come last."""
         gains = {effect.name: self.gain(effect) for effect in self.effects}
         known = [effect for effect in self.by_kl() if gains[effect.name] is not None]
         rest = [effect for effect in self.by_kl() if gains[effect.name] is None]
