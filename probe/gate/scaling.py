@@ -5,18 +5,15 @@ They are stored as cases of the model `scaling`: baselines/scaling/cpu/scaling.j
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from probe.baselines import Store
-from probe.baselines.entries import Entry
 from probe.gate.cases import Case
 from probe.gate.configuration import ConfigurationError, Settings
+from probe.gate.held import Judged, held
 from probe.gate.observations import Observation
-from probe.gate.outcomes import Outcome
 from probe.gate.session import Dossier, Session
 from probe.gate.tolerances import Rule
-from probe.gate.verdicts import RefusedError, Standards, judge, renewed
+from probe.gate.verdicts import Standards
 from probe.names import look_up
 from probe.quantizers.quantize import SCALE_RULES
 from probe.scaling.advice import recommend
@@ -44,15 +41,6 @@ class AskedScaling:
     case: Case
     source: Source
     num_levels: int
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One case, judged; in an update also what is to be stored, or why it must not be."""
-
-    outcome: Outcome
-    entry: Entry | None = None
-    refusal: str = ""
 
 
 def ask(session: Session, marked: Mapping[str, Any], *, where: str) -> list[AskedScaling]:
@@ -88,21 +76,7 @@ def _words(where: str, key: str, value: Any) -> list[str]:
 
 def judged(session: Session, asked: AskedScaling) -> Judged:
     """Sweep the tensor and compare; in an update, find what to store."""
-    store = Store(session.root / asked.settings.baselines)
-    stored = store.read(MODEL, "cpu").get(asked.case)
-    seen = _observe(asked)
-    file = store.file(MODEL, asked.case)
-    shown = str(file.relative_to(session.root) if file.is_relative_to(session.root) else Path(file))
-    outcome = judge(MODEL, asked.case, seen, stored, Standards(RULES), baseline_file=shown)
-    if any(name.startswith("tensor.") and figure.moved for name, figure in outcome.figures.items()) and stored:
-        outcome = replace(outcome, cause="the tensor itself is another one than that of the baseline")
-    if not session.options.update:
-        return Judged(outcome)
-    try:
-        entry = renewed(outcome, seen, [], stored, reason=session.options.reason)
-    except RefusedError as problem:
-        return Judged(outcome, refusal=str(problem))
-    return Judged(replace(outcome, status="updated"), entry)
+    return held(session, asked.settings, asked.case, _observe(asked), Standards(RULES))
 
 
 def _observe(asked: AskedScaling) -> Observation:

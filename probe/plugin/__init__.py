@@ -5,11 +5,13 @@ A test that takes the fixture `probe_case` is run for every case of the matrix:
     def test_matches_baseline(probe_case):
         probe_case.check()
 
-One that takes `probe_scaling`, for every tensor and format of its marker (docs/scaling.md).
+One that takes `probe_scaling`, for every tensor and format of its marker (docs/scaling.md); one that takes
+`probe_activations`, for every tensor that the configuration of its marker chooses (docs/activations.md).
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import tempfile
@@ -40,6 +42,12 @@ SCALING_MARKER = (
     "probe_scaling(tensors=[...], formats=[...], granularity='tensor', num_levels=21): "
     "the tensors whose recommended scale is held to a baseline"
 )
+ACTIVATIONS_MARKER = (
+    "probe_activations(config='configs/default.yaml', overrides={...}, figures=[...], tolerances={...}): "
+    "the layers whose statistics are held to a baseline"
+)
+#: Fixtures whose cases come from a marker of the same name, with the modules that find them.
+HELD = {"probe_scaling": "probe.gate.scaling", "probe_activations": "probe.gate.activations"}
 #: In the place of the cases of a test that has none.
 LEFT_OUT = "left out"
 #: The category of cases that failed in a recipe whose story is told already; failures of the run all the same.
@@ -64,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Check what was asked for; nothing is loaded yet."""
     config.addinivalue_line("markers", MARKER)
     config.addinivalue_line("markers", SCALING_MARKER)
+    config.addinivalue_line("markers", ACTIVATIONS_MARKER)
     from probe.gate.session import Options, Session
     from probe.plugin.controller import Controller
 
@@ -150,9 +159,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `probe_case` becomes one test per case, and so does one that takes `probe_scaling`."""
-    if "probe_scaling" in metafunc.fixturenames:
-        _generate_scaling(metafunc)
+    """A test that takes `probe_case` becomes one test per case, and so does one that takes a fixture of HELD."""
+    for name in HELD:
+        if name in metafunc.fixturenames:
+            _generate_held(metafunc, name)
     if "probe_case" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("probe")
@@ -169,17 +179,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("probe_case", asked or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
 
 
-def _generate_scaling(metafunc: pytest.Metafunc) -> None:
-    from probe.gate.scaling import ask
-
-    marker = metafunc.definition.get_closest_marker("probe_scaling")
-    where = f"the probe_scaling marker of {metafunc.definition.name}"
+def _generate_held(metafunc: pytest.Metafunc, name: str) -> None:
+    module: Any = importlib.import_module(HELD[name])
+    marker = metafunc.definition.get_closest_marker(name)
+    where = f"the {name} marker of {metafunc.definition.name}"
     try:
-        asked = ask(metafunc.config.stash[SESSION], marker.kwargs if marker else {}, where=where)
+        asked = module.ask(metafunc.config.stash[SESSION], marker.kwargs if marker else {}, where=where)
     except (ValueError, OSError) as problem:
         raise pytest.Collector.CollectError(f"probe: {problem}") from None
     ids = [str(one.case) for one in asked]
-    metafunc.parametrize("probe_scaling", asked or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
+    metafunc.parametrize(name, asked or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -210,7 +219,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _asked(item: pytest.Item) -> Any:
     callspec = getattr(item, "callspec", None)
-    return callspec.params.get("probe_case", callspec.params.get("probe_scaling")) if callspec else None
+    names = ("probe_case", *HELD)
+    return next((callspec.params[name] for name in names if name in callspec.params), None) if callspec else None
 
 
 @pytest.fixture
@@ -233,6 +243,16 @@ def probe_scaling(request: pytest.FixtureRequest) -> ProbeScaling:
     from probe.plugin.scaling import ProbeScaling
 
     taken = ProbeScaling(request.param, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid))
+    request.node.stash[SCALED] = taken
+    return taken
+
+
+@pytest.fixture
+def probe_activations(request: pytest.FixtureRequest) -> ProbeScaling:
+    """One tensor of one layer; `check()` compares its statistics with the baseline."""
+    from probe.plugin.activations import ProbeActivations
+
+    taken = ProbeActivations(request.param, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid))
     request.node.stash[SCALED] = taken
     return taken
 

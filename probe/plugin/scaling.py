@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from probe.gate.held import Judged
 from probe.gate.outcomes import Outcome
-from probe.gate.scaling import MODEL, AskedScaling, Judged, judged
+from probe.gate.scaling import judged
 from probe.gate.session import Session
 from probe.plugin.taken import GateFailure
 from probe.report.story import case_text
@@ -14,7 +15,9 @@ from probe.report.story import case_text
 class ProbeScaling:
     """One tensor in one format. `str()` of it is the pytest id."""
 
-    def __init__(self, asked: AskedScaling, session: Session, nodeid: str) -> None:
+    fixture = "probe_scaling"
+
+    def __init__(self, asked: Any, session: Session, nodeid: str) -> None:
         self.asked = asked
         self.case = asked.case
         self.session = session
@@ -24,10 +27,14 @@ class ProbeScaling:
     def __str__(self) -> str:
         return str(self.case)
 
+    def judge(self) -> Judged:
+        """What became of it."""
+        return judged(self.session, self.asked)
+
     def check(self) -> None:
         """Sweep the tensor and compare with the baseline; in an update, find what to store."""
         try:
-            self.found = judged(self.session, self.asked)
+            self.found = self.judge()
         except (ValueError, OSError) as problem:
             raise GateFailure(f"{self.case}: {problem}") from None
         if self.found.refusal:
@@ -50,10 +57,14 @@ def describe(report: pytest.TestReport, taken: ProbeScaling, problem: BaseExcept
     elif report.passed and found is None:
         report.outcome = "failed"
         report.longrepr = (
-            f"{taken.case}: the test took probe_scaling and never called probe_scaling.check(), so nothing was "
+            f"{taken.case}: the test took {taken.fixture} and never called {taken.fixture}.check(), so nothing was "
             "compared. Call it."
         )
-    outcome = found.outcome if found else Outcome(MODEL, taken.case, "failed", None, str(problem or report.longrepr))
+    outcome = (
+        found.outcome
+        if found
+        else Outcome(taken.asked.settings.model, taken.case, "failed", None, str(problem or report.longrepr))
+    )
     entry: dict[str, Any] | None = None
     if found and found.entry:
         figures = {name: [one.value, one.spread, one.reason] for name, one in found.entry.figures.items()}

@@ -26,7 +26,7 @@ def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -
         matplotlib.rcParams.update(_SETTINGS)
         figure = Figure(figsize=(11, 4.2), dpi=dpi)
         page = Sheet(figure, [])
-        left = figure.add_axes((0.01, 0.02, 0.42, 0.9), projection="3d")
+        left: Any = figure.add_axes((0.01, 0.02, 0.42, 0.9), projection="3d")
         coarse = pooled(heat.values, *SURFACE)
         rows = np.linspace(0, heat.tokens - 1, coarse.shape[0])
         columns = np.linspace(0, heat.channels - 1, coarse.shape[1])

@@ -47,7 +47,8 @@ class Sheet:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         kept = io.BytesIO()
-        FigureCanvasAgg(self.figure).print_png(kept)
+        canvas: Any = FigureCanvasAgg(self.figure)
+        canvas.print_png(kept)
         return kept.getvalue()
 
 

@@ -7,6 +7,7 @@ import yaml
 
 from probe.activations.memory import device_of, room_of, said_size, size_of
 from probe.activations.run import Analysis, Prepared
+from probe.activations.statistics import Kind
 from probe.report.activations.pictures import planned_files
 
 #: Names that are listed before the rest is counted.
@@ -26,8 +27,9 @@ def dry_run_text(prepared: Prepared) -> str:
         f"data: {prepared.about_data}: {settings.data.num_samples} samples, {tokens} tokens in {len(batches)} batches, "
         f"{padded} of padding",
     ]
-    for kind in ("input", "output", "weight"):
-        names = plan.measured(kind)  # type: ignore[arg-type]
+    kinds: tuple[Kind, ...] = ("input", "output", "weight")
+    for kind in kinds:
+        names = plan.measured(kind)
         parts.append(_listed(f"statistics of the {kind} of {len(names)} modules", names))
     parts.append(_listed(f"outlier tokens of {len(plan.outliers)} layers", plan.outliers))
     parts.append(_listed(f"heat maps of {len(plan.heat[1])} layers, {plan.heat[0]}", plan.heat[1]))
