@@ -20,14 +20,14 @@ from torch import Tensor
 
 from probe.formats import Format
 from probe.quantizers.blocks import Blocks
-from probe.quantizers.fast import mx_blocks, plan_for, round_magnitudes_, scales_for, with_sign_
+from probe.quantizers.fast import mx_blocks, plan_for, scales_for
 from probe.quantizers.reference import power
-from probe.scaling import reference
+from probe.scaling import kernels, reference
 from probe.scaling.figures import Sums
 from probe.scaling.reference import COUNTED_BITS, block_parts
 
 #: Elements that are worked on at a time.
-PIECE = 2**16
+PIECE = 2**17
 #: Values of a block may be so many powers of two apart, and a shift so large, before float32 could lose something.
 APART = 60
 
@@ -74,11 +74,13 @@ def block_levels(
                 exponent = (exponents[rule][~ordinary] + shift).clamp(-limit, limit)
                 found[rule, shift] = before + reference.level_sums(rows[~ordinary], power(exponent), fmt)
             rows, base, steps = rows[ordinary], base[ordinary], steps[ordinary]
-        kinds, member = torch.unique(steps, dim=0, return_inverse=True)
-        for index, kind in enumerate(kinds.tolist()):
-            own = groups.setdefault(tuple(kind), _Group(fmt, {shift + step for shift in shifts for step in kind}))
+        member = (steps + 1) @ 3 ** torch.arange(len(rules))  # the steps of a row as one number
+        for index in torch.unique(member).tolist():
+            kind = tuple(index // 3**place % 3 - 1 for place in range(len(rules)))
+            if kind not in groups:
+                groups[kind] = _Group(fmt, {shift + step for shift in shifts for step in kind})
             here = member == index
-            own.take(rows[here], base[here])
+            groups[kind].take(rows[here], base[here])
     for rule, shift in found:
         for kind, group in groups.items():
             found[rule, shift] += group.at(shift + kind[rules.index(rule)])
@@ -101,40 +103,34 @@ class _Group:
     def __init__(self, fmt: Format, distances: set[int]) -> None:
         self._format = fmt
         self._plan = plan_for(fmt, torch.float32, "floor")
-        self._sums = {k: Sums() for k in sorted(distances)}
+        self._sums = {k: np.array([0.0, 0.0, 0.0, 0.0, 0.0, np.inf, -np.inf]) for k in sorted(distances)}
         self._exponents: _Counts = np.zeros(3 * 256, dtype=np.int64)
         self._counted = fmt.bits <= COUNTED_BITS
         self._width = round(fmt.max / fmt.min_subnormal) if self._counted else 0
-        self._steps: dict[int, _Counts] = {k: np.zeros(2 * self._width + 1, dtype=np.int64) for k in distances}
+        room = 2 * self._width + 1 if self._counted else 0
+        self._steps: dict[int, _Counts] = {k: np.zeros(room, dtype=np.int64) for k in distances}
         self._negative = 0
 
     def take(self, rows: Tensor, base: Tensor) -> None:
         """Rows and their floor exponents, [rows, 1]."""
         scale = power(base)
         z = rows * scale.reciprocal().to(torch.float32)
-        x, wide = rows.to(torch.float64).reshape(-1), scale.expand(rows.shape).reshape(-1)
         self._count(z)
         self._negative += int(torch.signbit(z).sum()) if self._counted else 0
-        for k in self._sums:
-            y = z * 2.0**-k
-            q = round_magnitudes_(y.abs(), y, self._plan, "half_even", None)
-            q.view(torch.int32).clamp_max_(self._plan.max)
-            q = with_sign_(q, y, self._plan).reshape(-1)
-            if self._counted:
-                steps = (q / self._format.min_subnormal).add_(self._width).to(torch.int32)
-                self._steps[k] += np.bincount(steps.numpy(), minlength=2 * self._width + 1)
-            output = q.to(torch.float64).mul_(2.0**k).mul_(wide)
-            low, high = torch.aminmax(output)
-            power_, product = torch.dot(output, output), torch.dot(x, output)
-            d = output.sub_(x)
-            self._sums[k] += Sums(
-                squares=float(torch.dot(d, d)),
-                magnitudes=float(torch.linalg.vector_norm(d, 1)),
-                largest=float(torch.linalg.vector_norm(d, torch.inf)),
-                product=float(product),
-                power=float(power_),
-                lowest=float(low),
-                highest=float(high),
+        plan, flat, scales = self._plan, z.reshape(-1).numpy(), scale.reshape(-1).numpy()
+        for k, sums in self._sums.items():
+            kernels.add_level(
+                flat,
+                scales,
+                rows.shape[-1],
+                k,
+                plan.magic,
+                plan.min_exponent,
+                plan.max,
+                not self._format.is_integer,
+                sums,
+                1 / self._format.min_subnormal,
+                self._steps[k],
             )
 
     def _count(self, z: Tensor) -> None:
@@ -147,7 +143,7 @@ class _Group:
 
     def at(self, k: int) -> Sums:
         """The sums at a distance, counts among them."""
-        found, fmt = self._sums[k], self._format
+        fmt, sums = self._format, self._sums[k].tolist()
         table = self._exponents.reshape(256, 3)
 
         def below(exponent: int) -> int:
@@ -156,14 +152,20 @@ class _Group:
 
         lowest = reference.exponent_of_power(fmt.min_subnormal) + k
         top = fmt.max_exponent + k + 127
-        counts = Sums(
+        return Sums(
+            squares=sums[kernels.SQUARES],
+            magnitudes=sums[kernels.MAGNITUDES],
+            largest=sums[kernels.LARGEST],
+            product=sums[kernels.PRODUCT],
+            power=sums[kernels.POWER],
+            lowest=sums[kernels.LOWEST],
+            highest=sums[kernels.HIGHEST],
             overflow=int(table[top + 1 :].sum() + table[top, 2]),
             underflow=below(lowest),
             flushed=below(lowest - 1) + int(table[lowest - 1 + 127, 0]),
             subnormal=0 if fmt.min_normal is None else below(fmt.min_exponent + k),
             codes=self._codes(k),
         )
-        return found + counts
 
     def _codes(self, k: int) -> tuple[int, ...] | None:
         """From counts of signed steps; a negative value that became zero has the code of -0."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from probe.formats import Format
@@ -158,12 +159,10 @@ def min_aligned_shift(x: Tensor, fmt: Format, *, axis: int, size: int, limit: in
     found = []
     lowest = min_aligned(1.0, fmt)
     for rows in blockwise.pieces(x, axis, size):
-        magnitude = rows.double().abs()
-        some = magnitude.amax(-1) > 0
-        if not bool(some.any()):
-            continue
-        kept = magnitude[some]
-        smallest = kept.masked_fill(kept == 0, float("inf")).amin(-1, keepdim=True)
-        floor = blockwise.rule_exponents(rows[some], ("floor",), fmt, limit)["floor"]
-        found.append(int((exponent_of(smallest) + lowest - floor).min()))
+        magnitude = rows.abs()
+        smallest = magnitude.masked_fill_(magnitude == 0, torch.inf).amin(-1, keepdim=True)
+        some = smallest.isfinite()
+        floor = blockwise.rule_exponents(rows, ("floor",), fmt, limit)["floor"]
+        if bool(some.any()):
+            found.append(int((exponent_of(smallest[some]) + lowest - floor[some]).min()))
     return min(found)
