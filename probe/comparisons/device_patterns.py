@@ -37,7 +37,7 @@ def _lost(seen: Look) -> str:
     if gone.sum() >= kept.sum():
         kind = "NaN" if np.isnan(b[gone]).any() else "Inf"
         largest = float(np.abs(a[gone]).max())
-        past = next((name for top, name in sorted(_LARGEST.items()) if largest > top), None)
+        past = next((name for top, name in sorted(_LARGEST.items(), reverse=True) if largest > top), None)
         why = f": A reaches {largest:.4g}, beyond {past}" if past else ""
         return f"{kind} on B where A is finite, {_counted(int(gone.sum()))}{why}"
     values = np.unique(np.abs(b[kept]))
@@ -107,7 +107,7 @@ def _rounded(seen: Look) -> str:
     if seen.unit >= UNITS["bfloat16"]:
         return ""
     for a, b, what in ((seen.a, seen.b, "its values lie"), (*seen.adds, "what it adds lies")):
-        for name in HIDDEN:
+        for name in sorted(HIDDEN, key=UNITS.__getitem__, reverse=True):  # coarse first: it lies on the finer grid too
             if UNITS[name] > 2 * seen.unit and _off_grid(b, name) < 0.05 and _off_grid(a, name) > 0.3:
                 return f"one layer in half precision: {what} on the grid of {name} on B"
     return ""
