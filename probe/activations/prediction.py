@@ -1,0 +1,309 @@
+"""The error of a format, predicted from statistics: before any run, without the tensors.
+
+A tensor is known by how many of its magnitudes lie in each bucket (64 per octave), and how many elements lie d
+octaves below the largest of their block. Inside a bucket values are taken to be spread evenly, for which rounding to a
+grid of step s and last value m has an exact mean:
+
+    integral of (t - round(t))^2 from 0 to t = n / 12 + r^3 / 3        n = round(t), r = t - n
+    mean of (y - q(y))^2 over [a, b] = s^3 / (b - a) * (that of b/s - that of a/s)      up to m
+                                       ((b - m)^3 - (a - m)^3) / 3 / (b - a)            beyond
+
+It is s^2 / 12 where a bucket holds many steps, y^2 where all of it becomes zero, and holds at every octave: of
+float elements s = 2^(max(e, min_exponent) - mantissa_bits) for y of exponent e, of integers it is one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from probe.activations.sizes import edges
+from probe.activations.statistics import LayerStatistics
+from probe.formats import FORMATS, Format
+from probe.names import look_up
+
+Array = npt.NDArray[np.float64]
+
+#: A block is spoiled by an outlier if its median lies this many octaves below its largest magnitude: in fp4_e2m1 at
+#: least half of it then becomes zero.
+SPOILED = 5
+#: The part of the predicted noise that the layers to keep in higher precision hold.
+SHARE = 0.5
+
+_PER_OCTAVE = 64
+_BIAS = 127  # of the exponent of a float32
+_SMALLEST_SCALE = 1e-6  # of integers
+_MANTISSAS = 8  # places of the largest magnitude in its octave that are told apart, for nvfp4
+_NVFP4_BLOCK = 16
+_NEGLIGIBLE = 1e-9  # of all elements
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The expected error of a tensor, or of what a layer gives, in one format."""
+
+    module: str
+    format: str
+    mse: float
+    mean_square: float  # of the float tensor
+
+    @property
+    def noise(self) -> float:
+        """mse / mean square; 0 where both are 0."""
+        return self.mse / self.mean_square if self.mean_square else math.inf if self.mse else 0.0
+
+    @property
+    def sqnr(self) -> float:
+        """10 log10(mean square / mse), in decibels; inf without error."""
+        return -10 * math.log10(self.noise) if 0 < self.noise < math.inf else -math.inf if self.noise else math.inf
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity: None in its place."""
+        return asdict(self) | {"sqnr": self.sqnr if math.isfinite(self.sqnr) else None}
+
+
+def predict_tensor(statistics: LayerStatistics, format: str, *, amax: float | None = None) -> Prediction:
+    """The mse of a tensor on the grid of `format`, with the scales that probe's modes give it.
+
+        integers   scale = amax / max, one for the tensor
+        MX         2^(E - max_exponent) for a block whose largest magnitude has exponent E: known exactly
+        nvfp4      e4m3(block amax / 6 / tensor scale) * tensor scale, tensor scale = amax / (448 * 6)
+        casts      none
+
+    `amax` is the calibrated one; None takes that of the statistics. Values on the grid already are not known to be,
+    so the prediction for them is that of their neighbours.
+    """
+    fmt = look_up("format", format, FORMATS, see="List them with: probe formats")
+    limit = statistics.amax if amax is None else amax
+    if statistics.count == 0:
+        raise ValueError(
+            f"{statistics.kind} of {statistics.module or 'a tensor'} has no finite element to predict from."
+        )
+    if fmt.scale == "e8m0":
+        total = _mx_error(statistics, fmt)
+    elif fmt.scale == "e4m3":
+        total = _nvfp4_error(statistics, fmt, limit)
+    else:
+        step = max(limit / fmt.max, _SMALLEST_SCALE) if fmt.scale == "float32" else 1.0
+        used = np.flatnonzero(statistics.buckets)
+        low, high = _bounds()[:, used]
+        total = float((statistics.buckets[used] * _mean_error(low / step, high / step, fmt)).sum()) * step**2
+    return Prediction(statistics.module, format, total / statistics.count, statistics.mean_square)
+
+
+def predict_linear(
+    given: LayerStatistics,
+    weight: LayerStatistics,
+    format: str,
+    *,
+    inputs: bool = True,
+    weights: bool = True,
+    amax: float | None = None,
+) -> Prediction:
+    """The mse of W x for errors dx and dW that are independent of x, of W and of each other, with mean 0.
+
+        E[(W x)^2] = n E[W^2] E[x^2]                                        n: channels of the input
+        E[d(W x)^2] = n (E[dx^2] E[W^2] + E[x^2] E[dW^2] + E[dx^2] E[dW^2])
+
+    `inputs` and `weights` say which of the two are on the grid (mode linear_w has weights only).
+    """
+    channels = given.channel_amax.size
+    if weight.channel_amax.size != channels:
+        raise ValueError(
+            f"the weight of {weight.module} has {weight.channel_amax.size} inputs and the input of {given.module} "
+            f"{channels} channels. Give the statistics of one linear layer."
+        )
+    dx = predict_tensor(given, format, amax=amax).mse if inputs else 0.0
+    dw = predict_tensor(weight, format).mse if weights else 0.0
+    x, w = given.mean_square, weight.mean_square
+    return Prediction(given.module, format, channels * (dx * w + x * dw + dx * dw), channels * x * w)
+
+
+def predict_layers(
+    statistics: Mapping[tuple[str, str], LayerStatistics],
+    formats: Sequence[str],
+    *,
+    inputs: bool = True,
+    amax: Mapping[str, float] | None = None,
+) -> list[Prediction]:
+    """Every module of which there are statistics in each format, in their order.
+
+    With input and weight [out, in] it is predicted as a linear layer, else the tensor at hand by itself: the input,
+    or the output (a site), or the weight. `amax` holds calibrated maxima by module; others take their own.
+    """
+    found = []
+    known = amax or {}
+    for module in dict.fromkeys(module for module, _ in statistics):
+        given, weight, output = (statistics.get((module, kind)) for kind in ("input", "weight", "output"))
+        for format in formats:
+            if given is not None and weight is not None and given.channel_amax.size == weight.channel_amax.size:
+                found.append(predict_linear(given, weight, format, inputs=inputs, amax=known.get(module)))
+                continue
+            tensor = next(one for one in (given, output, weight) if one is not None)
+            found.append(predict_tensor(tensor, format, amax=None if tensor is weight else known.get(module)))
+    return found
+
+
+def spoiled_share(statistics: LayerStatistics, *, octaves: int = SPOILED) -> float:
+    """The share of the blocks of 32 whose median magnitude lies at least `octaves` octaves below their largest one.
+
+    Octaves are differences of exponents, so a block counts from a ratio of 2^(octaves - 1) at the least and
+    certainly from 2^(octaves + 1). Blocks of zeros are never spoiled. A median of zero is as deep as can be.
+    """
+    if not 1 <= octaves <= 31:
+        raise ValueError(f"octaves is {octaves}; expected 1 to 31.")
+    return float(statistics.median_depths[octaves:].sum()) / statistics.blocks if statistics.blocks else 0.0
+
+
+def keep_in_higher_precision(predictions: Sequence[Prediction], *, share: float = SHARE) -> list[str]:
+    """The fewest modules that hold `share` of the sum of noise / signal of all, the noisiest first. One format only."""
+    formats = sorted({prediction.format for prediction in predictions})
+    if len(formats) > 1:
+        raise ValueError(f"the predictions are of {len(formats)} formats: {', '.join(formats)}. Give those of one.")
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share}; expected above 0 and at most 1.")
+    order = sorted(predictions, key=lambda one: -one.noise)
+    if any(math.isinf(one.noise) for one in order):
+        return [one.module for one in order if math.isinf(one.noise)]
+    total = math.fsum(one.noise for one in order)
+    kept: list[str] = []
+    held = 0.0
+    for one in order:
+        if held >= share * total:
+            break
+        kept.append(one.module)
+        held += one.noise
+    return kept
+
+
+def _mean_error(low: Array, high: Array, fmt: Format) -> Array:
+    """The mean of (y - q(y))^2 for y spread evenly over [low, high], each within one octave, above 0."""
+    if fmt.is_integer:
+        step = np.full_like(low, 2.0**-fmt.mantissa_bits)
+    else:
+        exponent = np.frexp(low)[1] - 1
+        step = 2.0 ** (np.maximum(exponent, fmt.min_exponent) - fmt.mantissa_bits)
+    inside, beyond = np.minimum(high, fmt.max), np.maximum(low, fmt.max)
+    rounded = step**3 * (_saw(inside / step) - _saw(np.minimum(low, fmt.max) / step))
+    clipped = ((np.maximum(high, fmt.max) - fmt.max) ** 3 - (beyond - fmt.max) ** 3) / 3
+    error: Array = (rounded + clipped) / (high - low)
+    return error
+
+
+def _saw(t: Array) -> Array:
+    """The integral of (t - round(t))^2 from 0."""
+    nearest = np.rint(t)
+    result: Array = nearest / 12 + (t - nearest) ** 3 / 3
+    return result
+
+
+@cache
+def _bounds() -> Array:
+    """The ends of every bucket, [2, buckets]."""
+    ends = edges()
+    return np.stack([ends[:-1], ends[1:]])
+
+
+def _mantissas(counts: npt.NDArray[np.int64]) -> Array:
+    """[256, 64]: how the magnitudes of each octave are spread over it; evenly where there are none."""
+    by_octave = counts.reshape(256, _PER_OCTAVE).astype(np.float64)
+    total = by_octave.sum(1, keepdims=True)
+    return np.where(total > 0, by_octave / np.maximum(total, 1), 1 / _PER_OCTAVE)
+
+
+def _octave(exponent: float) -> tuple[Array, Array]:
+    """The ends of the 64 buckets of an octave."""
+    ends = 2.0**exponent * (1 + np.arange(_PER_OCTAVE + 1) / _PER_OCTAVE)
+    return ends[:-1], ends[1:]
+
+
+@cache
+def _mx_table(format: str) -> Array:
+    """[32, 64]: the mean error, in steps of the scale, of an element d octaves below its block's largest, by bucket."""
+    fmt = FORMATS[format]
+    return np.stack([_mean_error(*_octave(fmt.max_exponent - depth), fmt) for depth in range(32)])
+
+
+def _mx_error(statistics: LayerStatistics, fmt: Format) -> float:
+    """The sum of squared errors: every block has the scale of its exponent."""
+    table, spread = _mx_table(fmt.name), _mantissas(statistics.buckets)
+    total = 0.0
+    for top in np.flatnonzero(statistics.depths[:, :32].sum(1)):
+        counts = statistics.depths[top, :32]
+        octaves = np.maximum(top - np.arange(32), 0)
+        scale = 2.0 ** max(float(top) - _BIAS - fmt.max_exponent, -_BIAS)
+        total += float((counts[:, None] * spread[octaves] * table).sum()) * scale**2
+    return total
+
+
+def _halved(depths: npt.NDArray[np.int64]) -> Array:
+    """The table of depths for blocks of 16, from that for blocks of 32, as if elements fell into halves by chance.
+
+    One half of a block holds its largest magnitude. Of the other 16 elements each lies d octaves below with the
+    chances p(d) of its row; their largest lies D below with the chance S(D)^16 - S(D + 1)^16, S(d) = p(d) + ...,
+    and the 15 others at d >= D with p(d) / S(D).
+    """
+    result = np.zeros((256, 33))
+    for top in np.flatnonzero(depths[:, :32].sum(1)):
+        counts = depths[top].astype(np.float64)
+        result[top] += counts / 2
+        chance = counts / counts.sum()
+        left = np.append(np.cumsum(chance[::-1])[::-1], 0.0)
+        for depth in range(min(32, int(top))):
+            weight = (left[depth] ** 16 - left[depth + 1] ** 16) * counts.sum() / 2
+            if weight <= 0:
+                continue
+            rest = np.where(np.arange(33) >= depth, chance, 0.0) / left[depth]
+            inner = 15 / 16 * rest
+            inner[depth] += 1 / 16
+            row = np.zeros(33)
+            row[: 32 - depth] = inner[depth:32]
+            row[32] = inner[32]
+            result[int(top) - depth] += weight * row
+    return result
+
+
+def _nvfp4_error(statistics: LayerStatistics, fmt: Format, amax: float) -> float:
+    """The sum of squared errors of blocks of 16, each with the scale of its largest magnitude.
+
+    The place of that magnitude in its octave is taken from all blocks. It is one element in 16, and not spread: its
+    error is that of its scale. No other element of its octave is above it.
+    """
+    tensor_scale = amax / (FORMATS["fp8_e4m3"].max * fmt.max) if amax > 0 else 1.0
+    depths, spread = _halved(statistics.depths), _mantissas(statistics.buckets)
+    tops = _mantissas(statistics.block_buckets).reshape(256, _MANTISSAS, -1).sum(2)
+    elements = depths.sum(1)
+    total = 0.0
+    for top in np.flatnonzero(elements > _NEGLIGIBLE * elements.sum()):
+        octaves = np.maximum(top - np.arange(32), 0)
+        low, high = (2.0 ** (octaves - float(_BIAS))[:, None] * ends for ends in _octave(0))
+        blocks = elements[top] / _NVFP4_BLOCK
+        others = depths[top, :32].copy()
+        others[0] = max(others[0] - blocks, 0.0)
+        for place in np.flatnonzero(tops[top]):
+            largest = 2.0 ** (float(top) - _BIAS) * (1 + (place + 0.5) / _MANTISSAS)
+            scale = _e4m3(largest / fmt.max / tensor_scale) * tensor_scale
+            below = spread[octaves]
+            below[0, (place + 1) * _PER_OCTAVE // _MANTISSAS :] = 0.0
+            below[0] /= max(below[0].sum(), 1e-300)
+            spread_out = float((others[:, None] * below * _mean_error(low / scale, high / scale, fmt)).sum())
+            alone = blocks * float(_value_error(largest / scale, fmt))
+            total += tops[top, place] * (spread_out + alone) * scale**2
+    return total
+
+
+def _value_error(y: float, fmt: Format) -> float:
+    """(y - q(y))^2 of one number above 0."""
+    step = 2.0 ** (max(math.frexp(y)[1] - 1, fmt.min_exponent) - fmt.mantissa_bits)
+    return (y - min(round(y / step) * step, fmt.max)) ** 2
+
+
+def _e4m3(x: float) -> float:
+    """The nearest e4m3 number, from 2^-9 to 448."""
+    fmt = FORMATS["fp8_e4m3"]
+    step = 2.0 ** (max(math.frexp(x)[1] - 1, fmt.min_exponent) - fmt.mantissa_bits)
+    return min(max(round(x / step) * step, fmt.min_subnormal), fmt.max)
