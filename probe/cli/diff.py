@@ -1,7 +1,8 @@
 """`probe diff`: two recordings of one model on two devices."""
 
 import argparse
-import sys
+
+from probe.cli.output import json_to, progress_line, say
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -27,6 +28,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--mean-abs", type=float, default=0.001, metavar="X", help="limit (default: 0.001)")
     parser.add_argument("--cosine", type=float, default=0.99, metavar="X", help="limit (default: 0.99)")
     parser.add_argument("--report", "--report-path", metavar="DIR", help="write DIR/diff.html, diff.json and plots")
+    parser.add_argument("--verify", action="store_true", help="check every byte against the manifests first (sha256)")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE; - prints them and nothing else")
     parser.set_defaults(run=_run)
 
@@ -38,35 +40,28 @@ def _run(options: argparse.Namespace) -> int:
     if options.recipe is not None and len(options.recipe) > 2:
         raise ValueError(f"--recipe has {len(options.recipe)} names. Give one for both, or one for A and one for B.")
     recipe = None if options.recipe is None else (options.recipe[0], options.recipe[-1])
-    found = diff(
-        options.a,
-        options.b,
-        recipe=recipe,
-        format=options.format,
-        reference=options.reference,
-        rtol=options.rtol,
-        atol=options.atol,
-        limits=Limits(options.max_abs, options.mean_abs, options.cosine),
-        layers=options.layers,
-        progress=_tell if sys.stderr.isatty() else None,
-    )
-    from probe.report.comparisons.devices_page import json_of, write_device_page
-    from probe.report.comparisons.devices_text import device_text
+    with progress_line() as progress:
+        found = diff(
+            options.a,
+            options.b,
+            recipe=recipe,
+            format=options.format,
+            reference=options.reference,
+            rtol=options.rtol,
+            atol=options.atol,
+            limits=Limits(options.max_abs, options.mean_abs, options.cosine),
+            layers=options.layers,
+            verify=options.verify,
+            progress=progress,
+        )
+    if options.json is not None:
+        json_to(options.json, found.as_dict())
+    if options.json != "-":
+        from probe.report.comparisons.devices_text import device_text
 
-    if options.json == "-":
-        print(json_of(found), end="")
-    else:
-        print(device_text(found))
-    if options.json not in (None, "-"):
-        from probe.report.files import write
-
-        print(f"figures: {write(options.json, json_of(found))}", file=sys.stderr)
+        say(device_text(found))
     if options.report:
-        print(f"report: {write_device_page(options.report, found)}", file=sys.stderr)
+        from probe.report.comparisons.devices_page import write_device_page
+
+        say(f"report: {write_device_page(options.report, found)}", error=True)
     return 0 if found.passed else 1
-
-
-def _tell(done: int, total: int, name: str) -> None:
-    """On one line of the terminal."""
-    text = f"{done} of {total} tensors: {name}" if done < total else ""
-    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

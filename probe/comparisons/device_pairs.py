@@ -15,7 +15,7 @@ from probe.comparisons.device_structure import Array, Structure, as_rows, is_res
 from probe.comparisons.sides import Side
 from probe.names import LOGITS
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[str], None]
 #: Tensors of the stream that layers read and write, beside the layers: each is made of the one before.
 ENDS = ("embedding.output", "final_norm.output", LOGITS)
 
@@ -115,7 +115,7 @@ class Pair:
         errors: dict[str, float] = {}
         for place, name in enumerate(names):
             if progress is not None:
-                progress(place, len(names), name)
+                progress(f"{place} of {len(names)} tensors: {name}")
             a, b = self.tensors(name)
             given = self.given(name)
             bases = self.bases(name, a)
@@ -140,8 +140,6 @@ class Pair:
                 )
             errors[name] = structure.error
             found.append(Seen(difference, structure, given, bases is not None))
-        if progress is not None:
-            progress(len(names), len(names), "")
         return found
 
     def bases(self, name: str, a: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -95,6 +95,7 @@ def diff(
     atol: float = 1e-3,
     limits: Limits | None = None,
     layers: str | None = None,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> DeviceComparison:
     """Compare recording `b` with `a`, tensor by tensor in the order of the data flow, and judge what differs.
@@ -106,12 +107,13 @@ def diff(
     rtol, atol  an element is within if |b - a| <= atol + rtol |a|
     limits      what has to be kept to pass
     layers      a glob (`layer_*`) or, where that matches nothing, a regular expression of names
-    progress    called with how many tensors are done, of how many, and the name of the next
+    verify      check every byte of the recordings against their manifests first (sha256)
+    progress    called with a line of text for every tensor
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value!r}. Expected a number, 0 or more.")
-    first, second = (_opened(one) for one in (a, b))
+    first, second = (_opened(one, verify=verify) for one in (a, b))
     recipes = _recipes(first, second, recipe, format)
     pair = Pair(DeviceSide(first, recipes[0]), DeviceSide(second, recipes[1]), ())
     names = tuple(name for name in pair.a.names if name in pair.b.names)
@@ -122,7 +124,7 @@ def diff(
             f"{', '.join(pair.b.names)} here. Record the same layers on both."
         )
     pair = Pair(pair.a, pair.b, names)
-    third = None if reference is None else _reference(_opened(reference), recipes[0])
+    third = None if reference is None else _reference(_opened(reference, verify=verify), recipes[0])
     inputs, verdict = _checked_inputs(pair, third)
     seen: list[Seen] = []
     limits = limits or Limits()
@@ -148,8 +150,8 @@ def diff(
     )
 
 
-def _opened(given: Recorded) -> Recording:
-    return given if isinstance(given, Recording) else read_recording(given)
+def _opened(given: Recorded, *, verify: bool) -> Recording:
+    return given if isinstance(given, Recording) else read_recording(given, verify=verify)
 
 
 def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, format: str | None) -> tuple[str, str]:

@@ -490,6 +490,20 @@ def test_the_comparison_is_a_frozen_value(a: Recording) -> None:
 
 
 def test_progress_is_told_tensor_by_tensor(a: Recording) -> None:
-    told: list[tuple[int, int, str]] = []
-    diff(a, a, layers="layer_[01]", progress=lambda done, total, name: told.append((done, total, name)))
-    assert told == [(0, 2, "layer_0.output"), (1, 2, "layer_1.output"), (2, 2, "")]
+    told: list[str] = []
+    diff(a, a, layers="layer_[01]", progress=told.append)
+    assert told == ["0 of 2 tensors: layer_0.output", "1 of 2 tensors: layer_1.output"]
+
+
+def test_a_changed_byte_is_found_when_asked_to_verify(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, a: Recording
+) -> None:
+    recorded(tmp_path / "b", network())
+    (file,) = (tmp_path / "b").glob("fp32*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    assert run(capsys, "diff", a.folder, tmp_path / "b")[0] == 1
+    code, _, err = run(capsys, "diff", a.folder, tmp_path / "b", "--verify")
+    assert code == 2
+    assert "sha256" in err

@@ -78,6 +78,7 @@ def test_a_compiled_graph_differs_by_noise_or_not_at_all(shelf: Shelf) -> None:
 
 
 @pytest.mark.skipif("PROBE_INDUCTOR" not in os.environ, reason="compiling takes half a minute: set PROBE_INDUCTOR=1")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_inductor_differs_by_noise(shelf: Shelf) -> None:
     compiled = torch.compile(Returning(shared("small"), 2))
     with torch.no_grad():

@@ -29,13 +29,8 @@ def write_device_page(folder: Path | str, found: DeviceComparison) -> Path:
         _pictures(page, folder, found)
     if found.layers:
         _layers(page, found)
-    write(folder / FIGURES, json_of(found))
+    write(folder / FIGURES, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
     return page.write(folder / PAGE)
-
-
-def json_of(found: DeviceComparison) -> str:
-    """All figures; no NaN and no Inf."""
-    return json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n"
 
 
 def shown_layer(found: DeviceComparison) -> str:
