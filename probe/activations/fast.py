@@ -19,56 +19,68 @@ COUNT, NONFINITE, ZEROS, NEGATIVES, ZERO_BLOCKS = range(5)
 
 #: Sums may be taken in any order, and of what they see nothing is NaN.
 _ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
+_SIZE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 Floats = npt.NDArray[np.float32]
 _Doubles = npt.NDArray[np.float64]
 _Whole = npt.NDArray[np.int64]
+_Bits = npt.NDArray[np.int32]
 
 
-def measure(rows: Floats) -> tuple[dict[str, Any], Floats]:
-    """The fields of LayerStatistics for rows [rows, channels], and max |x| of each row."""
-    found = empty(rows.shape[1])
-    sums, counts = np.zeros(7), np.zeros(5, np.int64)
-    sums[MINIMUM], sums[MAXIMUM], sums[SMALLEST] = np.inf, -np.inf, np.inf
-    top, row_top = np.full(3, -1.0, np.float32), np.full(3, -1.0, np.float32)
-    row_amax = np.zeros(len(rows), np.float32)
-    _measure(
-        rows,
-        row_amax,
-        found["channel_amax"],
-        sums,
-        counts,
-        top,
-        found["buckets"],
-        found["block_buckets"],
-        found["depths"],
-        found["median_depths"],
-    )
-    _insert_all(row_top, row_amax)
-    found |= {
-        "rows": len(rows),
-        "count": int(counts[COUNT]),
-        "nonfinite": int(counts[NONFINITE]),
-        "zeros": int(counts[ZEROS]),
-        "negatives": int(counts[NEGATIVES]),
-        "zero_blocks": int(counts[ZERO_BLOCKS]),
-        "minimum": float(sums[MINIMUM]) + 0.0,
-        "maximum": float(sums[MAXIMUM]) + 0.0,
-        "smallest": float(sums[SMALLEST]),
-        "largest": tuple(float(x) for x in top if x >= 0),
-        "moments": Moments(*(float(x) for x in sums[:4])),
-        "row_largest": tuple(float(x) for x in row_top if x >= 0),
-        "row_smallest": float(row_amax.min()),
-        "row_buckets": count_sizes(row_amax),
-    }
-    return found, row_amax
+class Gathering:
+    """The fields of LayerStatistics, gathered from pieces of rows without anything made anew for a piece."""
+
+    def __init__(self, channels: int) -> None:
+        self._found = empty(channels)
+        self._sums, self._counts = np.zeros(7), np.zeros(5, np.int64)
+        self._sums[MINIMUM], self._sums[MAXIMUM], self._sums[SMALLEST] = np.inf, -np.inf, np.inf
+        self._top, self._row_top = np.full(3, -1.0, np.float32), np.full(3, -1.0, np.float32)
+
+    def take(self, rows: Floats) -> Floats:
+        """Append rows [rows, channels]; max |x| of each."""
+        found = self._found
+        amax = np.zeros(len(rows), np.float32)
+        _measure(
+            rows,
+            amax,
+            found["channel_amax"].view(np.int32),
+            self._sums,
+            self._counts,
+            self._top,
+            found["buckets"],
+            found["block_buckets"],
+            found["depths"],
+            found["median_depths"],
+        )
+        _insert_all(self._row_top, amax)
+        found["rows"] += len(rows)
+        found["row_smallest"] = min(found["row_smallest"], float(amax.min()))
+        found["row_buckets"] += count_sizes(amax)
+        return amax
+
+    def fields(self) -> dict[str, Any]:
+        """What was gathered so far."""
+        sums, counts = self._sums, self._counts
+        return self._found | {
+            "count": int(counts[COUNT]),
+            "nonfinite": int(counts[NONFINITE]),
+            "zeros": int(counts[ZEROS]),
+            "negatives": int(counts[NEGATIVES]),
+            "zero_blocks": int(counts[ZERO_BLOCKS]),
+            "minimum": float(sums[MINIMUM]) + 0.0,
+            "maximum": float(sums[MAXIMUM]) + 0.0,
+            "smallest": float(sums[SMALLEST]),
+            "largest": tuple(float(x) for x in self._top if x >= 0),
+            "moments": Moments(*(float(x) for x in sums[:4])),
+            "row_largest": tuple(float(x) for x in self._row_top if x >= 0),
+        }
 
 
 @numba.njit(cache=True, nogil=True)
 def _measure(
     rows: Floats,
     row_amax: Floats,
-    channel_amax: Floats,
+    channel_amax: _Bits,
     sums: _Doubles,
     counts: _Whole,
     top: Floats,
@@ -83,7 +95,7 @@ def _measure(
     for index in range(rows.shape[0]):
         row = rows[index]
         values = row
-        if not _all_finite(row):
+        if _largest(row.view(np.int32)) >= _INFINITE:
             size = _without_nonfinite(row, clean, packed)
             counts[NONFINITE] += channels - size
             row, values = clean, packed[:size]
@@ -91,22 +103,23 @@ def _measure(
             amax = _extremes(values, sums, counts)
             if amax > top[2]:
                 _insert_all(top, values)
-            _moments(values, found)
+            _moments(values, sums[MEAN] if counts[COUNT] else np.float64(values[0]), found)
             _join(sums, found, counts[COUNT], values.size)
             counts[COUNT] += values.size
-            _count(values.view(np.int32), buckets)
             row_amax[index] = amax
-        _of_channels(row, channel_amax)
-        counts[ZERO_BLOCKS] += _of_blocks(row.view(np.int32), block_buckets, depths, median_depths, depth)
+        counts[ZERO_BLOCKS] += _of_blocks(
+            row.view(np.int32), channel_amax, buckets, block_buckets, depths, median_depths, depth
+        )
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc"})
-def _all_finite(row: Floats) -> bool:
-    """x - x = 0 says that x is finite."""
-    odd = 0
-    for x in row:
-        odd += x - x != 0
-    return odd == 0
+@numba.njit(cache=True, nogil=True)
+def _largest(bits: _Bits) -> int:
+    """The bits of the largest |x|; those of Inf and NaN are the largest of all."""
+    largest = np.int32(0)
+    for i in range(bits.size):
+        size = bits[i] & _SIZE
+        largest = size if size > largest else largest
+    return int(largest)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -126,15 +139,15 @@ def _without_nonfinite(row: Floats, clean: Floats, packed: Floats) -> int:
 def _extremes(values: Floats, sums: _Doubles, counts: _Whole) -> float:
     low = high = values[0]
     small = abs(values[0])
-    zeros = negatives = 0
+    zeros = negatives = np.int32(0)
     for i in range(values.size):
         x = values[i]
         size = abs(x)
         low = x if x < low else low
         high = x if x > high else high
         small = size if size < small else small
-        zeros += x == 0
-        negatives += x < 0
+        zeros += np.int32(x == 0)
+        negatives += np.int32(x < 0)
     sums[MINIMUM], sums[MAXIMUM] = min(sums[MINIMUM], low), max(sums[MAXIMUM], high)
     sums[SMALLEST] = min(sums[SMALLEST], small)
     counts[ZEROS] += zeros
@@ -156,22 +169,26 @@ def _insert_all(top: Floats, values: Floats) -> None:
 
 
 @numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
-def _moments(values: Floats, found: _Doubles) -> None:
-    total = 0.0
-    low = high = values[0]
+def _moments(values: Floats, about: float, found: _Doubles) -> None:
+    """Mean and centred sums, from sums about a value near the mean (of equal values: that value).
+
+    With S_k the sum of (x - about)^k and D = S_1 / n:  M2 = S2 - n D^2,  M3 = S3 - 3 D S2 + 2 n D^3,
+    M4 = S4 - 4 D S3 + 6 D^2 S2 - 3 n D^4
+    """
+    first = second = third = fourth = 0.0
     for i in range(values.size):
-        total += np.float64(values[i])
-        low = values[i] if values[i] < low else low
-        high = values[i] if values[i] > high else high
-    mean = min(max(total / values.size, np.float64(low)), np.float64(high))  # equal values do not vary
-    second = third = fourth = 0.0
-    for i in range(values.size):
-        d = np.float64(values[i]) - mean
+        d = np.float64(values[i]) - about
         square = d * d
+        first += d
         second += square
         third += square * d
         fourth += square * square
-    found[0], found[1], found[2], found[3] = mean, second, third, fourth
+    n = values.size
+    d = first / n
+    found[0] = about + d
+    found[1] = max(second - n * d * d, 0.0)
+    found[2] = third - 3 * d * second + 2 * n * d**3
+    found[3] = max(fourth - 4 * d * third + 6 * d * d * second - 3 * n * d**4, 0.0)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -192,40 +209,25 @@ def _join(sums: _Doubles, found: _Doubles, before: int, size: int) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def _count(bits: npt.NDArray[np.int32], buckets: _Whole) -> None:
-    """Zeros are in no bucket."""
-    zeros = 0
-    for i in range(bits.size):
-        size = bits[i] & 0x7FFFFFFF
-        zeros += size == 0
-        buckets[size >> SHIFT] += 1
-    buckets[0] -= zeros
-
-
-@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
-def _of_channels(row: Floats, channel_amax: Floats) -> None:
-    for i in range(row.size):
-        size = abs(row[i])
-        channel_amax[i] = size if size > channel_amax[i] else channel_amax[i]
-
-
-@numba.njit(cache=True, nogil=True)
 def _of_blocks(
-    bits: npt.NDArray[np.int32],
+    bits: _Bits,
+    channel_amax: _Bits,
+    buckets: _Whole,
     block_buckets: _Whole,
     depths: _Whole,
     median_depths: _Whole,
-    depth: npt.NDArray[np.int32],
+    depth: _Bits,
 ) -> int:
     """How many blocks are all zero; `depth` is room to work in. Indices are unsigned, which saves a test for each."""
     deepest, zero_blocks = np.int32(DEPTHS - 2), 0
     for start in range(0, bits.size, BLOCK):
-        block = bits[start : start + BLOCK]
-        amax, zeros = np.int32(0), 0
+        block, channels = bits[start : start + BLOCK], channel_amax[start : start + BLOCK]
+        amax, zeros = np.int32(0), np.int32(0)
         for i in range(block.size):
-            size = block[i] & np.int32(0x7FFFFFFF)  # in the order of the sizes
+            size = block[i] & _SIZE  # in the order of the sizes
             amax = size if size > amax else amax
-            zeros += size == 0
+            zeros += np.int32(size == 0)
+            channels[i] = size if size > channels[i] else channels[i]
         if amax == 0:
             zero_blocks += 1
             continue
@@ -233,9 +235,12 @@ def _of_blocks(
         exponent = amax >> np.int32(23)
         depth[:] = 0
         for i in range(block.size):
-            below = exponent - ((block[i] & np.int32(0x7FFFFFFF)) >> np.int32(23))
+            size = block[i] & _SIZE
+            below = exponent - (size >> np.int32(23))
             depth[np.uint32(below if below < deepest else deepest)] += 1
-        depth[min(exponent, deepest)] -= zeros  # where they were counted
+            buckets[np.uint32(size >> SHIFT)] += 1
+        buckets[0] -= zeros  # which are in no bucket
+        depth[min(exponent, deepest)] -= zeros
         depth[DEPTHS - 1] += zeros
         seen, place = 0, -1
         while 2 * seen < block.size:

@@ -1,5 +1,6 @@
 """The readable twin: the statistics of some rows in a few operations of numpy, in float64 where they are sums."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,42 @@ def empty(channels: int) -> dict[str, Any]:
         "depths": np.zeros((256, DEPTHS), np.int64),
         "median_depths": np.zeros(DEPTHS, np.int64),
     }
+
+
+class Gathering:
+    """Pieces one after the other: what they share is added, the larger or the smaller taken, moments joined."""
+
+    def __init__(self, channels: int) -> None:
+        self._found = empty(channels)
+
+    def take(self, rows: Floats) -> Floats:
+        """Append rows [rows, channels]; max |x| of each."""
+        old, (new, amax) = self._found, measure(rows)
+        joined = {name: JOINED.get(name, np.add)(old[name], new[name]) for name in old if name != "moments"}
+        moments = old["moments"].merge(old["count"], new["moments"], new["count"])
+        self._found = {**joined, "moments": moments}
+        return amax
+
+    def fields(self) -> dict[str, Any]:
+        """What was gathered so far."""
+        whole = ("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks")
+        return self._found | {name: int(self._found[name]) for name in whole}
+
+
+def _three(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(sorted(a + b, reverse=True)[:3])
+
+
+#: How two pieces join, where they are not added.
+JOINED: dict[str, Callable[[Any, Any], Any]] = {
+    "minimum": min,
+    "smallest": min,
+    "row_smallest": min,
+    "maximum": max,
+    "channel_amax": np.maximum,
+    "largest": _three,
+    "row_largest": _three,
+}
 
 
 def measure(rows: Floats) -> tuple[dict[str, Any], Floats]:

@@ -1,5 +1,7 @@
 """Sizes in buckets: 64 per octave, told apart by the bits of a float32."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,40 @@ PERCENTILE_ERROR = 2.0**-7
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Trimmed:
+    """A table of counts without the zeros at its ends: most are zeros, and there is one for every layer."""
+
+    size: int
+    first: int
+    counts: Whole
+
+    @classmethod
+    def of(cls, counts: Whole) -> "Trimmed":
+        """Of a whole table, of which nothing is kept."""
+        flat = counts.reshape(-1)
+        some = np.flatnonzero(flat)
+        if not some.size:
+            return cls(flat.size, 0, np.zeros(0, np.int64))
+        return cls(flat.size, int(some[0]), flat[some[0] : some[-1] + 1].copy())
+
+    def __add__(self, other: "Trimmed") -> "Trimmed":
+        if not self.counts.size or not other.counts.size:
+            return self if self.counts.size else other
+        first = min(self.first, other.first)
+        last = max(one.first + one.counts.size for one in (self, other))
+        both = np.zeros(last - first, np.int64)
+        for one in (self, other):
+            both[one.first - first : one.first - first + one.counts.size] += one.counts
+        return Trimmed(self.size, first, both)
+
+    def whole(self) -> Whole:
+        """With its zeros."""
+        full = np.zeros(self.size, np.int64)
+        full[self.first : self.first + self.counts.size] = self.counts
+        return full
 
 
 def count_sizes(sizes: Floats) -> Whole:

@@ -2,11 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from probe.activations import reference as readable
 from probe.activations.moments import Moments
-from probe.activations.sizes import PERCENTILE_ERROR, quantile_of
+from probe.activations.reference import DEPTHS
+from probe.activations.sizes import PERCENTILE_ERROR, Trimmed, quantile_of
 
 Kind = Literal["input", "output", "weight"]
 #: The percentiles of |x| that are reported, in percent.
@@ -55,24 +56,42 @@ class LayerStatistics:
     largest: tuple[float, ...]
     """The three largest |x|, largest first; fewer where there are fewer elements."""
     moments: Moments
-    buckets: Whole
-    """How many |x| > 0 have these float32 bits above the last 17: 64 buckets per octave, [16384]."""
     channel_amax: Floats
     """max |x| of every channel."""
     row_largest: tuple[float, ...]
     """The three largest of max |x| of a row, largest first."""
     row_smallest: float
     """The least max |x| of a row."""
-    row_buckets: Whole
-    """How many rows have their max |x| > 0 in these buckets."""
-    block_buckets: Whole
-    """How many blocks have their max |x| > 0 in these buckets."""
     zero_blocks: int
-    depths: Whole
-    """[256, 33]: elements by the biased float32 exponent E of their block's max |x|, and by how far below it their own
-    exponent lies: E - e, at most 31; column 32 counts zeros. Blocks of zeros are left out."""
-    median_depths: Whole
-    """[33]: blocks by the depth of their median: the least d so that at least half of the elements have depth <= d."""
+    kept: Mapping[str, Trimmed]
+    """The tables below, by name."""
+
+    @property
+    def buckets(self) -> Whole:
+        """How many |x| > 0 have these float32 bits above the last 17: 64 buckets per octave, [16384]."""
+        return self.kept["buckets"].whole()
+
+    @property
+    def row_buckets(self) -> Whole:
+        """How many rows have their max |x| > 0 in these buckets."""
+        return self.kept["row_buckets"].whole()
+
+    @property
+    def block_buckets(self) -> Whole:
+        """How many blocks have their max |x| > 0 in these buckets."""
+        return self.kept["block_buckets"].whole()
+
+    @property
+    def depths(self) -> Whole:
+        """[256, 33]: elements by the biased float32 exponent E of their block's max |x|, and by how far below it their
+        own exponent lies: E - e, at most 31; column 32 counts zeros. Blocks of zeros are left out.
+        """
+        return self.kept["depths"].whole().reshape(256, DEPTHS)
+
+    @property
+    def median_depths(self) -> Whole:
+        """[33]: blocks by the depth of their median: the least d so that half of the elements or more are at <= d."""
+        return self.kept["median_depths"].whole()
 
     @property
     def amax(self) -> float:
@@ -180,9 +199,11 @@ class LayerStatistics:
                 f"{self.module} ({self.channel_amax.size} channels). Merge statistics of one tensor."
             )
         both = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        kept = {name: self.kept[name] + other.kept[name] for name in TABLES}
         return replace(
             self,
             **both,
+            kept=kept,
             minimum=min(self.minimum, other.minimum),
             maximum=max(self.maximum, other.maximum),
             smallest=min(self.smallest, other.smallest),
@@ -194,10 +215,14 @@ class LayerStatistics:
         )
 
 
-_ADDED = (
-    *("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks"),
-    *("buckets", "row_buckets", "block_buckets", "depths", "median_depths"),
-)
+_ADDED = ("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks")
+TABLES = ("buckets", "row_buckets", "block_buckets", "depths", "median_depths")
+
+
+def statistics_of(module: str, kind: Kind, fields: Mapping[str, Any]) -> LayerStatistics:
+    """From the fields as the twins give them, with whole tables."""
+    plain = {name: value for name, value in fields.items() if name not in TABLES}
+    return LayerStatistics(module, kind, **plain, kept={name: Trimmed.of(fields[name]) for name in TABLES})
 
 
 def _three(values: Sequence[float]) -> tuple[float, ...]:
@@ -216,22 +241,20 @@ def measure(
     x = x.detach()
     x = x.reshape(1, 1, -1) if x.dim() < 2 else x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
     kept = None if keep is None else keep.reshape(x.shape[:2]).to("cpu", torch.bool)
-    twin = _fast() if fast is not False else readable.measure
+    gathering = _fast() if fast is not False else readable.Gathering
     row_amax = np.zeros(tuple(x.shape[:2]), np.float32)
     spans = list(_spans(x))
 
     def measure_some(some: Sequence[tuple[int, int, int]]) -> LayerStatistics:
-        found = nothing(module, kind, x.shape[2])
+        gathered = gathering(x.shape[2])
         for sample, start, stop in some:
             piece = x[sample, start:stop].to("cpu", torch.float32)
             place = torch.arange(start, stop) if kept is None else start + kept[sample, start:stop].nonzero()[:, 0]
             if kept is not None and len(place) < stop - start:
                 piece = piece[place - start]
             if len(piece):
-                part, amax = twin(piece.contiguous().numpy())
-                row_amax[sample, place.numpy()] = amax
-                found = found.merge(LayerStatistics(module, kind, **part))
-        return found
+                row_amax[sample, place.numpy()] = gathered.take(piece.contiguous().numpy())
+        return statistics_of(module, kind, gathered.fields())
 
     threads = max(1, min(torch.get_num_threads(), len(spans)))
     if threads == 1:
@@ -249,21 +272,26 @@ def _spans(x: Tensor) -> Iterator[tuple[int, int, int]]:
             yield sample, start, min(start + step, x.shape[1])
 
 
-def nothing(module: str, kind: Kind, channels: int) -> LayerStatistics:
-    """The statistics of no rows at all."""
-    return LayerStatistics(module, kind, **readable.empty(channels))
+class Gathering(Protocol):
+    """A twin: rows are taken piece by piece, and make the fields of LayerStatistics."""
+
+    def take(self, rows: Floats, /) -> Floats:
+        """Append rows; max |x| of each."""
+
+    def fields(self) -> dict[str, Any]:
+        """What was gathered so far."""
 
 
 @cache
-def _fast() -> Callable[[Floats], tuple[dict[str, Any], Floats]]:
+def _fast() -> Callable[[int], Gathering]:
     """The fast twin; where numba cannot be loaded the readable one, after one warning."""
     try:
         from probe.activations import fast
     except ImportError as problem:
         slower = f"numba cannot be loaded ({problem}). Going on without it: the same statistics, but slower."
         warnings.warn(slower, RuntimeWarning, stacklevel=3)
-        return readable.measure
-    return fast.measure
+        return readable.Gathering
+    return fast.Gathering
 
 
-__all__ = ["PERCENTILES", "PERCENTILE_ERROR", "Kind", "LayerStatistics", "measure", "nothing"]
+__all__ = ["PERCENTILES", "PERCENTILE_ERROR", "Kind", "LayerStatistics", "measure"]
