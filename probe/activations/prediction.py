@@ -89,9 +89,10 @@ def predict_tensor(statistics: LayerStatistics, format: str, *, amax: float | No
         total = _nvfp4_error(statistics, fmt, limit)
     else:
         step = max(limit / fmt.max, _SMALLEST_SCALE) if fmt.scale == "float32" else 1.0
-        used = np.flatnonzero(statistics.buckets)
+        counts = statistics.buckets
+        used = np.flatnonzero(counts)
         low, high = _bounds()[:, used]
-        total = float((statistics.buckets[used] * _mean_error(low / step, high / step, fmt)).sum()) * step**2
+        total = float((counts[used] * _mean_error(low / step, high / step, fmt)).sum()) * step**2
     return Prediction(statistics.module, format, total / statistics.count, statistics.mean_square)
 
 
@@ -103,13 +104,16 @@ def predict_linear(
     inputs: bool = True,
     weights: bool = True,
     amax: float | None = None,
+    output: LayerStatistics | None = None,
 ) -> Prediction:
     """The mse of W x for errors dx and dW that are independent of x, of W and of each other, with mean 0.
 
         E[(W x)^2] = n E[W^2] E[x^2]                                        n: channels of the input
         E[d(W x)^2] = n (E[dx^2] E[W^2] + E[x^2] E[dW^2] + E[dx^2] E[dW^2])
 
-    `inputs` and `weights` say which of the two are on the grid (mode linear_w has weights only).
+    `inputs` and `weights` say which of the two are on the grid (mode linear_w has weights only). With statistics of
+    the `output` its mean square is known; without, it is that of the first line, which holds for weights that have
+    nothing to do with their input.
     """
     channels = given.channel_amax.size
     if weight.channel_amax.size != channels:
@@ -120,7 +124,8 @@ def predict_linear(
     dx = predict_tensor(given, format, amax=amax).mse if inputs else 0.0
     dw = predict_tensor(weight, format).mse if weights else 0.0
     x, w = given.mean_square, weight.mean_square
-    return Prediction(given.module, format, channels * (dx * w + x * dw + dx * dw), channels * x * w)
+    signal = channels * x * w if output is None else output.mean_square
+    return Prediction(given.module, format, channels * (dx * w + x * dw + dx * dw), signal)
 
 
 def predict_layers(
@@ -141,7 +146,8 @@ def predict_layers(
         given, weight, output = (statistics.get((module, kind)) for kind in ("input", "weight", "output"))
         for format in formats:
             if given is not None and weight is not None and given.channel_amax.size == weight.channel_amax.size:
-                found.append(predict_linear(given, weight, format, inputs=inputs, amax=known.get(module)))
+                calibrated = known.get(module)
+                found.append(predict_linear(given, weight, format, inputs=inputs, amax=calibrated, output=output))
                 continue
             tensor = next(one for one in (given, output, weight) if one is not None)
             found.append(predict_tensor(tensor, format, amax=None if tensor is weight else known.get(module)))
@@ -230,10 +236,10 @@ def _mx_table(format: str) -> Array:
 
 def _mx_error(statistics: LayerStatistics, fmt: Format) -> float:
     """The sum of squared errors: every block has the scale of its exponent."""
-    table, spread = _mx_table(fmt.name), _mantissas(statistics.buckets)
+    table, spread, depths = _mx_table(fmt.name), _mantissas(statistics.buckets), statistics.depths[:, :32]
     total = 0.0
-    for top in np.flatnonzero(statistics.depths[:, :32].sum(1)):
-        counts = statistics.depths[top, :32]
+    for top in np.flatnonzero(depths.sum(1)):
+        counts = depths[top]
         octaves = np.maximum(top - np.arange(32), 0)
         scale = 2.0 ** max(float(top) - _BIAS - fmt.max_exponent, -_BIAS)
         total += float((counts[:, None] * spread[octaves] * table).sum()) * scale**2
@@ -243,18 +249,21 @@ def _mx_error(statistics: LayerStatistics, fmt: Format) -> float:
 def _halved(depths: npt.NDArray[np.int64]) -> Array:
     """The table of depths for blocks of 16, from that for blocks of 32, as if elements fell into halves by chance.
 
-    One half of a block holds its largest magnitude. Of the other 16 elements each lies d octaves below with the
-    chances p(d) of its row; their largest lies D below with the chance S(D)^16 - S(D + 1)^16, S(d) = p(d) + ...,
-    and the 15 others at d >= D with p(d) / S(D).
+    One half of a block holds its largest magnitude and 15 of the 31 others. Of the 16 in the other half each lies d
+    octaves below with the chances p(d) of the others of its row; their largest lies D below with the chance
+    S(D)^16 - S(D + 1)^16, S(d) = p(d) + p(d + 1) + ..., and the 15 beside it at d >= D with p(d) / S(D).
     """
     result = np.zeros((256, 33))
     for top in np.flatnonzero(depths[:, :32].sum(1)):
-        counts = depths[top].astype(np.float64)
-        result[top] += counts / 2
-        chance = counts / counts.sum()
+        others = depths[top].astype(np.float64)
+        blocks = others.sum() / 32
+        others[0] = max(others[0] - blocks, 0.0)
+        result[top] += others * 15 / 31
+        result[top, 0] += blocks
+        chance = others / max(others.sum(), 1e-300)
         left = np.append(np.cumsum(chance[::-1])[::-1], 0.0)
         for depth in range(min(32, int(top))):
-            weight = (left[depth] ** 16 - left[depth + 1] ** 16) * counts.sum() / 2
+            weight = (left[depth] ** 16 - left[depth + 1] ** 16) * blocks * 16
             if weight <= 0:
                 continue
             rest = np.where(np.arange(33) >= depth, chance, 0.0) / left[depth]
@@ -291,8 +300,8 @@ def _nvfp4_error(statistics: LayerStatistics, fmt: Format, amax: float) -> float
             below[0, (place + 1) * _PER_OCTAVE // _MANTISSAS :] = 0.0
             below[0] /= max(below[0].sum(), 1e-300)
             spread_out = float((others[:, None] * below * _mean_error(low / scale, high / scale, fmt)).sum())
-            alone = blocks * float(_value_error(largest / scale, fmt))
-            total += tops[top, place] * (spread_out + alone) * scale**2
+            alone = float(blocks) * _value_error(largest / scale, fmt)
+            total += float(tops[top, place]) * (spread_out + alone) * scale**2
     return total
 
 
