@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -67,8 +68,8 @@ def test_the_library_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_probe_command_is_one_that_the_parser_takes() -> None:
     lines = [line for language, code in BLOCKS if language == "bash" for line in code.splitlines()]
-    commands = [line.split()[1:] for line in lines if line.startswith("probe ")]
-    assert len(commands) >= 5
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("probe ")]
+    assert len(commands) >= 12
     for command in commands:
         _parser().parse_args(command)
 
