@@ -136,6 +136,7 @@ def _epsilon(seen: Look) -> str:
     if seen.given is None or len(seen.a) < 16:
         return ""
     given, (a, _) = seen.given[0], seen.adds
+    one_sided = not 0.05 < float(((seen.e * a).sum(1) < 0).mean()) < 0.95
     for centred in (False, True):
         power = np.square(given - centred * given.mean(1, keepdims=True)).mean(1)
         e, u = np.sqrt(np.square(seen.e).mean(1)), np.sqrt(np.square(a).mean(1))
@@ -146,7 +147,7 @@ def _epsilon(seen: Look) -> str:
         if x.std() < 0.05 or y.std() == 0:
             continue
         fit, slope = float(np.corrcoef(x, y)[0, 1]), float(np.polyfit(x, y, 1)[0])
-        if fit > 0.85 and 0.5 < slope < 1.7:
+        if fit > (0.6 if one_sided else 0.85) and 0.5 < slope < 1.7:
             return (
                 "wrong epsilon in a norm: the smaller a token's variance, the larger its difference "
                 f"(as variance^{-slope:.2f}, correlation {fit:.2f})"
