@@ -94,7 +94,7 @@ def _ordinary(rows: Tensor, base: Tensor, shifts: Sequence[int], limit: int) -> 
         return torch.zeros(len(rows), dtype=torch.bool)
     smallest = rows.abs().masked_fill(rows == 0, torch.inf).amin(-1, keepdim=True).double()
     near = smallest >= power(base - APART)
-    return ((base + lowest >= -limit) & (base + highest <= limit) & near & (base.abs() <= 126)).reshape(-1)
+    return ((base + lowest >= -limit) & (base + highest <= limit) & near).reshape(-1)
 
 
 class _Group:

@@ -107,15 +107,13 @@ def _equal(pairs: Tensor) -> Runs:
 
 def _sorted(flat: Tensor) -> Runs:
     """Zeros are runs of their own, one for each sign, and no run holds values of both signs."""
-    zeros = flat == 0
-    negative = int((zeros & torch.signbit(flat)).sum())
-    positive = int(zeros.sum()) - negative
-    kept = flat[~zeros]
+    kept = flat.clone()
     ordered = kept.numpy()
     ordered.sort()
-    below = int(np.searchsorted(ordered, np.float32(0)))
-    present = [(value, count) for value, count in ((-0.0, negative), (0.0, positive)) if count]
-    parts = [_cut(kept, 0, below), _cut(kept, below, len(kept))]
+    below, above = (int(np.searchsorted(ordered, np.float32(0), side)) for side in ("left", "right"))
+    negative = int(torch.signbit(kept[below:above]).sum())
+    present = [(value, count) for value, count in ((-0.0, negative), (0.0, above - below - negative)) if count]
+    parts = [_cut(kept, 0, below), _cut(kept, above, len(kept))]
     parts.append(_equal(torch.tensor(present, dtype=torch.float64).reshape(-1, 2)))
     return Runs(
         first=torch.cat([part.first for part in parts]),

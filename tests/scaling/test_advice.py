@@ -140,7 +140,7 @@ def with_figures(**figures: list[float]) -> Any:
     ("figures", "place", "kind", "text"),
     [
         ({"mse": [1.0, 1.05, 1.09]}, 0, "good", "MSE is stable"),
-        ({"mse": [1.0, 1.05, 1.1]}, 0, "fair", "MSE varies significantly with scaling - choose the recommended"),
+        ({"mse": [10.0, 10.5, 11.0]}, 0, "fair", "MSE varies significantly with scaling - choose the recommended"),
         ({"mse": [0.0, 0.0, 1e-9]}, 0, "fair", "MSE varies significantly"),
         ({"mse": [0.0, 0.0, 0.0]}, 0, "good", "MSE is stable"),
         ({"cosine": [0.99, 0.995, 0.9999]}, 1, "good", "Cosine similarity is very stable"),
