@@ -178,9 +178,9 @@ def _look_at(side: Side, label: str, before: str | None) -> LayerHealth:
 def _measured(side: Side, label: str, other: str) -> Metrics:
     """A tensor against another of its shape, or itself."""
     comparison = Comparison(percentiles=False)
-    step = zip(bands(label, side), bands(other, side), strict=True)
-    for (output,), (expected,) in step:
-        comparison.update(output, expected)
+    for pair in zip(bands(label, side), bands(other, side), strict=True):
+        comparison.update(pair[0][0], pair[1][0])
+        del pair
     return comparison.metrics()
 
 

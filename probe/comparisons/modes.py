@@ -53,8 +53,9 @@ def compare_sides(
         if progress:
             progress(f"{side.name} {label} ({place + 1} of {len(labels)})")
         comparison = Comparison()
-        for output, expected in bands(label, side, reference):
-            comparison.update(output, expected)
+        for band in bands(label, side, reference):
+            comparison.update(*band)
+            del band
         found[label] = LayerComparison(label, side.shape(label), comparison.metrics())
     notes = dict.fromkeys((*side.recording.notes, *reference.recording.notes))
     folders = (str(reference.recording.folder), str(side.recording.folder))

@@ -11,8 +11,8 @@ from probe.names import nearest
 from probe.recordings import Recording
 from probe.recordings.spelling import spelled
 
-#: Elements of a tensor that are mapped at a time (32 MB of float32): what was read is let go of before the next.
-BAND = 2**23
+#: Elements of a tensor that are mapped at a time: 64 MB of float32.
+BAND = 2**24
 
 
 class NotRecordedError(ValueError):
@@ -61,12 +61,20 @@ class Side:
 
 
 def bands(label: str, *sides: Side) -> Iterator[tuple[Tensor, ...]]:
-    """The values of a tensor on every side, some at a time; an .npz cannot be mapped, and comes whole."""
+    """The values of a tensor on every side, some at a time; an .npz cannot be mapped, and comes whole.
+
+    A band is unmapped when the last reference to it is gone: delete it before the next is asked for.
+    """
+    names = [side.labels[label] for side in sides]
     count = math.prod(sides[0].shape(label))
     mapped = all(side.recording.manifest.layout != "npz" for side in sides)
     step = BAND if mapped else count
     for start in range(0, count, step):
-        yield tuple(side.flat(label)[start : start + step] for side in sides)
+        stop = start + step
+        yield tuple(
+            side.recording.tensor(side.recipe, name).reshape(-1)[start:stop]
+            for side, name in zip(sides, names, strict=True)
+        )
 
 
 def find_side(recording: Recording, mode: str, format: str | None = None) -> Side:

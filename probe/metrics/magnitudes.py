@@ -47,7 +47,10 @@ class Magnitudes:
         self._count += count
         self._fold()
         assert self._buckets is not None
-        self._buckets += buckets
+        used = np.flatnonzero(buckets)
+        if used.size:  # most of the half million never are
+            stretch = slice(int(used[0]), int(used[-1]) + 1)
+            self._buckets[stretch] += buckets[stretch]
 
     def take_from(self, other: "Magnitudes") -> None:
         """Append what another has, and share nothing with it that changes."""
@@ -63,14 +66,15 @@ class Magnitudes:
         if self._buckets is None:
             with np.errstate(invalid="ignore"):  # |d| beyond float64
                 return [float(x) for x in np.quantile(np.concatenate(self._kept), QUANTILES)]
-        ends = np.cumsum(self._buckets)
-        zeros = self._count - int(ends[-1])  # they are in no bucket, and have the lowest ranks
+        used = np.flatnonzero(self._buckets)
+        ends = np.cumsum(self._buckets[used])
+        zeros = self._count - int(ends[-1] if ends.size else 0)  # they are in no bucket, and have the lowest ranks
 
         def ranked(rank: int) -> float:
             """The middle of the bucket of the value with `rank` others before it."""
             if rank < zeros:
                 return 0.0
-            bucket = np.searchsorted(ends, rank - zeros, side="right")
+            bucket = used[np.searchsorted(ends, rank - zeros, side="right")]
             return float(np.int64((int(bucket) << SHIFT) + (1 << (SHIFT - 1))).view(np.float64))
 
         def quantile(position: float) -> float:
