@@ -40,7 +40,8 @@ def advise(found: Sensitivity, kl_keeping: Callable[[Sequence[str]], float | Non
             choices.append((length, kl_of(keep) or 0.0, keep))
     keep = min(choices)[2] if choices else tuple(effect.name for effect in found.by_kl())
     kept = kl_of(keep)
-    return Advice(keep=keep, kl_all=whole, kl_kept=kept, reached=bool(choices), text=_text(found, keep, kept))
+    text = _text(found, keep, kept)
+    return Advice(keep=keep if choices else (), kl_all=whole, kl_kept=kept, reached=bool(choices), text=text)
 
 
 def _guess(found: Sensitivity, effects: Sequence[Effect]) -> int:

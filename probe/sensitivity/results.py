@@ -47,8 +47,8 @@ class Advice:
 
     keep: tuple[str, ...]
     kl_all: float | None  # everything quantized
-    kl_kept: float | None  # everything but `keep` quantized
-    reached: bool  # whether kl_kept <= kl_all / 2
+    kl_kept: float | None  # everything but `keep` quantized; all units kept, where that does not halve it
+    reached: bool  # whether kl_kept <= kl_all / 2; if not, `keep` is empty
     text: str
 
 
