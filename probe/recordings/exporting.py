@@ -54,11 +54,9 @@ def _take_along(export: Export) -> None:
     else:
         shutil.copytree(kept.folder, folder, copy_function=link_or_copy, symlinks=True)
         (folder / MANIFEST).unlink()
-        staying = {one.file for recorded in export.staying.values() for one in recorded.tensors.values()}
         for recipe in kept.manifest.recipes.keys() - export.staying.keys():
             for one in kept.manifest.recipes[recipe].tensors.values():
-                if one.file not in staying:
-                    (folder / one.file).unlink(missing_ok=True)
+                (folder / one.file).unlink(missing_ok=True)
     tokens = source.manifest.tokens.file
     if tokens is not None and not (folder / tokens).exists():
         link_or_copy(str(source.folder / tokens), str(folder / tokens))

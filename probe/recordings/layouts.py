@@ -124,7 +124,7 @@ def _place_pt(export: Export) -> Places:
         places[recipe, name] = (file, None)
         (export.folder / file).parent.mkdir(exist_ok=True)
         (export.folder / file).unlink(missing_ok=True)
-        torch.save(tensor.clone(), export.folder / file)  # a clone has a storage of its own size
+        torch.save(tensor, export.folder / file)
     return places
 
 
