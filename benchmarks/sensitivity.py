@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,17 +73,15 @@ def compare(case: tuple[str, str, str, int, int], repeats: int) -> dict[str, Any
     for _ in range(repeats):
         times["copies"].append(timed(lambda: make_twins(model, recipe, None, sites=False))[0])
         for way, options in ways.items():
-            seconds, results[way] = timed(
-                lambda options=options: rank_layers(model, recipe, batches, advice=False, **options)
-            )
+            work = partial(rank_layers, model, recipe, batches, advice=False, **options)
+            seconds, results[way] = timed(work)
             times[way].append(seconds)
     middle = {way: statistics.median(taken) for way, taken in times.items()}
     found = {f"{way} s": round(value, 3) for way, value in middle.items()}
     for way in ("restarted", "stacked"):
         assert furthest(results[way], results["whole"]) < 1e-3, way
-        found[f"{way}/whole"] = round(
-            statistics.median(a / b for a, b in zip(times[way], times["whole"], strict=True)), 3
-        )
+        pairs = zip(times[way], times["whole"], strict=True)
+        found[f"{way}/whole"] = round(statistics.median(a / b for a, b in pairs), 3)
     runs = {way: middle[way] - middle["copies"] for way in ways}
     found["stacked/whole, runs alone"] = round(runs["stacked"] / runs["whole"], 3)
     found["furthest KL"] = furthest(results["stacked"], results["whole"])
