@@ -70,6 +70,7 @@ def _picture(
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # not what the user has set for plots of their own
@@ -86,6 +87,8 @@ def _picture(
                 _curves(axes, PANELS[name], result, found)
             axes.axvline(found.scale_exponent, color=CHOSEN, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1.5)
             axes.set_xlim(*_span([level.scale_exponent for level in result.levels]))
+            if result.block_size is not None:
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axes in grid[-1]:
             axes.set_xlabel("scale exponent" if result.block_size is None else "added to the exponent of every block")
         _legend(figure, result, found)
