@@ -123,12 +123,12 @@ def _sides(twins: Twins, sample: Tensor, restart: bool, together: int | None) ->
     if not restart:
         return alone, without, []
     try:
-        if not stack:
-            raise CannotRestartError("it has no nn.ModuleList of layers")
-        ready = [replace(side, rehearsal=rehearse(side.shell, sample, stack)) for side in (alone, without)]
+        first = rehearse(alone.shell, sample, stack)
+        # built-in modes change what is inside of layers, not who calls them
+        second = rehearse(without.shell, sample, stack) if twins.is_foreign else first
     except CannotRestartError as problem:
         return alone, without, [f"every run is a whole run, which takes longer: {problem}."]
-    return ready[0], ready[1], []
+    return replace(alone, rehearsal=first), replace(without, rehearsal=second), []
 
 
 def _idle(effects: Sequence[Effect]) -> list[str]:

@@ -74,6 +74,10 @@ def rehearse(model: nn.Module, batch: Tensor, layers: Sequence[str]) -> Rehearsa
     One plain run records every call. Then the model runs with layers that do nothing, the last one giving what it
     gave before: every argument but the activation must be as it was, and so must the logits, bit for bit.
     """
+    known = dict(model.named_modules())
+    missing = [name for name in layers if name not in known]
+    if missing or not layers:
+        raise CannotRestartError(f"it has no module {missing[0]}" if missing else "it has no nn.ModuleList of layers")
     calls: dict[str, Call] = {}
     returned: dict[str, Any] = {}
 

@@ -27,7 +27,7 @@ def llama() -> tuple[Loaded, Calibration]:
     return loaded, calibrate_on(loaded, "calibration", 2, 64)
 
 
-def batches_of(loaded: Loaded, samples: int = 3, seqlen: int = 24) -> list[Tensor]:
+def batches_of(loaded: Loaded, samples: int = 3, seqlen: int = 12) -> list[Tensor]:
     return token_batches(text_of("evaluation"), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=2)
 
 
@@ -57,8 +57,10 @@ def test_restarted_runs_of_a_mamba_give_what_whole_runs_give(
     assert_same(rank_layers(*given, advice=False), whole)
 
 
-@pytest.mark.parametrize(("mode", "format"), [("linear_w", "int8"), ("linear_wa", "fp8_e5m2")])
-@pytest.mark.parametrize("sites", [None, "across", "within"])
+@pytest.mark.parametrize(
+    ("mode", "format", "sites"),
+    [("linear_w", "int8", None), *[("linear_wa", "fp8_e5m2", sites) for sites in (None, "across", "within")]],
+)
 def test_restarted_runs_of_a_llama_give_what_whole_runs_give(
     llama: tuple[Loaded, Calibration], mode: str, format: str, sites: Any
 ) -> None:
@@ -262,7 +264,7 @@ def test_restarting_does_the_work_of_the_layers_that_differ_only(
         return plain(self, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(SiteMixer, "forward", counting)
-    given: Any = (loaded.model, Recipe("2-1", "int8"), batches_of(loaded, 2), calibration)
+    given: Any = (loaded.model, Recipe("2-1", "int8"), batches_of(loaded, 2, 24), calibration)
     rank_layers(*given, advice=False)
     assert sum(rows) == 2 * (2 * 4 + 2 * (4 + 3 + 2 + 1))
     stacked = len(rows)
