@@ -25,7 +25,7 @@ MAMBA = "tests/gate/test_gate.py::test_matches_baseline"
 
 def bare(*sides: bool) -> None:
     """Every recipe, injected or not as `sides` say."""
-    from probe.gate.bench import Bench, needs_calibration
+    from probe.gate.bench import Bench
     from probe.gate.configuration import read_settings
     from probe.modes import apply
     from probe.runner import replay
@@ -33,7 +33,7 @@ def bare(*sides: bool) -> None:
     bench = Bench(read_settings(ROOT))
     reference, calibration = bench.reference(), bench.calibration()
     for recipe in bench.recipes:
-        twin = apply(bench.loaded.model, recipe, calibration if needs_calibration(recipe) else None)
+        twin = apply(bench.loaded.model, recipe, calibration if recipe.needs_calibration else None)
         for injected in sides:
             replay(twin, reference, lambda label, output, expected: None, injected=injected)
 

@@ -147,6 +147,12 @@ class Recipe:
         if self.format is not None:
             look_up("format", self.format, FORMATS, see="List them with: probe formats")
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it has static scales; modes of users may look at a calibration as well."""
+        static = self.format is not None and FORMATS[self.format].scale in ("float32", "e4m3")
+        return static or find_mode(self.mode).kind == "user"
+
     def __str__(self) -> str:
         row = find_mode(self.mode)
         return row.id if self.format is None else f"{row.id}-{self.format}"

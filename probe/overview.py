@@ -9,7 +9,7 @@ from torch import nn
 
 from probe.calibration import Calibration, calibrate
 from probe.data import fingerprint, text_of, token_batches
-from probe.formats import FORMATS, GATE_FORMATS
+from probe.formats import GATE_FORMATS
 from probe.hooks import blocks_of, select
 from probe.models.load import Loaded, load_model
 from probe.models.mamba import mamba_blocks, with_sites
@@ -122,7 +122,7 @@ def measure_all(
     progress(f"[reference] {loaded.name}, {samples} x {seqlen} tokens of {source}")
     reference = run_reference(loaded.model, batches, layers)
     calibration = None
-    if any(_needs_calibration(recipe) for recipe in recipes):
+    if any(recipe.needs_calibration for recipe in recipes):
         progress(f"[calibration] {calibration_data[1]} x {calibration_data[2]} tokens of {calibration_data[0]}")
         calibration = calibrate_on(loaded, *calibration_data, percentile=percentile)
     measured = []
@@ -144,10 +144,6 @@ def calibrate_on(
         data_fingerprint=fingerprint(batches),
         percentile=percentile,
     )
-
-
-def _needs_calibration(recipe: Recipe) -> bool:
-    return recipe.format is not None and FORMATS[recipe.format].scale in ("float32", "e4m3")
 
 
 def measured_rows(measured: Sequence[Measured]) -> list[dict[str, object]]:

@@ -93,7 +93,7 @@ def run_reference(
     logits = []
     with capture(twin, layers, inputs=True) as captured:
         for batch in batches:
-            logits.append(_logits(twin, batch))
+            logits.append(logits_of(twin, batch))
     selected, tensors = captured.selected, captured.tensors
     for label in selected:
         _check_calls(label, len(tensors[f"{label}.output"]), len(batches))
@@ -153,7 +153,7 @@ def replay(twin: nn.Module, reference: Reference, take: Take, *, injected: bool 
             names = [f"^{re.escape(reference.modules[label])}$" for label in labels]
             hooks.enter_context(capture(twin, names, consumer=compare))
             for batch, expected in zip(reference.batches, reference.logits, strict=True):
-                logits = _logits(twin, batch.to(device)).cpu().float()
+                logits = logits_of(twin, batch.to(device)).cpu().float()
                 if not injected:
                     take(LOGITS, logits, expected.float())
 
@@ -259,7 +259,8 @@ def check_applied(
     return measured
 
 
-def _logits(model: nn.Module, batch: Tensor) -> Tensor:
+def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """The logits, whether the model gives them alone or in an output of transformers."""
     output = model(batch, use_cache=False) if hasattr(model, "config") else model(batch)
     found = getattr(output, "logits", output)
     if not isinstance(found, Tensor):

@@ -235,7 +235,7 @@ def test_the_wording_of_the_verdicts_is_that_of_the_failures() -> None:
 
 def test_the_python_of_the_page_is_valid() -> None:
     blocks = re.findall(r"```python\n(.*?)```", GATE, re.S)
-    assert len(blocks) == 2
+    assert blocks
     for block in blocks:
         compile(block, "docs/gate.md", "exec")
 

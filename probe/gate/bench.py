@@ -12,7 +12,6 @@ from probe.anchors import Anchors, anchored
 from probe.calibration import Calibration
 from probe.data import fingerprint, text_of, token_batches
 from probe.devices import is_recorded, recorded_folder
-from probe.formats import FORMATS
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation, observe
@@ -161,7 +160,7 @@ class Bench:
                 data_fingerprint=fingerprint(self.batches()),
                 bytes_per_token=self.bytes_per_token,
             )
-        calibration = self.calibration(variation) if needs_calibration(recipe) else None
+        calibration = self.calibration(variation) if recipe.needs_calibration else None
         with self._under(variation):
             return observe(
                 self.loaded.model, recipe, reference, calibration, device=device, bytes_per_token=self.bytes_per_token
@@ -203,9 +202,3 @@ def _load(model: str, allow_download: bool, trust_remote_code: bool) -> Loaded:
 def cases_of(recipe: Recipe, labels: Iterable[str], device: str) -> list[Case]:
     """The cases of a recipe: its layers, and the whole model."""
     return [Case(find_mode(recipe.mode).id, label, device, recipe.format or "") for label in (*labels, LOGITS)]
-
-
-def needs_calibration(recipe: Recipe) -> bool:
-    """Whether a recipe has static scales; modes of users may look at a calibration as well."""
-    static = recipe.format is not None and FORMATS[recipe.format].scale in ("float32", "e4m3")
-    return static or find_mode(recipe.mode).kind == "user"

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from probe.calibration import Calibration
 from probe.environment import environment
-from probe.gate.bench import needs_calibration
 from probe.models.load import Loaded
 from probe.modes import Recipe, apply, find_mode
 from probe.names import look_up
@@ -215,12 +214,12 @@ def _record_missing(run: Run, partial: Partial, recipes: Sequence[Recipe]) -> No
     calibration: Calibration | None = None
     asked, loaded = run.calibrating, run.subject.loaded
     for index, recipe in enumerate(recipes):
-        if calibration is None and needs_calibration(recipe) and not run.subject.as_it_is:
+        if calibration is None and recipe.needs_calibration and not run.subject.as_it_is:
             run.progress.line(f"[calibration] {asked}")
             calibration = calibrate_on(loaded, asked.data, asked.samples, asked.seqlen, percentile=asked.percentile)
         twin = loaded.model
         if not run.subject.as_it_is:
-            twin = apply(loaded.model, recipe, calibration if needs_calibration(recipe) else None).to(run.device)
+            twin = apply(loaded.model, recipe, calibration if recipe.needs_calibration else None).to(run.device)
         if returns_outputs(twin):
             points = points_returned(twin)
         else:
@@ -229,7 +228,7 @@ def _record_missing(run: Run, partial: Partial, recipes: Sequence[Recipe]) -> No
         if not index:
             run.progress.begin(len(points.names) * len(run.batches) * len(recipes))
         run.progress.line(f"[{index + 1}/{len(recipes)}] {recipe}")
-        _record_recipe(run, partial, recipe, twin, points, calibration if needs_calibration(recipe) else None)
+        _record_recipe(run, partial, recipe, twin, points, calibration if recipe.needs_calibration else None)
 
 
 def _record_recipe(

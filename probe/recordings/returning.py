@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from probe.names import LOGITS
 from probe.recordings.taps import Points, points_of
+from probe.runner import logits_of
 
 
 class RecordedOutputs(nn.Module):
@@ -80,15 +81,3 @@ def points_returned(model: nn.Module) -> Points:
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model is the result of torch.compile."""
     return hasattr(model, "_orig_mod")
-
-
-def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """The logits, whether the model gives them alone or in an output of transformers."""
-    output = model(batch, use_cache=False) if hasattr(model, "config") else model(batch)
-    found = getattr(output, "logits", output)
-    if not isinstance(found, Tensor):
-        raise ValueError(
-            f"{type(model).__name__} returned a {type(output).__name__} without logits; "
-            "expected a causal language model."
-        )
-    return found

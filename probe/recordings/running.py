@@ -12,8 +12,9 @@ from probe.hooks import UncoveredError, capture, select
 from probe.models.load import quietly
 from probe.modes import Recipe
 from probe.names import LOGITS
-from probe.recordings.returning import is_compiled, logits_of, unwrapped
+from probe.recordings.returning import is_compiled, unwrapped
 from probe.recordings.taps import Points
+from probe.runner import logits_of
 
 Take = Callable[[str, Tensor], None]
 

@@ -12,7 +12,7 @@ from probe.hooks import blocks_of
 from probe.metrics import Comparison, LogitComparison
 from probe.models.load import fingerprint
 from probe.modes import Recipe
-from probe.runner import _logits as logits_of
+from probe.runner import logits_of
 from probe.sensitivity.advice import advise
 from probe.sensitivity.calls import CannotRestartError
 from probe.sensitivity.restart import rehearse

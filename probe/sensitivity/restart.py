@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.runner import _logits as logits_of
+from probe.runner import logits_of
 from probe.sensitivity.calls import Call, CannotRestartError, like, tensor_of
 
 Stage = Callable[..., Any]
