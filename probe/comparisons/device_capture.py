@@ -9,7 +9,6 @@ from probe.comparisons.device_structure import Array
 
 #: Two rows are the same if they differ by less than this part of what others do.
 SAME = 0.02
-Places = "np.ndarray[tuple[int, ...], np.dtype[np.intp]]"
 
 
 def distance(a: Array, b: Array) -> float:

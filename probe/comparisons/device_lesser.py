@@ -10,7 +10,7 @@ import numpy as np
 
 from probe.comparisons.device_noise import HIDDEN, LESSER, UNITS, is_layer
 from probe.comparisons.device_pairs import Pair, Seen, some_rows
-from probe.comparisons.device_patterns import _off_grid, is_unstructured
+from probe.comparisons.device_patterns import is_unstructured, off_grid
 from probe.comparisons.device_rows import Look
 from probe.comparisons.device_structure import Array
 from probe.names import LOGITS
@@ -37,7 +37,7 @@ def lesser_precision(pair: Pair, seen: list[Seen], one: Seen, look: Look) -> Fou
             f"{max(follow, default=one.difference.added):.2g} of what it adds, from the first: {words} makes that",
             "no bias, no factor and no single place: it looks like rounding",
         )
-        on_grid = [_off_grid(some_rows(pair.b.tensor(other.name)), name) < 0.05 for other in layers]
+        on_grid = [off_grid(some_rows(pair.b.tensor(other.name)), name) < 0.05 for other in layers]
         if len(on_grid) > 1 and on_grid[0] and not any(on_grid[1:]):
             return None
         if len(on_grid) > 1 and all(on_grid):

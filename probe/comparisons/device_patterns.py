@@ -108,12 +108,12 @@ def _rounded(seen: Look) -> str:
         return ""
     for a, b, what in ((seen.a, seen.b, "its values lie"), (*seen.adds, "what it adds lies")):
         for name in sorted(HIDDEN, key=UNITS.__getitem__, reverse=True):  # coarse first: it lies on the finer grid too
-            if UNITS[name] > 2 * seen.unit and _off_grid(b, name) < 0.05 and _off_grid(a, name) > 0.3:
+            if UNITS[name] > 2 * seen.unit and off_grid(b, name) < 0.05 and off_grid(a, name) > 0.3:
                 return f"one layer in half precision: {what} on the grid of {name} on B"
     return ""
 
 
-def _off_grid(x: Array, dtype: str) -> float:
+def off_grid(x: Array, dtype: str) -> float:
     """Median distance from the grid in half steps: 0.5 by chance; a row of small values is as good as any."""
     some = x[np.abs(x) > 1e-30]
     if not len(some):

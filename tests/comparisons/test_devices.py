@@ -174,6 +174,54 @@ def test_an_embedding_that_differs_for_the_same_tokens_is_a_fault_of_the_embeddi
     assert found.verdict.cause == "its output is 1.5 times A's: the scale is off by +50.00%"
 
 
+def test_without_ids_the_embedding_tells_another_prompt_and_another_order(tmp_path: Path) -> None:
+    a = as_scripts_leave_it(tmp_path / "a", network())
+    words = {int(token): network()["embedding.output"].reshape(-1, 24)[i] for i, token in enumerate(IDS.reshape(-1))}
+    other = torch.stack([words[int(token)] for token in (IDS * 7 % 19).reshape(-1)]).view(3, 8, 24)
+    prompt = diff(a, as_scripts_leave_it(tmp_path / "b", {**network(seed=5), "embedding.output": other})).verdict
+    assert (prompt.kind, prompt.layer, prompt.sure) == ("mismatched capture", "embedding", "likely")
+    assert prompt.cause == "the inputs differ: another prompt"
+    moved = {name: x[[1, 2, 0]] for name, x in network().items()}
+    order = diff(a, as_scripts_leave_it(tmp_path / "c", moved)).verdict
+    assert (order.kind, order.cause) == ("mismatched capture", "the order of the samples differs")
+    late = {name: x.roll(1, 1) for name, x in network().items()}
+    shift = diff(a, as_scripts_leave_it(tmp_path / "d", late)).verdict
+    assert shift.kind == "mismatched capture"
+    assert shift.cause == "the tokens of B come one place later than A's: padding or a begin token"
+
+
+def test_layers_under_other_names_are_a_mismatched_capture_and_a_skipped_layer_is_a_fault(
+    tmp_path: Path, a: Recording
+) -> None:
+    x = network()
+    shifted = {**x, "layer_1.output": x["layer_0.output"], "layer_2.output": x["layer_1.output"]}
+    shifted["layer_3.output"] = x["layer_2.output"]
+    verdict = diff(a, recorded(tmp_path / "b", shifted)).verdict
+    assert (verdict.kind, verdict.layer) == ("mismatched capture", "layer_1")
+    assert verdict.cause == "the layers are shifted: layer_1 of B is layer_0 of A, and so on"
+    swapped = {**x, "layer_1.output": x["layer_2.output"]}
+    verdict = diff(a, recorded(tmp_path / "c", swapped)).verdict
+    assert verdict.cause == "layer_1 of B is layer_2 of A: layers under other names"
+    last = {**x, "layer_3.output": x["layer_2.output"]}
+    verdict = diff(a, recorded(tmp_path / "d", last)).verdict
+    assert (verdict.kind, verdict.layer) == ("device fault", "layer_3")
+    assert verdict.cause == "gives its input back on B: the layer is skipped"
+
+
+@pytest.mark.parametrize(("size", "kind"), [(3e-7, "dtype noise"), (6e-6, "device fault")])
+def test_the_line_between_noise_and_fault_is_where_the_figures_say(
+    tmp_path: Path, a: Recording, size: float, kind: str
+) -> None:
+    """Noise without structure in what layer_2 adds; what sound devices stay below is 1e-6 there."""
+    x = network()
+    added = (x["layer_2.output"].double() - x["layer_1.output"]) * size
+    error = added * torch.randn(added.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x["layer_2.output"] = (x["layer_2.output"] + error).float()
+    found = diff(a, recorded(tmp_path / "b", x), layers="layer_[012]")
+    assert found.layers[2].noise == pytest.approx(1.1e-6, rel=0.3)
+    assert (found.verdict.kind, found.verdict.layer) == (kind, "layer_2")
+
+
 # ----------------------------------------------------------------------------------------------------- limits
 
 
@@ -263,6 +311,21 @@ def test_a_chosen_layer_is_judged_beside_what_it_was_given(tmp_path: Path) -> No
     a, b = recorded(tmp_path / "a", x), recorded(tmp_path / "b", y)
     assert diff(a, b, layers="layer_3").verdict.kind == "dtype noise"
     assert diff(a, b).verdict.layer == "layer_2"
+
+
+def test_what_a_layer_makes_of_a_difference_that_it_was_given_is_not_its_fault(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(4)
+    matrix = torch.randn(24, 24, generator=draw) / 24**0.5
+    given = torch.randn(3, 8, 24, generator=draw)
+    other = given * (1 + 1e-2 * torch.randn(given.shape, generator=draw))
+    for folder, x in (("a", given), ("b", other)):
+        y = x + 0.5 * torch.tanh(x @ matrix)
+        recorded(
+            tmp_path / folder, {"layer_2.output": x, "layer_3.output": y, "layer_4.output": y + 0.5 * (y @ matrix)}
+        )
+    found = diff(tmp_path / "a", tmp_path / "b", layers="layer_[34]")
+    assert found.layers[0].added > 5e-3
+    assert found.verdict.kind == "dtype noise"
 
 
 def test_recipes_are_found_or_asked_for(tmp_path: Path, a: Recording) -> None:

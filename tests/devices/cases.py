@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -39,6 +40,11 @@ class Case:
     says: str = ""
     recipe: Recipe = Recipe("fp32")  # noqa: RUF009
     reference: Callable[[], Tensors] | None = None
+
+    @property
+    def what(self) -> str:
+        """The name without model, layer and seed."""
+        return re.sub(rf"^({'|'.join(NAMES)}) |^.* seed \d+: | in layer_\d+| seed \d+", "", self.name)
 
     def expected(self) -> str:
         if self.kind != NOISE:
