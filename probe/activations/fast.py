@@ -184,11 +184,11 @@ def _moments(values: Floats, about: float, found: _Doubles) -> None:
         third += square * d
         fourth += square * square
     n = values.size
-    d = first / n
-    found[0] = about + d
-    found[1] = max(second - n * d * d, 0.0)
-    found[2] = third - 3 * d * second + 2 * n * d**3
-    found[3] = max(fourth - 4 * d * third + 6 * d * d * second - 3 * n * d**4, 0.0)
+    step = first / n
+    found[0] = about + step
+    found[1] = max(second - n * step * step, 0.0)
+    found[2] = third - 3 * step * second + 2 * n * step**3
+    found[3] = max(fourth - 4 * step * third + 6 * step * step * second - 3 * n * step**4, 0.0)
 
 
 @numba.njit(cache=True, nogil=True)

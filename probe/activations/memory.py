@@ -1,8 +1,9 @@
 """Where the model runs. What does not fit is placed by accelerate: on the CPU or on disk, brought in layer by layer."""
 
+import ctypes
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from probe.activations.settings import MemorySettings
 
 #: Where the model has been loaded already, or what is free is not known.
 ENOUGH = 2**63
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
@@ -126,6 +128,16 @@ def at_hand(module: nn.Module) -> Iterator[None]:
 
     with align_module_device(module):
         yield
+
+
+def keep_large_blocks_apart() -> None:
+    """Of glibc: blocks of a megabyte or more come from the system and go back to it, for the rest of the process.
+
+    By default blocks of up to 32 MB share a heap with small ones, and what little is kept of each tensor ends up
+    between them, so that freed blocks do not join: 70 MB for 3 MB of statistics. Other C libraries are left alone.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def said_size(size: int) -> str:

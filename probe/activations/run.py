@@ -11,7 +11,7 @@ from torch import nn
 from probe.activations.bands import ChannelBands
 from probe.activations.collecting import Collector, Key
 from probe.activations.heat import HeatGrid
-from probe.activations.memory import at_hand, placed
+from probe.activations.memory import at_hand, keep_large_blocks_apart, placed
 from probe.activations.outliers import LayerOutliers
 from probe.activations.plan import Plan, make_plan, weight_of
 from probe.activations.settings import Settings
@@ -98,6 +98,7 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     """One forward of every batch."""
     settings, plan, notes = prepared.settings, prepared.plan, list(prepared.loaded.notes)
     seen = settings.visualization
+    keep_large_blocks_apart()
     collector = Collector(plan, threshold=seen.outlier.threshold, heat_sample=seen.heatmap_3d.sample_idx)
     with placed(prepared.model, settings.memory) as place:
         if place.note:

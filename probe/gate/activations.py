@@ -102,7 +102,7 @@ def _tensors(prepared: Prepared, figures: tuple[str, ...]) -> list[tuple[str, st
     plan = prepared.plan
     kinds: tuple[Kind, ...] = ("input", "output", "weight")
     measured = {kind: set(plan.measured(kind)) for kind in kinds}
-    found = []
+    found: list[tuple[str, str, tuple[str, ...]]] = []
     for name in plan.order:
         for kind in kinds:
             if name in measured[kind]:
@@ -131,8 +131,10 @@ def judged(session: Session, asked: AskedActivations) -> Judged:
     """Compare the statistics of one tensor; the model runs with the first of them."""
     rules = {f"{MODE}.{name}": rule for name, rule in RULES.items()}
     for name, value in asked.tolerances:
-        own = {"absolute": value + 0.5} if name == "outliers" else {"relative": value}
-        rules[f"{MODE}.{name}"] = replace(rules[f"{MODE}.{name}"], **own)
+        rule = rules[f"{MODE}.{name}"]
+        is_count = name == "outliers"
+        wider = replace(rule, absolute=value + 0.5) if is_count else replace(rule, relative=value)
+        rules[f"{MODE}.{name}"] = wider
     return held(session, asked.settings, asked.case, _observe(asked), Standards(rules))
 
 
