@@ -25,7 +25,7 @@ class Saved:
     figures: Mapping[Key, Mapping[str, Any]]
     """By module and kind: the statistics, the outliers of outputs, and errors that were predicted."""
     predicted: tuple[str, ...]
-    """The names of figures that were predicted, `error fp4_e2m1`."""
+    """The names of figures that were predicted, `noise fp4_e2m1`."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,9 @@ def read_run(path: str | Path) -> Saved:
         raise ValueError(f"{str(file)!r} has the format {version}; this probe reads {FORMAT}. Run the analysis again.")
     for (module, kind), row in rows.items():
         row["outliers"] = outliers.get(module) if kind == "output" else None
-    names = tuple(dict.fromkeys(f"error {name}" for row in predicted for name in row if name not in ("module", "kind")))
+    names = tuple(dict.fromkeys(name for row in predicted for name in row if name not in ("module", "kind")))
     for row in predicted:
-        key = (row["module"], row["kind"])
-        if key in rows:
-            rows[key] |= {f"error {name}": value for name, value in row.items() if name not in ("module", "kind")}
+        rows[row["module"], row["kind"]] |= row
     return Saved(folder, facts, settings, rows, names)
 
 

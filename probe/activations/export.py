@@ -8,9 +8,11 @@ from typing import Any, cast
 import numpy as np
 
 from probe.activations.bands import BANDS
+from probe.activations.prediction import keep_in_higher_precision, predict_layers, spoiled_share
 from probe.activations.run import Analysis
 from probe.activations.sizes import SHIFT, edges
 from probe.activations.statistics import PERCENTILES, LayerStatistics
+from probe.formats import GATE_FORMATS
 from probe.version import VERSION
 
 #: Goes up when a key changes its meaning.
@@ -31,6 +33,7 @@ def tables(analysis: Analysis) -> dict[str, Rows]:
         "statistics": [s.figures() for s in analysis.statistics.values()],
         "top_channels": top_channels(analysis.statistics.values()),
     }
+    found |= quantization(_quantized(analysis))
     for kind, names in plan.magnitude.items():
         found[f"magnitude_{kind}"] = [
             {"module": name, **analysis.statistics[name, kind].magnitudes(cast(Any, seen.magnitude.reduce_dim))}
@@ -55,6 +58,35 @@ def tables(analysis: Analysis) -> dict[str, Rows]:
     if enabled.percentile_range:
         found["percentile_range"] = band_rows(analysis)
     return {name: rows for name, rows in found.items() if rows}
+
+
+def _quantized(analysis: Analysis) -> dict[tuple[str, str], LayerStatistics]:
+    """The layers of magnitudes and distributions; those that are looked at for outliers only if there are no others."""
+    plan = analysis.plan
+    chosen = {name for names in plan.magnitude.values() for name in names} | set(plan.distribution[1])
+    found = {key: s for key, s in analysis.statistics.items() if key[0] in chosen}
+    return found or analysis.statistics
+
+
+def quantization(statistics: Mapping[tuple[str, str], LayerStatistics]) -> dict[str, Rows]:
+    """What every format would cost every layer, and which layers hold half of that."""
+    usable = {key: s for key, s in statistics.items() if s.count}
+    predictions = predict_layers(usable, GATE_FORMATS)
+    noise = {(one.module, one.format): one.noise for one in predictions}
+    rows = []
+    for module in dict.fromkeys(module for module, _ in usable):
+        kind = next(one for one in ("input", "output", "weight") if (module, one) in usable)
+        spoiled = spoiled_share(usable[module, kind])
+        by_format = {f"noise {format}": noise[module, format] for format in GATE_FORMATS}
+        rows.append({"module": module, "kind": kind, "spoiled_blocks": spoiled, **by_format})
+    kept: Rows = []
+    for format in GATE_FORMATS if rows else ():
+        names = keep_in_higher_precision([one for one in predictions if one.format == format])
+        kept += [
+            {"format": format, "rank": i, "module": name, "noise": noise[name, format]}
+            for i, name in enumerate(names, 1)
+        ]
+    return {"predicted_error": rows, "keep_in_higher_precision": kept}
 
 
 def _distributed(analysis: Analysis) -> set[tuple[str, str]]:

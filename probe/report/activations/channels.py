@@ -1,13 +1,27 @@
 """Pictures with the channels across: heat maps in two and three dimensions, percentile bands."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from probe.activations.bands import BANDS, ChannelBands
 from probe.activations.heat import HeatGrid, pooled
-from probe.report.activations.drawing import BLUE, COLOURS, ORANGE, RED, SKY, Values, bins, legend, sheet, tail
+from probe.report.activations.drawing import (
+    BLUE,
+    COLOURS,
+    ORANGE,
+    RED,
+    SKY,
+    Values,
+    bins,
+    legend,
+    log_ticks,
+    sheet,
+    tail,
+)
 
 #: Fields of the surface: more are slow to draw and hide one another.
 SURFACE = (64, 96)
@@ -47,12 +61,15 @@ def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -
             heat.values,
             aspect="auto",
             cmap=COLOURS,
+            norm=_norm(heat.values),
             interpolation="nearest",
             extent=(-0.5, heat.channels - 0.5, heat.tokens - 0.5, -0.5),
         )
         right.set_xlabel("channel")
         right.set_ylabel("token")
-        figure.colorbar(image, cax=figure.add_axes((0.935, 0.12, 0.015, 0.78)), label="|x|")
+        bar = figure.colorbar(image, cax=figure.add_axes((0.935, 0.12, 0.015, 0.78)), label="|x|")
+        if bar.ax.get_yscale() == "log":
+            log_ticks(bar.ax.yaxis)
         figure.suptitle(f"{tail(heat.module, 80)} {heat.kind}, sample {heat.sample}", x=0.01, ha="left", fontsize=9)
         return page.png()
 
@@ -84,11 +101,22 @@ def band_picture(bands: Sequence[ChannelBands], *, dpi: int) -> bytes:
         return page.png()
 
 
+def _norm(values: npt.NDArray[np.float32]) -> Any:
+    """Linear; where a few values would leave all others in the dark, logarithmic over four decades."""
+    from matplotlib.colors import LogNorm
+
+    high, usual = float(values.max()), float(np.median(values))
+    return LogNorm(max(high * 1e-4, 1e-38), high, clip=True) if high > 50 * usual and high > 1e-30 else None
+
+
 def _outliers_beside_the_rest(axes: Any, found: Values) -> None:
     """A linear axis; where a channel is far out, linear up to twice what is usual and logarithmic beyond."""
-    from matplotlib.ticker import FuncFormatter
-
     usual = 2 * float(np.median(np.abs(found[[0, -1]]).max(0)))
-    if 0 < 4 * usual < float(np.abs(found).max()):
+    high = float(np.abs(found).max())
+    if 0 < 4 * usual < high:
         axes.set_yscale("symlog", linthresh=usual, linscale=1.0)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        powers = [10.0**e for e in range(math.ceil(math.log10(1.5 * usual)), math.floor(math.log10(high)) + 1)]
+        some = powers[:: math.ceil(len(powers) / 3)] if powers else [high]
+        ticks = [x for x in (*(-x for x in some), 0.0, *some) if found.min() * 2 <= x <= found.max() * 2]
+        axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
+        axes.set_yticks([], minor=True)

@@ -118,12 +118,14 @@ def log_axis(axes: Any, values: Sequence[float | None], *, floor: float = 1e-6) 
 
 def log_ticks(axis: Any, *, base: int = 10, within_a_decade: bool = False) -> None:
     """Powers as plain text, which matplotlib would write as formulas; their parts too where there is one decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     subs = (1, 2, 5) if within_a_decade else (1,)
     axis.set_major_locator(LogLocator(base=base, subs=subs, numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"2^{math.log2(x):.0f}" if base == 2 else f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
+    if base == 2:
+        axis.set_minor_locator(NullLocator())
 
 
 def legend(page: Sheet, axes: Any) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from probe.formats import GATE_FORMATS
 from probe.report.activations.drawing import (
     BLUE,
     GREEN,
@@ -34,6 +35,17 @@ _CURVES = (
     ("median", "median", BLUE, 1.3),
     ("min", "min", GREY, 1.0),
 )
+#: Colour and width by format. Of two with equal mantissas the curves meet: the first is wide, so that both are seen.
+_FORMAT_STYLES = (
+    (GREY, 1.2),
+    (BLUE, 1.2),
+    (SKY, 3.5),
+    (GREEN, 1.2),
+    ("#a6761d", 1.2),
+    (RED, 1.2),
+    (ORANGE, 1.2),
+    ("#cc79a7", 1.2),
+)
 _OF = {None: "|x|", -1: "max |x| of a token", -2: "max |x| of a channel"}
 #: Boxes across a panel, above which percentiles are drawn as bands.
 MOST_BOXES = 40
@@ -53,6 +65,26 @@ def magnitude_picture(rows: Rows, *, reduce_dim: int | None, dpi: int) -> bytes:
             layer_axis(axes, names)
             axes.set_title(tail(family))
             axes.set_ylabel(_OF[reduce_dim])
+        legend(page, page.panels[0])
+        return page.png()
+
+
+def noise_picture(rows: Rows, *, dpi: int) -> bytes:
+    """Predicted noise / signal by layer, a line for each format; a panel for each family of modules."""
+    by_name = {row["module"]: row for row in rows}
+    groups = families(list(by_name))
+    keys = [key for key in rows[0] if key.startswith("noise ")]
+    styles = dict(zip(GATE_FORMATS, _FORMAT_STYLES, strict=True))
+    with sheet(len(groups), dpi=dpi) as page:
+        for axes, (family, names) in zip(page.panels, groups.items(), strict=True):
+            for key in keys:
+                format = key.removeprefix("noise ")
+                colour, width = styles[format]
+                line(axes, [by_name[name][key] for name in names], colour=colour, label=format, width=width)
+            log_axis(axes, [by_name[name][key] for name in names for key in keys])
+            layer_axis(axes, names)
+            axes.set_title(tail(family))
+            axes.set_ylabel("noise / signal")
         legend(page, page.panels[0])
         return page.png()
 
@@ -135,7 +167,7 @@ def histogram_picture(rows: Rows, *, dpi: int) -> bytes:
 
 def _histogram_map(by_name: Mapping[str, Sequence[Mapping[str, Any]]], dpi: int) -> bytes:
     """Tensors down, log2 |x| across, the share of a tensor's elements as a colour."""
-    names = list(by_name)
+    names = [name for some in families(list(by_name)).values() for name in some]  # alike side by side
     lows = [row["low"] for some in by_name.values() for row in some[1:] if row["count"]]
     high = int(np.ceil(np.log2(max(row["high"] for some in by_name.values() for row in some[1:])))) if lows else 0
     low = max(int(np.floor(np.log2(max(min(lows, default=1.0), 2.0**-149)))), high - 32)

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from probe.activations.run import Analysis
-from probe.report.activations.pictures import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, Picture
+from probe.report.activations.pictures import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, PREDICTED, Picture
 from probe.report.document import Document
 
 #: Rows of a table on the page; all of them are in the CSV file.
@@ -49,6 +49,13 @@ def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[P
 
 
 _SECTIONS = (
+    (
+        PREDICTED,
+        "The mean square error of each format over the mean square, predicted from these statistics before any run. "
+        "Spoiled blocks: the share of blocks of 32 in which the median lies 5 octaves or more below the largest value. "
+        "The layers to keep in higher precision are the fewest that hold half of the noise of a format.",
+        ("keep_in_higher_precision", "predicted_error"),
+    ),
     (
         MAGNITUDES,
         "The largest, second and third largest magnitude, the median and the smallest. Far apart: a few values rule "

@@ -27,6 +27,7 @@ OUTLIERS = "Outlier tokens"
 DISTRIBUTIONS = "Distributions"
 HEAT = "Tokens and channels of one sample"
 BANDS = "Channels"
+PREDICTED = "What quantization would cost"
 #: Behind the name of a file that a run may have no data for.
 IF_ANY = " (if there are outliers)"
 
@@ -35,6 +36,9 @@ def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) 
     """The pictures of all that is enabled and has data."""
     seen = analysis.settings.visualization
     dpi = seen.dpi
+    if rows := tables.get("predicted_error"):
+        png = layers.noise_picture(rows, dpi=dpi)
+        yield Picture("predicted_error", PREDICTED, "Predicted noise / signal of every layer in each format.", png)
     for kind in ("input", "output", "weight"):
         if rows := tables.get(f"magnitude_{kind}"):
             png = layers.magnitude_picture(rows, reduce_dim=seen.magnitude.reduce_dim, dpi=dpi)
@@ -78,7 +82,7 @@ def heat_file(index: int, module: str) -> str:
 def planned_files(settings: Settings, plan: Plan) -> list[str]:
     """The names of the files that a run with this plan writes, as far as they are known beforehand."""
     enabled, seen = settings.visualization.enabled, settings.visualization
-    drawn = [f"magnitude_{kind}" for kind, names in plan.magnitude.items() if names]
+    drawn = ["predicted_error", *(f"magnitude_{kind}" for kind, names in plan.magnitude.items() if names)]
     drawn += ["outlier_layer_wise"] * enabled.outlier_layer_wise
     found = [name for name in ("outlier_position", "outlier_token") if getattr(enabled, name)]
     drawn += [f"distribution_{kind}" for kind in seen.distribution.plot_types if enabled.distribution]
@@ -92,7 +96,9 @@ def planned_files(settings: Settings, plan: Plan) -> list[str]:
     if "csv" in formats:
         found += ["outlier_worst"] * enabled.outlier_token
         heat = ["heatmap_3d"] * enabled.heatmap_3d
-        files += [f"{name}.csv" for name in ("statistics", "top_channels", *drawn, *heat, *bands)]
+        files += [
+            f"{name}.csv" for name in ("statistics", "top_channels", "keep_in_higher_precision", *drawn, *heat, *bands)
+        ]
         files += [f"{name}.csv{IF_ANY}" for name in found]
     if "json" in formats:
         files.append("analysis.json")
