@@ -104,6 +104,21 @@ def test_what_is_finite_on_one_side_only_is_the_worst_of_all(tmp_path: Path, a: 
     assert found.layers[3].exceeded == ("max_abs", "mean_abs", "cosine", "finite")
 
 
+@pytest.mark.parametrize(
+    ("value", "cause"), [(torch.nan, "NaN on B where A is finite, in one value"), (-torch.inf, "Inf on B")]
+)
+def test_one_value_that_is_not_finite_is_a_fault_where_all_else_agrees(
+    tmp_path: Path, a: Recording, value: float, cause: str
+) -> None:
+    tensors = network()
+    tensors["layer_2.output"] = tensors["layer_2.output"].clone()
+    tensors["layer_2.output"][1, 2, 3] = value
+    verdict = diff(a, recorded(tmp_path / "b", tensors)).verdict
+    assert (verdict.kind, verdict.layer, verdict.sure) == ("device fault", "layer_2", "certain")
+    assert verdict.cause.startswith(cause)
+    assert verdict.evidence[0] == "layer_2 has 1 of 576 values that are finite on one device only"
+
+
 # ----------------------------------------------------------------------------------------------------- inputs
 
 
@@ -206,6 +221,15 @@ def test_layers_under_other_names_are_a_mismatched_capture_and_a_skipped_layer_i
     verdict = diff(a, recorded(tmp_path / "d", last)).verdict
     assert (verdict.kind, verdict.layer) == ("device fault", "layer_3")
     assert verdict.cause == "gives its input back on B: the layer is skipped"
+
+
+def test_a_layer_that_adds_one_token_late_is_a_fault(tmp_path: Path, a: Recording) -> None:
+    x = network()
+    added = x["layer_2.output"] - x["layer_1.output"]
+    x["layer_2.output"] = x["layer_1.output"] + added.roll(1, 1)
+    verdict = diff(a, recorded(tmp_path / "b", x)).verdict
+    assert (verdict.kind, verdict.layer) == ("device fault", "layer_2")
+    assert verdict.cause == "what it adds comes one token later than on A"
 
 
 @pytest.mark.parametrize(("size", "kind"), [(3e-7, "dtype noise"), (6e-6, "device fault")])
@@ -325,7 +349,8 @@ def test_what_a_layer_makes_of_a_difference_that_it_was_given_is_not_its_fault(t
         )
     found = diff(tmp_path / "a", tmp_path / "b", layers="layer_[34]")
     assert found.layers[0].added > 5e-3
-    assert found.verdict.kind == "dtype noise"
+    assert all(layer.beyond_noise < 0.5 for layer in found.layers)
+    assert (found.verdict.kind, found.verdict.cause) == ("dtype noise", "rounding and the order of sums")
 
 
 def test_recipes_are_found_or_asked_for(tmp_path: Path, a: Recording) -> None:

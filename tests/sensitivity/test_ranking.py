@@ -8,11 +8,14 @@ from torch import Tensor, nn
 
 from probe.calibration import Calibration
 from probe.data import text_of, token_batches
+from probe.hooks import capture
 from probe.metrics import LogitComparison
 from probe.models.load import Loaded, load_model
 from probe.modes import Recipe, apply, register_mode, unregister_mode
 from probe.overview import calibrate_on
 from probe.sensitivity import Sensitivity, rank_layers
+from probe.sensitivity.restart import rehearse
+from probe.sensitivity.units import make_twins, mixed, site_units
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +107,6 @@ def test_the_definition_is_a_model_with_one_block_of_the_other(mamba: tuple[Load
 
 def test_sites_alone_sum_up_to_what_their_layer_holds(mamba: tuple[Loaded, Calibration]) -> None:
     """All sites of a layer taken from the quantized twin are the layer itself: to the order of sums, in every mode."""
-    from probe.sensitivity.units import make_twins, mixed, site_units
-
     loaded, calibration = mamba
     batch = batches_of(loaded)[0]
     for mode, format in (("2-1", "int8"), ("2-4", "fp8_e4m3"), ("3", "int8"), ("2-0", "nvfp4")):
@@ -120,6 +121,20 @@ def test_sites_alone_sum_up_to_what_their_layer_holds(mamba: tuple[Loaded, Calib
             assert torch.equal(together(batch, use_cache=False).logits, quantized)
             assert torch.allclose(floating, plain, rtol=1e-4, atol=1e-3)
             assert not torch.allclose(quantized, plain, rtol=1e-4, atol=1e-3)
+
+
+def test_conv1d_of_mode_3_reads_float_when_its_own_grid_is_not_taken(mamba: tuple[Loaded, Calibration]) -> None:
+    """And not what lies on the grid of in_proj.output, which is that of z alone in this mode."""
+    loaded, calibration = mamba
+    batch = batches_of(loaded)[0]
+    twins = make_twins(loaded.model, Recipe("3", "int8"), calibration, sites=True)
+    site = "backbone.layers.0.mixer.sites.in_proj.output"
+    seen: list[Tensor] = []
+    for model in (twins.floating, mixed(twins.floating, twins.quantized, [site])):
+        with capture(model, [r"layers\.0\.mixer\.sites\.conv1d\.input$"]) as captured, torch.no_grad():
+            model(batch, use_cache=False)
+        seen += captured.tensors["backbone.layers.0.mixer.sites.conv1d.input.output"]
+    assert torch.equal(*seen)
 
 
 def test_every_site_of_every_mode_has_an_effect(mamba: tuple[Loaded, Calibration]) -> None:
@@ -158,7 +173,9 @@ class Stack(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         h = first = self.embedding(batch)
-        rows = torch.arange(len(batch), dtype=torch.float32)[:, None, None] / 10 + 1
+        rows = batch.float().mean(1)[:, None, None] / 8
+        if self.how == "by place":
+            rows = torch.arange(len(batch), dtype=torch.float32)[:, None, None] / 10 + 1
         positions = torch.linspace(0, 1, batch.shape[1])[:, None]
         for _ in range(2 if self.how == "twice" else 1):
             extra = None
@@ -167,7 +184,7 @@ class Stack(nn.Module):
                     h, extra = layer(h, extra if extra is not None else first)
                 elif self.how == "tuple":
                     h = layer(h, positions=positions)[0]
-                elif self.how == "by sample":
+                elif self.how.startswith("by"):
                     h = layer(h, weights=rows, positions=positions)
                 elif self.how == "object":
                     h = layer(h, state=_State())
@@ -208,10 +225,16 @@ class Layer(nn.Module):
         return (h, None) if self.how == "tuple" else h
 
 
-@pytest.mark.parametrize("how", ["plain", "tuple", "by sample"])
-def test_layers_called_in_other_ways_restart(how: str) -> None:
-    """By keyword alone, with a tuple returned, and with a tensor that holds a row per sample."""
+@pytest.mark.parametrize(
+    ("how", "stackable"), [("plain", True), ("tuple", True), ("by sample", True), ("by place", False)]
+)
+def test_layers_called_in_other_ways_restart(how: str, stackable: bool) -> None:
+    """By keyword alone, with a tuple returned, and with a tensor that holds a row per sample.
+
+    Where that row depends on the place in the batch, a batch that is there twice is not what it was: one run a forward.
+    """
     model = Stack(how).eval()
+    assert rehearse(model, torch.arange(6).view(2, 3), [f"layers.{i}" for i in range(3)]).stackable == stackable
     batches = [torch.randint(0, 16, (3, 8), generator=torch.Generator().manual_seed(1))]
     given: Any = (model, Recipe("linear_w", "fp4_e2m1"), batches)
     found = rank_layers(*given, advice=False)
