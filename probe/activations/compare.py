@@ -66,7 +66,8 @@ def read_run(path: str | Path) -> Saved:
         row["outliers"] = outliers.get(module) if kind == "output" else None
     names = tuple(dict.fromkeys(name for row in predicted for name in row if name not in ("module", "kind")))
     for row in predicted:
-        rows[row["module"], row["kind"]] |= row
+        if (row["module"], row["kind"]) in rows:
+            rows[row["module"], row["kind"]] |= row
     return Saved(folder, facts, settings, rows, names)
 
 

@@ -106,7 +106,7 @@ class Document:
 
     def html(self) -> str:
         """The whole page."""
-        links = "".join(f'<a href="#part-{i}">{_shown(text)}</a>' for i, text in enumerate(self._headings, 1))
+        links = " ".join(f'<a href="#part-{i}">{_shown(text)}</a>' for i, text in enumerate(self._headings, 1))
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f"<title>{_shown(self._title)}</title><style>{STYLE}</style></head><body>\n<h1>{_shown(self._title)}</h1>"

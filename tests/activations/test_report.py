@@ -28,6 +28,11 @@ TOY = {
     "outlier.threshold": "8",
     "visualization.dpi": "50",
 }
+#: Few pictures, for what does not depend on which they are.
+FEW = {
+    **{f"enabled.{name}": "false" for name in ("heatmap_3d", "distribution", "magnitude_input", "magnitude_weight")},
+    "layer_selection.patterns": "layers.0",
+}
 
 
 def quiet(_: str) -> None:
@@ -56,7 +61,7 @@ def test_all_files_that_were_planned_are_written_and_no_others(run: tuple[Analys
 
 @pytest.mark.parametrize("chosen", ["csv", "json", "png", "html"])
 def test_only_the_formats_that_are_asked_for(chosen: str, tmp_path: Path) -> None:
-    analysis = found(**{"visualization.save_dir": tmp_path, "output.formats": chosen, "enabled.heatmap_3d": "false"})
+    analysis = found(**{**FEW, "visualization.save_dir": tmp_path, "output.formats": chosen})
     files = write_analysis(analysis, progress=quiet)
     assert {path.suffix for path in files} == {f".{chosen}"}
     assert {path.name for path in files} == {
@@ -67,9 +72,7 @@ def test_only_the_formats_that_are_asked_for(chosen: str, tmp_path: Path) -> Non
 def test_pictures_have_the_dpi_that_was_asked_for() -> None:
     sizes = []
     for dpi in (50, 100):
-        analysis = found(
-            **{"visualization.dpi": dpi, **{f"enabled.{n}": "false" for n in ("heatmap_3d", "distribution")}}
-        )
+        analysis = found(**{**FEW, "visualization.dpi": dpi})
         made = {one.file: one.png for one in pictures_of(analysis, tables(analysis))}
         sizes.append({name: Image.open(io.BytesIO(png)).size for name, png in made.items()})
     for name, (width, height) in sizes[0].items():
@@ -132,6 +135,7 @@ def test_the_page_is_safe_self_contained_and_complete(run: tuple[Analysis, Path]
         headings = browser.execute_script("return [...document.querySelectorAll('h2')].map(one => one.textContent)")
         expected = [
             "What stands out",
+            "What quantization would cost",
             "Magnitudes",
             "Outlier tokens",
             "Distributions",
@@ -150,7 +154,7 @@ def test_the_page_is_safe_self_contained_and_complete(run: tuple[Analysis, Path]
 
 def test_without_an_outlier_the_page_says_so(tmp_path: Path) -> None:
     given = {"visualization.save_dir": tmp_path, "outlier.threshold": "1e9", "output.formats": "html"}
-    analysis = found(**given, **{f"enabled.{name}": "false" for name in ("heatmap_3d", "distribution")})
+    analysis = found(**{**FEW, **given})
     write_analysis(analysis, progress=quiet)
     html = (tmp_path / "analysis_report.html").read_text()
     assert "No token is an outlier: none exceeds 1e+09 times the median" in html
@@ -182,6 +186,9 @@ class TestManyLayersAndChannels:
         assert len(analysis.outliers) == 90
         assert (len(analysis.bands), analysis.plan.bands_of) == (12, 90)
         assert [*analysis.bands][:: len(analysis.bands) - 1] == ["layers.0", "layers.89"]
+        blank = io.BytesIO()
+        Image.new("L", (9, 9)).save(blank, "png")
+        monkeypatch.setattr("probe.report.activations.channels.heat_picture", lambda *_, **__: blank.getvalue())
         made = list(pictures_of(analysis, tables(analysis)))
         maps = [one for one in made if one.file.startswith("heatmap")]
         assert len(maps) == MOST_HEAT
