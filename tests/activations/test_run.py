@@ -359,3 +359,37 @@ def test_what_does_not_fit_and_may_not_be_offloaded_is_said(monkeypatch: pytest.
         placed(model, MemorySettings("cpu", "disk", True, 1000)),
     ):
         pass
+
+
+def test_a_tensor_that_several_modules_read_is_measured_once_unless_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from probe.activations import collecting
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(256, 4)
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            x = self.embed(ids).clone()
+            self.a(x)
+            self.b(x)
+            return self.c(x.mul_(2))
+
+    names = ("a", "b", "c")
+    plan = Plan({"input": names}, ("input", ()), (), ("output", ()), ("output", ()), 0, ("embed", *names))
+    collector = collecting.Collector(plan, threshold=1.0, heat_sample=0)
+    model, measured = Shared(), []
+    real = collecting.measure
+    monkeypatch.setattr(collecting, "measure", lambda *a, **k: measured.append(k["module"]) or real(*a, **k))
+    tokens = torch.arange(6)[None]
+    with torch.no_grad(), collector.hooked(model):
+        collector.begin(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), 0))
+        model(tokens)
+    amax = {name: collector.statistics[name, "input"].amax for name in names}
+    assert measured == ["a", "c"]
+    assert amax["a"] == amax["b"]
+    assert amax["c"] == 2 * amax["a"], "changed in place"
+    assert {name for name, _ in collector.statistics} == set(names)
+    assert collector.statistics["b", "input"].module == "b"
+    assert not any(module._forward_hooks for module in model.modules()), "no hook is left"
