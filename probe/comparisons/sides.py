@@ -11,8 +11,8 @@ from probe.names import nearest
 from probe.recordings import Recording
 from probe.recordings.spelling import spelled
 
-#: Elements of a tensor that are mapped at a time: 64 MB of float32.
-BAND = 2**24
+#: Elements of a tensor that are mapped at a time: 128 MB of float32.
+BAND = 2**25
 
 
 class NotRecordedError(ValueError):

@@ -47,10 +47,7 @@ class Magnitudes:
         self._count += count
         self._fold()
         assert self._buckets is not None
-        used = np.flatnonzero(buckets)
-        if used.size:  # most of the half million never are
-            stretch = slice(int(used[0]), int(used[-1]) + 1)
-            self._buckets[stretch] += buckets[stretch]
+        self._buckets += buckets
 
     def take_from(self, other: "Magnitudes") -> None:
         """Append what another has, and share nothing with it that changes."""
