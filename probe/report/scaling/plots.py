@@ -87,8 +87,7 @@ def _picture(
                 _curves(axes, PANELS[name], result, found)
             axes.axvline(found.scale_exponent, color=CHOSEN, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1.5)
             axes.set_xlim(*_span([level.scale_exponent for level in result.levels]))
-            if result.block_size is not None:
-                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=result.block_size is not None))
         for axes in grid[-1]:
             axes.set_xlabel("scale exponent" if result.block_size is None else "added to the exponent of every block")
         _legend(figure, result, found)
