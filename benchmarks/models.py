@@ -17,8 +17,9 @@ import torch
 from probe.data import text_of, token_batches
 from probe.hooks import capture
 from probe.metrics import Comparison
-from probe.models.load import load_model, quietly
+from probe.models.load import load_model
 from probe.models.mamba import with_sites
+from probe.models.quiet import quietly
 from probe.models.scans import fast, sequential
 from probe.overview import measure_all
 
@@ -98,7 +99,8 @@ torch.set_num_threads(1); torch.set_grad_enabled(False)
 from probe.hooks import capture
 from probe.data import text_of, token_batches
 from probe.metrics import Comparison
-from probe.models.load import load_model, quietly
+from probe.models.load import load_model
+from probe.models.quiet import quietly
 from probe.models.mamba import with_sites
 with quietly():
     loaded = load_model("mamba-130m-random")

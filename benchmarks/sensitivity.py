@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from probe.data import text_of, token_batches
-from probe.models.load import load_model, quietly
+from probe.models.load import load_model
+from probe.models.quiet import quietly
 from probe.modes import Recipe
 from probe.sensitivity import Sensitivity, rank_layers
 from probe.sensitivity.units import make_twins

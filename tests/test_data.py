@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from probe.data import TEXTS, fingerprint, text_of, token_batches
-from probe.models.load import ByteTokenizer
+from probe.models.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

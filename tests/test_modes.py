@@ -370,7 +370,7 @@ def test_the_table_covers_every_mode_and_the_gate_formats_are_known() -> None:
 def test_mamba2_is_captured_by_hooks_and_quantized_by_its_linears() -> None:
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    from probe.models.load import quietly
+    from probe.models.quiet import quietly
 
     torch.manual_seed(0)
     config = Mamba2Config(

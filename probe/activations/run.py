@@ -1,9 +1,10 @@
 """The analysis itself: data, model, one forward of every batch, and what was gathered."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,16 +12,20 @@ from torch import nn
 from probe.activations.bands import ChannelBands
 from probe.activations.collecting import Collector, Key
 from probe.activations.heat import HeatGrid
-from probe.activations.memory import at_hand, keep_large_blocks_apart, placed
+from probe.activations.memory import keep_large_blocks_apart
 from probe.activations.outliers import LayerOutliers
 from probe.activations.plan import Plan, make_plan, weight_of
-from probe.activations.settings import Settings
+from probe.activations.settings import MemorySettings, Settings
 from probe.activations.statistics import LayerStatistics, measure
 from probe.data.batches import fingerprint
 from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
-from probe.models.load import Loaded, Tokenizer, load_model, quietly
+from probe.messages import said, some
+from probe.models.load import Loaded, load_model
 from probe.models.mamba import mamba_blocks, with_sites
+from probe.models.placing import NumbersOnly, Placed, Room, at_hand, device_of, place
+from probe.models.quiet import quietly
+from probe.models.tokenizers import Tokenizer
 
 Progress = Callable[[str], Any]
 
@@ -54,6 +59,7 @@ class Prepared:
     loaded: Loaded
     model: nn.Module
     plan: Plan
+    room: Room
     batches: list[Batch]
     about_data: str
     takes_mask: bool
@@ -64,8 +70,13 @@ def prepare(
 ) -> Prepared:
     """Load the model and the data, and match the patterns: all that can go wrong before anything is run."""
     dtype = None if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
+    room = room_of(settings.memory)
     loaded = load_model(
-        settings.model.path, dtype=dtype, allow_download=allow_download, trust_remote_code=trust_remote_code
+        settings.model.path,
+        dtype=dtype,
+        allow_download=allow_download,
+        trust_remote_code=trust_remote_code,
+        room=None if settings.model.sites else room,  # sites are put into a copy, for which all weights are needed
     )
     model = with_sites(loaded.model, scan="fast") if settings.model.sites else loaded.model
     plan = make_plan(model, settings, model_name=settings.model.path)
@@ -82,7 +93,12 @@ def prepare(
     batches = batches_of(samples, batch_size=data.batch_size, pad=takes_mask)
     for note in loaded.notes:
         progress(f"note: {note}")
-    return Prepared(settings, loaded, model, plan, batches, documents.about, takes_mask)
+    return Prepared(settings, loaded, model, plan, room, batches, documents.about, takes_mask)
+
+
+def room_of(memory: MemorySettings) -> Room:
+    """Where weights may lie."""
+    return Room(device_of(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
 
 
 def analyze(
@@ -100,24 +116,23 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     seen = settings.visualization
     keep_large_blocks_apart()
     collector = Collector(plan, threshold=seen.outlier.threshold, heat_sample=seen.heatmap_3d.sample_idx)
-    with placed(prepared.model, settings.memory) as place:
-        if place.note:
-            notes.append(place.note)
-            progress(f"note: {place.note}")
-        for name in plan.measured("weight"):
-            module = place.model.get_submodule(name)
-            with at_hand(module):
-                weight = weight_of(module)
-                assert weight is not None
-                rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight[None]
-                collector.statistics[name, "weight"] = measure(rows, module=name, kind="weight")[0]
-        if plan.hooked():
-            with collector.hooked(place.model):
-                for index, batch in enumerate(prepared.batches):
-                    progress(f"[{index + 1}/{len(prepared.batches)}] {list(batch.tokens.shape)} tokens")
-                    collector.begin(batch)
-                    with quietly():
-                        forward(place.model, batch, place.device)
+    placed = place(prepared.model, prepared.room)
+    if placed.note:
+        notes.append(placed.note)
+        progress(f"note: {placed.note}")
+    for name in plan.measured("weight"):
+        module = placed.model.get_submodule(name)
+        with at_hand(module):
+            weight = weight_of(module)
+            assert weight is not None
+            rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight[None]
+            collector.statistics[name, "weight"] = measure(rows, module=name, kind="weight")[0]
+    if plan.hooked():
+        with collector.hooked(placed.model):
+            for index, batch in enumerate(prepared.batches):
+                progress(f"[{index + 1}/{len(prepared.batches)}] {list(batch.tokens.shape)} tokens")
+                collector.begin(batch)
+                _run(placed, batch)
     notes += _gaps(collector, prepared)
     order = {name: index for index, name in enumerate(plan.order)}
     return Analysis(
@@ -131,6 +146,24 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
         _texts(collector, prepared.loaded.tokenizer, decode=seen.outlier.decode_tokens),
         tuple(notes),
     )
+
+
+def _run(placed: Placed, batch: Batch) -> None:
+    """A forward; what goes wrong in the model is told in one message."""
+    try:
+        only: Any = NumbersOnly  # of torch, without types
+        with quietly(), only() if placed.note else nullcontext():
+            forward(placed.model, batch, placed.device)
+    except Exception as problem:
+        next_step = (
+            "Its weights are offloaded, and modules that read the weights of others without calling them cannot run "
+            "so: raise memory.max_memory."
+            if placed.note
+            else "It is called with token ids [samples, tokens]; --debug shows where it failed."
+        )
+        raise ValueError(
+            f"the model failed on {list(batch.tokens.shape)} tokens: {said(problem)} {next_step}"
+        ) from problem
 
 
 def forward(model: nn.Module, batch: Batch, device: torch.device) -> None:
@@ -155,20 +188,16 @@ def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
         is_mamba = not sites and any(True for _ in mamba_blocks(prepared.model))
         inside = " Set model.sites true to see the tensors inside Mamba mixers." if is_mamba else ""
         notes.append(
-            f"{len(silent)} of {len(plan.hooked())} chosen modules never ran, and are left out: {_some(silent)}. The "
-            f"model reads their weights without calling them, or does not use them.{inside}"
+            f"{len(silent)} of {len(plan.hooked())} chosen modules never ran, and are left out: {some(silent)}. "
+            f"The model reads their weights without calling them, or does not use them.{inside}"
         )
     notes += dict.fromkeys(collector.gaps.values())
     if plan.hooked() and not (collector.statistics or collector.bands):
         raise ValueError(f"nothing could be analyzed. {' '.join(notes)}")
     nonfinite = [f"{name} ({kind})" for (name, kind), s in collector.statistics.items() if s.nonfinite]
     if nonfinite:
-        notes.append(f"NaN or Inf, which are left out of all statistics, in {len(nonfinite)}: {_some(nonfinite)}.")
+        notes.append(f"NaN or Inf, which are left out of all statistics, in {len(nonfinite)}: {some(nonfinite)}.")
     return notes
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _facts(prepared: Prepared) -> dict[str, Any]:

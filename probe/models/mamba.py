@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from probe.models.placing import at_hand
 from probe.models.scans import SCANS, Scan
 from probe.quantizers.hadamard import hadamard_transform
 
@@ -126,6 +127,12 @@ class SiteMixer(nn.Module):
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
         """The block without its norm and residual; prefill, and decode with a carried state."""
+        if not self.conv1d.weight.is_meta:
+            return self._mixed(hidden_states, cache_params, attention_mask)
+        with at_hand(self.conv1d), at_hand(self.dt_proj):  # offloaded, and read without a call
+            return self._mixed(hidden_states, cache_params, attention_mask)
+
+    def _mixed(self, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None) -> Tensor:
         dtype, length = hidden_states.dtype, hidden_states.shape[1]
         conv_state = state = None
         if cache_params is not None:

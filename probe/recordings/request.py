@@ -13,8 +13,9 @@ from probe.calibration import Calibration
 from probe.data import text_of, token_batches
 from probe.devices import check_device, is_present, is_recorded
 from probe.environment import comparable, differences
-from probe.models.load import Loaded, Tokenizer, fingerprint, load_model
+from probe.models.load import Loaded, fingerprint, load_model
 from probe.models.mamba import mamba_blocks
+from probe.models.tokenizers import Tokenizer
 from probe.modes import Recipe
 from probe.overview import check_recipes, recipes_of
 from probe.recordings.checked import RecordingError

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from probe.gate.coverage import watching
 from probe.hooks import UncoveredError, capture, select
-from probe.models.load import quietly
+from probe.models.quiet import quietly
 from probe.modes import Recipe
 from probe.names import LOGITS
 from probe.recordings.returning import is_compiled, unwrapped

@@ -1,7 +1,6 @@
 """Promises of a whole run: what it finds is what a plain computation finds, padding and all."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ from torch import nn
 
 from probe.activations.configuration import read_configuration
 from probe.activations.export import tables
-from probe.activations.memory import at_hand, offload, placed, size_of
 from probe.activations.plan import Plan
 from probe.activations.run import Analysis, analyze, forward, prepare, run
-from probe.activations.settings import EnabledSettings, MemorySettings
+from probe.activations.settings import EnabledSettings
 from probe.activations.tokens import token_rows
 from probe.data.samples import Batch, batches_of
-from probe.models.load import load_model
 from tests.activations.toys import CHANNEL, OUTLIER, make
 
 TOY = {"model.path": "tests.activations.toys:make", "data.num_samples": "3", "data.seq_len": "12"}
@@ -316,49 +313,40 @@ def test_offloaded_to_disk_the_statistics_are_the_same(model: str, limit: str) -
     assert not any("kept on" in note for note in whole.notes)
 
 
-def test_only_what_fits_stays(tmp_path: Path) -> None:
-    model = load_model("tiny-llama").model
-    size = size_of(model)
-    offload(model, torch.device("cpu"), size // 2, "disk", tmp_path, size)
-    here = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta")
-    assert 0 < here <= size // 2
-    assert any(tmp_path.iterdir()), "the rest is on disk"
+class Reads(nn.Module):
+    """A model of which a layer reads the weight of another without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.a, self.layers = nn.Embedding(256, 8), nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.layers[0](self.a(x) + nn.functional.linear(x, self.layers[0].weight))
 
 
-def test_offloaded_to_the_cpu_the_model_gives_the_same() -> None:
-    """With the CPU in the place of a GPU that this machine does not have."""
-    model, ids = load_model("tiny-llama").model, torch.arange(20)[None]
-    with torch.no_grad():
-        before = model(ids).logits
-        weight = model.model.layers[1].mlp.up_proj.weight.clone()
-        place = offload(model, torch.device("cpu"), 1, "cpu", Path("unused"), size_of(model))
-        assert next(model.parameters()).device.type == "meta"
-        assert torch.equal(place.model(ids).logits, before)
-        with at_hand(model.model.layers[1].mlp.up_proj):
-            assert torch.equal(model.model.layers[1].mlp.up_proj.weight, weight)
+class Fails(Reads):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel\nfor this")
 
 
-def test_what_does_not_fit_and_may_not_be_offloaded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make()
-    with (
-        pytest.raises(
-            ValueError,
-            match=r"the model has .* kB of weights and memory\.max_memory is 1 kB\. Allow memory\.auto_offload",
-        ),
-        placed(model, MemorySettings("cpu", "disk", False, 1000)),
+LAYERS = {"magnitude.patterns": r"layers\.", "distribution.patterns": r"layers\."}
+
+
+def test_weights_that_were_not_brought_in_are_never_taken_for_numbers() -> None:
+    """F.linear of a tensor on the CPU and a weight on `meta` gives whatever lies in memory."""
+    given = {"model.path": "tests.activations.test_run:Reads", **LAYERS}
+    assert found(**given).statistics
+    with pytest.raises(
+        ValueError, match=r"a weight \[8, 8\] that was not brought in\. Its weights are offloaded"
     ):
-        pass
-    with (
-        pytest.raises(ValueError, match=r"are both cpu\. Take memory\.offload_device disk"),
-        placed(model, MemorySettings("cpu", "cpu", True, 1000)),
-    ):
-        pass
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with (
-        pytest.raises(ValueError, match=r"needs the package accelerate, .*: pip install 'quant-probe\[offload\]'"),
-        placed(model, MemorySettings("cpu", "disk", True, 1000)),
-    ):
-        pass
+        found(**given, **{"memory.max_memory": "1B", "memory.offload_device": "disk"})
+
+
+def test_a_model_that_fails_is_told_in_one_message() -> None:
+    expected = r"the model failed on \[3, 12\] tokens: RuntimeError: no kernel for this\. It is called with token ids"
+    with pytest.raises(ValueError, match=expected):
+        found(**{"model.path": "tests.activations.test_run:Fails", **LAYERS})
 
 
 def test_a_tensor_that_several_modules_read_is_measured_once_unless_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from probe.data.files import read_file
 from probe.data.samples import batches_of, samples_of
 from probe.data.sources import HUB, Documents, documents_of
-from probe.models.load import ByteTokenizer
+from probe.models.tokenizers import ByteTokenizer
 
 TEXTS = ["first text", "second, longer text", "third"]
 ROWS = [{"text": text, "title": text.upper()} for text in TEXTS]

@@ -19,16 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from probe.data import text_of, token_batches
-from probe.models.load import (
-    EMBEDDED,
-    ByteTokenizer,
-    Loaded,
-    PretrainedTokenizer,
-    Tokenizer,
-    fingerprint,
-    load_model,
-    quietly,
-)
+from probe.models.load import EMBEDDED, Loaded, fingerprint, load_model
+from probe.models.quiet import quietly
+from probe.models.tokenizers import ByteTokenizer, PretrainedTokenizer, Tokenizer
 
 TRAINED = [row.name for row in EMBEDDED.values() if row.folder]
 SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2}

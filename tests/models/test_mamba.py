@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from probe.calibration import rotated_twin
 from probe.data import text_of, token_batches
 from probe.hooks import capture
-from probe.models.load import ByteTokenizer, load_model, quietly
+from probe.models.load import load_model
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks, with_sites
+from probe.models.quiet import quietly
+from probe.models.tokenizers import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

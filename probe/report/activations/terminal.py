@@ -5,9 +5,10 @@ from pathlib import Path
 
 import yaml
 
-from probe.activations.memory import device_of, room_of, said_size, size_of
 from probe.activations.run import Analysis, Prepared
 from probe.activations.statistics import Kind
+from probe.messages import said_size
+from probe.models.placing import size_of
 from probe.report.activations.pictures import planned_files
 
 #: Names that are listed before the rest is counted.
@@ -19,8 +20,8 @@ def dry_run_text(prepared: Prepared) -> str:
     settings, plan, batches = prepared.settings, prepared.plan, prepared.batches
     tokens = sum(int(batch.mask.sum()) for batch in batches)
     padded = sum(int((~batch.mask).sum()) for batch in batches)
-    device, size = device_of(settings.memory.device), size_of(prepared.model)
-    fits = "fits" if size <= room_of(device, settings.memory.max_memory) else "does not fit: offloaded by accelerate"
+    device, size = prepared.room.device, size_of(prepared.model)
+    fits = "fits" if prepared.room.takes(size) else "does not fit: offloaded by accelerate"
     parts = [
         yaml.safe_dump(settings.as_dict(), sort_keys=False).rstrip(),
         f"model: {prepared.loaded.name}, {said_size(size)} on {device} ({fits})",

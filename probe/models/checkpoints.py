@@ -1,0 +1,199 @@
+"""A folder as transformers writes it: checked, then loaded; what does not fit in memory stays in its files."""
+
+import json
+import math
+import tempfile
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from probe.messages import said, some
+from probe.models.placing import Room
+from probe.models.quiet import quietly
+
+#: The types of safetensors; the others are narrower than a byte.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def _check_folder(folder: Path) -> None:
+    """What can be said before transformers runs: config.json is readable, weights are safetensors and whole."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ValueError(
+            f"model folder {str(folder)!r} has no config.json. "
+            "Expected a folder written by save_pretrained of transformers."
+        )
+    if not isinstance(_read_json(config).get("model_type"), str):
+        raise ValueError(f"{str(config)!r} names no model_type. Expected the config.json that save_pretrained writes.")
+    from safetensors import safe_open
+
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except Exception as problem:
+            raise ValueError(
+                f"weights {str(file)!r} are corrupt or cut short ({file.stat().st_size} bytes): {said(problem)} "
+                "Copy or download the file again."
+            ) from problem
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        shards = _read_json(index).get("weight_map")
+        names = sorted(set(shards.values())) if isinstance(shards, dict) else []
+        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        if missing or not names:
+            raise ValueError(
+                f"{str(index)!r} lists shards that are not in its folder: {some(missing) or 'none are listed'}. "
+                "Copy or download the model again."
+            )
+        return [folder / name for name in names]
+    pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
+    if pickles:
+        raise ValueError(
+            f"model folder {str(folder)!r} has its weights only as pickle ({some(pickles)}), which can run code when "
+            "opened. Expected model.safetensors: convert them with save_pretrained where you trust the file."
+        )
+    raise ValueError(f"model folder {str(folder)!r} has no weights. Expected model.safetensors, whole or in shards.")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as problem:
+        raise ValueError(f"{str(file)!r} is not valid JSON: {said(problem)} Copy or download it again.") from problem
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(file)!r} holds a {type(found).__name__}; expected a JSON object.")
+    return found
+
+
+def from_folder(
+    folder: Path, dtype: torch.dtype | None, trust_remote_code: bool, room: Room | None = None
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model of a folder, and a note on tensors it has no place for.
+
+    Where its weights take more than the `room`, accelerate brings them in from elsewhere: those that are kept on disk
+    stay in the files of the folder.
+    """
+    _check_folder(folder)
+    away = room is not None and not room.takes(stored_size(folder, dtype))
+    with ExitStack() as undo:
+        placing: dict[str, Any] = {}
+        if room is not None and away:
+            spare = undo.enter_context(tempfile.TemporaryDirectory(prefix="probe-offload-"))
+            placing = {"device_map": "sequential", "max_memory": room.by_device(), "offload_folder": spare}
+        model, info = _pretrained(folder, dtype, trust_remote_code, placing)
+        kind = type(model).__name__
+        wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+        wrong += [f"{k} is {tuple(got)}, not {tuple(want)}" for k, got, want in sorted(info["mismatched_keys"])]
+        wrong += _unfit_on_disk(model) if away else []
+        wrong += info["error_msgs"]
+        if wrong:
+            raise ValueError(
+                f"the weights in {str(folder)!r} do not fit {kind} of config.json: {some(wrong, '; ')}. "
+                "Expected every tensor of the model, in its shape: check that both files come from the same model."
+            )
+        weakref.finalize(model, undo.pop_all().close)
+    unused = sorted(info["unexpected_keys"])
+    note = f"{len(unused)} tensors of the checkpoint are not part of {kind} and were left out: {some(unused)}"
+    return model, (note,) if unused else ()
+
+
+def _pretrained(
+    folder: Path, dtype: torch.dtype | None, trust_remote_code: bool, placing: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and what transformers says of the loading."""
+    with quietly():
+        import transformers
+
+        auto: Any = transformers.AutoModelForCausalLM if _is_causal(folder) else transformers.AutoModel
+        try:
+            found: tuple[nn.Module, dict[str, Any]] = auto.from_pretrained(
+                str(folder),
+                dtype="auto" if dtype is None else dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # reported below, with their names
+                output_loading_info=True,
+                **placing,
+            )
+        except Exception as problem:
+            if "trust_remote_code" in str(problem):
+                raise ValueError(
+                    f"model folder {str(folder)!r} needs its own Python code to run. Read that code first, then allow "
+                    "it with --trust-remote-code (trust_remote_code=True in Python)."
+                ) from problem
+            raise ValueError(
+                f"transformers {transformers.__version__} cannot load {str(folder)!r}: {said(problem)} "
+                "Check that config.json fits the weights and that this version knows the model."
+            ) from problem
+    return found
+
+
+def stored_size(folder: Path, dtype: torch.dtype | None) -> int:
+    """Bytes that the weights of a folder take in memory, floats as `dtype` (None: as they are stored)."""
+    return sum(
+        numel * (dtype.itemsize if dtype is not None and of.is_floating_point else of.itemsize)
+        for numel, of in ((math.prod(shape), of) for shape, of in _stored(folder).values())
+    )
+
+
+def _stored(folder: Path) -> dict[str, tuple[list[int], torch.dtype]]:
+    """The shape and the type of every tensor of a folder, from the heads of its files."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in _weight_files(folder):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                found[name] = part.get_shape(), _DTYPES.get(part.get_dtype(), torch.uint8)
+    return found
+
+
+def _unfit_on_disk(model: nn.Module) -> list[str]:
+    """Tensors in files whose shape is not that of the model. transformers looks only at what it loads."""
+    from safetensors import safe_open
+
+    wrong = []
+    for place, module in model.named_modules():
+        kept: Any = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        for name, value in module.state_dict().items() if kept is not None else ():
+            if value.is_meta and "." not in name:
+                entry = kept.dataset.index[kept.prefix + name]
+                with safe_open(entry["safetensors_file"], "pt") as tensors:
+                    shape = tensors.get_slice(entry["weight_name"]).get_shape()
+                if tuple(shape) != tuple(value.shape):
+                    wrong.append(f"{place}.{name} is {tuple(shape)}, not {tuple(value.shape)}")
+    return wrong
+
+
+def _is_causal(folder: Path) -> bool:
+    """Whether to load with the language-model head: one exists for the type, and the checkpoint is not headless."""
+    from transformers.models.auto import modeling_auto
+
+    config = _read_json(folder / "config.json")
+    if auto_map := config.get("auto_map"):
+        return "AutoModelForCausalLM" in auto_map
+    base = modeling_auto.MODEL_MAPPING_NAMES.get(config["model_type"])
+    headless = base in (config.get("architectures") or ())
+    return config["model_type"] in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not headless
