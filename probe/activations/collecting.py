@@ -37,7 +37,7 @@ class Collector:
         self._threshold = threshold
         self._heat_sample = heat_sample
         self._batch: Batch | None = None
-        self._last: tuple[Any, int, LayerStatistics, npt.NDArray[np.float32]] | None = None
+        self._last: tuple[Any, Any, LayerStatistics, npt.NDArray[np.float32]] | None = None
         self._wanted = {side: set(plan.measured(side)) for side in ("input", "output")}
 
     @contextmanager
@@ -99,12 +99,13 @@ class Collector:
         self, name: str, side: Side, tensor: Tensor, values: Tensor, keep: Tensor | None
     ) -> tuple[LayerStatistics, npt.NDArray[np.float32]]:
         """The tensor that was measured last (the input of q, k and v, say) is not measured again."""
+        layout = tensor._version, values.shape, values.stride()  # the rows of a convolution's input are others
         if self._last is not None:
-            known, version, found, amax = self._last
-            if known() is tensor and version == tensor._version:
+            known, its, found, amax = self._last
+            if known() is tensor and its == layout:
                 return replace(found, module=name, kind=side), amax
         found, amax = measure(values, module=name, kind=side, keep=keep)
-        self._last = weakref.ref(tensor), tensor._version, found, amax
+        self._last = weakref.ref(tensor), layout, found, amax
         return found, amax
 
     def _take_tokens(self, name: str, side: Side, values: Tensor, amax: npt.NDArray[np.float32], batch: Batch) -> None:

@@ -9,6 +9,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from probe.activations.bands import FIRST, SIDE
 from probe.activations.moments import Moments
 from probe.activations.reference import BLOCK, DEPTHS, empty
 from probe.activations.sizes import SHIFT, count_sizes
@@ -250,3 +251,23 @@ def _of_blocks(
         for i in range(DEPTHS):
             depths[np.uint32(exponent), i] += depth[i]
     return zero_blocks
+
+
+@numba.njit(cache=True, nogil=True)
+def count_bands(columns: Floats, counts: _Bits, low: Floats, high: Floats) -> None:
+    """`bands.count`."""
+    for channel in range(columns.shape[0]):
+        column, bucket = columns[channel], counts[channel]
+        bits = column.view(np.int32)
+        for i in range(column.size):
+            x = column[i]
+            if not np.isfinite(x):
+                continue
+            low[channel], high[channel] = min(low[channel], x), max(high[channel], x)
+            place = min((bits[i] & 0x7FFFFFFF) >> 20, FIRST + SIDE - 1) - FIRST
+            if place < 0:
+                bucket[SIDE] += 1
+            elif x > 0:
+                bucket[SIDE + 1 + place] += 1
+            else:
+                bucket[SIDE - 1 - place] += 1

@@ -1,11 +1,10 @@
 """The statistics of a tensor: counts, extremes and sums that are gathered in pieces and merge."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ from probe.activations import reference as readable
 from probe.activations.moments import Moments
 from probe.activations.reference import DEPTHS
 from probe.activations.sizes import PERCENTILE_ERROR, Trimmed, quantile_of
+from probe.activations.twins import fast_twin
 
 Kind = Literal["input", "output", "weight"]
 #: The percentiles of |x| that are reported, in percent.
@@ -241,7 +241,8 @@ def measure(
     x = x.detach()
     x = x.reshape(1, 1, -1) if x.dim() < 2 else x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
     kept = None if keep is None else keep.reshape(x.shape[:2]).to("cpu", torch.bool)
-    gathering = _fast() if fast is not False else readable.Gathering
+    twin = None if fast is False else fast_twin()
+    gathering: type[Gathering] = readable.Gathering if twin is None else twin.Gathering
     row_amax = np.zeros(tuple(x.shape[:2]), np.float32)
     spans = list(_spans(x))
 
@@ -275,23 +276,13 @@ def _spans(x: Tensor) -> Iterator[tuple[int, int, int]]:
 class Gathering(Protocol):
     """A twin: rows are taken piece by piece, and make the fields of LayerStatistics."""
 
+    def __init__(self, channels: int, /) -> None: ...
+
     def take(self, rows: Floats, /) -> Floats:
         """Append rows; max |x| of each."""
 
     def fields(self) -> dict[str, Any]:
         """What was gathered so far."""
-
-
-@cache
-def _fast() -> Callable[[int], Gathering]:
-    """The fast twin; where numba cannot be loaded the readable one, after one warning."""
-    try:
-        from probe.activations import fast
-    except ImportError as problem:
-        slower = f"numba cannot be loaded ({problem}). Going on without it: the same statistics, but slower."
-        warnings.warn(slower, RuntimeWarning, stacklevel=3)
-        return readable.Gathering
-    return fast.Gathering
 
 
 __all__ = ["PERCENTILES", "PERCENTILE_ERROR", "Kind", "LayerStatistics", "measure"]

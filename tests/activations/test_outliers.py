@@ -1,6 +1,7 @@
 """Promises of outliers, bands and heat grids, held against plain computations."""
 
 import numpy as np
+import pytest
 import torch
 
 from probe.activations.bands import BAND_ERROR, BANDS, LOWEST, measure_bands
@@ -47,12 +48,13 @@ def test_the_worst_are_kept_and_no_more() -> None:
     assert whole.positions[9] == 30
 
 
-def test_bands_keep_their_bound_and_merge() -> None:
+@pytest.mark.parametrize("fast", [False, True], ids=["reference", "fast"])
+def test_bands_keep_their_bound_and_merge(fast: bool) -> None:
     g = torch.Generator().manual_seed(3)
     x = torch.randn(4, 500, 6, generator=g) * torch.tensor([0.001, 1, 30, 1, 1, 0]) + torch.tensor([0, 5, 0, -3, 0, 0])
     x[0, 3, 4], x[1, 3, 4] = 1000.0, float("nan")
-    bands = measure_bands(x[:2]).merge(measure_bands(x[2:]))
-    assert np.array_equal(bands.counts, measure_bands(x).counts)
+    bands = measure_bands(x[:2], fast=fast).merge(measure_bands(x[2:], fast=fast))
+    assert np.array_equal(bands.counts, measure_bands(x, fast=fast).counts)
     assert bands.counts.sum() == x.numel() - 1
     for channel in range(6):
         values = x[..., channel].reshape(-1)
@@ -65,6 +67,14 @@ def test_bands_keep_their_bound_and_merge() -> None:
             )
             assert low <= value <= high, (channel, percent)
         assert values.min() <= got[0] <= got[-1] <= values.max()
+
+
+def test_the_twins_of_bands_count_alike() -> None:
+    x = torch.randn(300, 5, generator=torch.Generator().manual_seed(4)) * 2.0 ** torch.arange(-60, 60, 24)
+    x[:6, 0] = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 3e38])
+    a, b = measure_bands(x, fast=False), measure_bands(x, fast=True)
+    for name in ("counts", "minimum", "maximum"):
+        assert np.array_equal(getattr(a, name), getattr(b, name)), name
 
 
 def test_bands_leave_out_padding() -> None:

@@ -15,6 +15,8 @@ from PIL import Image
 from probe.activations.configuration import read_configuration
 from probe.activations.export import MOST_HEAT, histogram, tables
 from probe.activations.run import Analysis, analyze
+from probe.activations.settings import EnabledSettings
+from probe.report.activations import drawing
 from probe.report.activations.drawing import bins, families, short
 from probe.report.activations.pictures import heat_file, pictures_of, planned_files
 from probe.report.activations.tokens import token_label
@@ -158,6 +160,27 @@ def test_without_an_outlier_the_page_says_so(tmp_path: Path) -> None:
     write_analysis(analysis, progress=quiet)
     html = (tmp_path / "analysis_report.html").read_text()
     assert "No token is an outlier: none exceeds 1e+09 times the median" in html
+
+
+def test_the_page_never_says_that_there_is_no_outlier_where_there_are_some(tmp_path: Path) -> None:
+    others = {f"enabled.{name}": "false" for name in vars(EnabledSettings()) if name != "outlier_position"}
+    given = {**others, "outlier.threshold": "8", "visualization.save_dir": str(tmp_path)}
+    analysis = found(**given)
+    assert any(one.count for one in analysis.outliers.values())
+    write_analysis(analysis, progress=quiet)
+    assert "No token is an outlier" not in (tmp_path / "analysis_report.html").read_text()
+
+
+def test_values_below_a_logarithmic_axis_are_marked_on_its_edge() -> None:
+    with drawing.sheet(1, dpi=50) as page:
+        axes = page.panels[0]
+        values = [1.0, 1e-9, 0.0, None, 2.0]
+        drawing.line(axes, values, colour="black", label="min")
+        drawing.log_axis(axes, [v or 0.0 for v in values], floor=1e-6)
+        drawing.mark_below(axes, values, colour="black")
+        marks = axes.lines[-1]
+    assert marks.get_marker() == "v"
+    assert list(marks.get_xdata()) == [1, 2]
 
 
 class TestManyLayersAndChannels:

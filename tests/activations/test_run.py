@@ -337,9 +337,7 @@ def test_weights_that_were_not_brought_in_are_never_taken_for_numbers() -> None:
     """F.linear of a tensor on the CPU and a weight on `meta` gives whatever lies in memory."""
     given = {"model.path": "tests.activations.test_run:Reads", **LAYERS}
     assert found(**given).statistics
-    with pytest.raises(
-        ValueError, match=r"a weight \[8, 8\] that was not brought in\. Its weights are offloaded"
-    ):
+    with pytest.raises(ValueError, match=r"a weight \[8, 8\] that was not brought in\. Its weights are offloaded"):
         found(**given, **{"memory.max_memory": "1B", "memory.offload_device": "disk"})
 
 
@@ -381,3 +379,26 @@ def test_a_tensor_that_several_modules_read_is_measured_once_unless_it_changed(m
     assert {name for name, _ in collector.statistics} == set(names)
     assert collector.statistics["b", "input"].module == "b"
     assert not any(module._forward_hooks for module in model.modules()), "no hook is left"
+
+
+def test_the_input_of_a_convolution_is_measured_by_its_own_channels() -> None:
+    """[1, 6, 6]: tokens first for a linear layer, channels first for a convolution, of one and the same tensor."""
+    from probe.activations.collecting import Collector
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.a, self.b = nn.Embedding(256, 6), nn.Linear(6, 6), nn.Conv1d(6, 6, 1)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            x = self.embed(ids)
+            return self.a(x), self.b(x)
+
+    plan = Plan({"input": ("a", "b")}, ("input", ()), (), ("output", ()), ("output", ()), 0, ("embed", "a", "b"))
+    collector, model, tokens = Collector(plan, threshold=1.0, heat_sample=0), Shared(), torch.arange(6)[None]
+    with torch.no_grad(), collector.hooked(model):
+        collector.begin(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), 0))
+        model(tokens)
+    x = model.embed(tokens)[0].detach().abs()
+    for name, axis in (("a", 0), ("b", 1)):
+        assert np.array_equal(collector.statistics[name, "input"].channel_amax, x.amax(axis).numpy())

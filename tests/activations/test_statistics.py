@@ -1,6 +1,7 @@
 """Promises of LayerStatistics: exact where it says so, in one pass, whatever the cut; held against numpy."""
 
 import math
+import sys
 from functools import reduce
 from typing import Any
 
@@ -230,3 +231,22 @@ def test_quantiles_of_buckets() -> None:
     assert quantile_of(some, 3, 2.5 / 4, low=0, high=1) == 0.5, "between the last zero and the first one"
     largest = np.array([3.4028235e38], np.float32)
     assert quantile_of(count_sizes(largest), 0, 0.5, low=0, high=float(largest[0])) == pytest.approx(3.4e38, rel=0.01)
+
+
+def test_without_numba_all_goes_on_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from probe.activations.bands import measure_bands
+    from probe.activations.twins import fast_twin
+
+    x = torch.randn(20, 8, generator=torch.Generator().manual_seed(5))
+    expected, expected_bands = measure(x)[0], measure_bands(x)
+    fast_twin.cache_clear()
+    monkeypatch.delitem(sys.modules, "probe.activations.fast", raising=False)
+    monkeypatch.delattr("probe.activations.fast", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"numba cannot be loaded .*the same statistics, but slower\.$"):
+            found = measure(x)[0]
+        assert_same(found, expected)
+        assert np.array_equal(measure_bands(x).counts, expected_bands.counts)  # without a second warning
+    finally:
+        fast_twin.cache_clear()

@@ -15,11 +15,13 @@ from probe.report.activations.drawing import (
     ORANGE,
     RED,
     SKY,
+    Sheet,
     Values,
     bins,
     legend,
     log_ticks,
     sheet,
+    styled,
     tail,
 )
 
@@ -30,14 +32,9 @@ _BANDS = ((0, 6, SKY, "0.01 to 99.99 %"), (1, 5, BLUE, "1 to 99 %"), (2, 4, ORAN
 
 def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -> bytes:
     """|x| of one sample by token and channel: a surface, and a map."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    from probe.report.activations.drawing import _SETTINGS, Sheet
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
+    with styled():
         figure = Figure(figsize=(11, 4.2), dpi=dpi)
         page = Sheet(figure, [])
         left: Any = figure.add_axes((0.01, 0.02, 0.42, 0.9), projection="3d")

@@ -17,6 +17,8 @@ GRID = "#dde2e8"
 COLOURS = "viridis"
 #: Points across a panel, above which they are gathered in bins.
 MOST_POINTS = 400
+#: Points that are marked one by one.
+MOST_MARKS = 40
 #: Panels on a sheet.
 MOST_PANELS = 12
 
@@ -53,14 +55,22 @@ class Sheet:
 
 
 @contextmanager
-def sheet(count: int, *, dpi: int, columns: int = 3, size: tuple[float, float] = (4.0, 2.6)) -> Iterator[Sheet]:
-    """A sheet of `count` panels, each of `size` inches; what the user has set for plots of their own is left out."""
+def styled() -> Iterator[None]:
+    """Inside, pictures look as here; what the user has set for plots of their own is left out."""
     import matplotlib
-    from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
+        yield
+
+
+@contextmanager
+def sheet(count: int, *, dpi: int, columns: int = 3, size: tuple[float, float] = (4.0, 2.6)) -> Iterator[Sheet]:
+    """A sheet of `count` panels, each of `size` inches."""
+    from matplotlib.figure import Figure
+
+    with styled():
         across = min(columns, count)
         down = math.ceil(count / across)
         figure = Figure(figsize=(size[0] * across, size[1] * down), dpi=dpi, layout="constrained")
@@ -116,6 +126,21 @@ def log_axis(axes: Any, values: Sequence[float | None], *, floor: float = 1e-6) 
     log_ticks(axes.yaxis, within_a_decade=high < 20 * low)
 
 
+def mark_below(axes: Any, values: Sequence[float | None], *, colour: str) -> None:
+    """A triangle on the lower edge for every value, 0 too, that lies below a logarithmic axis."""
+    low = axes.get_ylim()[0]
+    places = [i for i, x in enumerate(values) if x is not None and x < low]
+    if len(values) <= MOST_MARKS and axes.get_yscale() == "log" and places:
+        axes.plot(places, [low] * len(places), "v", color=colour, markersize=5, clip_on=False, zorder=3)
+
+
+def count_ticks(axis: Any) -> None:
+    """Whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+
+
 def log_ticks(axis: Any, *, base: int = 10, within_a_decade: bool = False) -> None:
     """Powers as plain text, which matplotlib would write as formulas; their parts too where there is one decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -154,7 +179,7 @@ def line(axes: Any, values: Sequence[float | None], *, colour: str, label: str, 
     """A line through the points; of many, the medians of bins inside the band of their extremes."""
     points = drawable(values)
     parts = bins(len(points))
-    marker = {"marker": "o", "markersize": 2 + width} if len(points) <= 40 else {}
+    marker = {"marker": "o", "markersize": 2 + width} if len(points) <= MOST_MARKS else {}
     if len(parts) == len(points):
         axes.plot(points, color=colour, linewidth=width, label=label, **marker)
         return

@@ -22,6 +22,7 @@ from probe.report.activations.drawing import (
     line,
     log_axis,
     log_ticks,
+    mark_below,
     sheet,
     short,
     tail,
@@ -62,6 +63,8 @@ def magnitude_picture(rows: Rows, *, reduce_dim: int | None, dpi: int) -> bytes:
             for key, label, colour, width in _CURVES:
                 line(axes, [by_name[name][key] for name in names], colour=colour, label=label, width=width)
             log_axis(axes, [by_name[name][key] for name in names for key, *_ in _CURVES])
+            for key, _, colour, _ in _CURVES:
+                mark_below(axes, [by_name[name][key] for name in names], colour=colour)
             layer_axis(axes, names)
             axes.set_title(tail(family))
             axes.set_ylabel(_OF[reduce_dim])

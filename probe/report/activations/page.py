@@ -34,9 +34,8 @@ def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[P
             continue
         page.heading(section)
         page.text(text)
-        if section == OUTLIERS and "outlier_token" not in tables and not any(r["outliers"] for r in _counts(tables)):
-            threshold = analysis.settings.visualization.outlier.threshold
-            page.text(f"No token is an outlier: none exceeds {threshold:g} times the median of its layer and sample.")
+        if section == OUTLIERS and analysis.outliers and not any(one.count for one in analysis.outliers.values()):
+            page.text(_none(analysis))
         for picture in drawn:
             page.picture(picture.png, alt=picture.caption, caption=picture.caption)
         for name, some in rows:
@@ -59,7 +58,7 @@ _SECTIONS = (
     (
         MAGNITUDES,
         "The largest, second and third largest magnitude, the median and the smallest. Far apart: a few values rule "
-        "the scale of a tensor.",
+        "the scale of a tensor. A triangle on the lower edge is a value below it, or 0.",
         ("magnitude_input", "magnitude_output", "magnitude_weight"),
     ),
     (
@@ -78,8 +77,13 @@ _SECTIONS = (
 )
 
 
-def _counts(tables: Mapping[str, Rows]) -> Rows:
-    return tables.get("outlier_layer_wise", [])
+def _none(analysis: Analysis) -> str:
+    threshold = analysis.settings.visualization.outlier.threshold
+    farthest = max(analysis.outliers.values(), key=lambda one: one.largest_ratio)
+    return (
+        f"No token is an outlier: none exceeds {threshold:g} times the median of its layer and sample. The farthest is "
+        f"at {farthest.largest_ratio:.3g} times, in {farthest.module}: lower outlier.threshold to see more."
+    )
 
 
 def _standing_out(page: Document, analysis: Analysis, tables: Mapping[str, Rows]) -> None:

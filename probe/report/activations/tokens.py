@@ -6,7 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from probe.report.activations.drawing import BLUE, GREY, RED, bins, drawable, layer_axis, log_axis, sheet, short
+from probe.report.activations.drawing import (
+    BLUE,
+    GREY,
+    MOST_MARKS,
+    RED,
+    bins,
+    count_ticks,
+    drawable,
+    layer_axis,
+    log_axis,
+    sheet,
+    short,
+)
 
 #: Tokens that are listed by name.
 MOST_TOKENS = 25
@@ -17,43 +29,50 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def layer_picture(rows: Rows, *, threshold: float, dpi: int) -> bytes:
-    """How many outliers each layer has, and how far out the farthest token is."""
+    """How many outliers each layer has, if there are any, and how far out the farthest token is."""
     names = [row["module"] for row in rows]
-    with sheet(2, dpi=dpi, columns=2, size=(5.6, 3.0)) as page:
-        left, right = page.panels
-        counts = np.array([row["outliers"] for row in rows])
-        parts = bins(len(rows))
-        x = [(part.start + part.stop - 1) / 2 for part in parts]
-        heights = [int(counts[part].max()) for part in parts]
-        if len(parts) <= 60:
-            left.bar(x, heights, width=0.8, color=RED)
-        else:
-            left.stairs(heights, [part.start - 0.5 for part in parts] + [len(rows) - 0.5], fill=True, color=RED)
-        left.set_ylim(0, max(1.0, 1.1 * max(heights)))
-        left.yaxis.get_major_locator().set_params(integer=True)
-        total, tokens = sum(counts), sum(row["tokens"] for row in rows)
-        gathered = f", the most of {parts[0].stop} layers" if len(parts) < len(rows) else ""
-        left.set_title(f"outlier tokens{gathered}: {total} of {tokens}")
-        ratios = [row["largest_ratio"] for row in rows]
-        tops = [max((r for r in ratios[part] if math.isfinite(r)), default=math.nan) for part in parts]
-        right.plot(
-            x, drawable(tops), color=BLUE, linewidth=1.3, **({"marker": "o", "markersize": 3} if len(x) <= 40 else {})
-        )
-        right.axhline(threshold, color=RED, linewidth=1, linestyle="--")
-        right.text(
-            0.99,
-            threshold,
-            f"threshold {threshold:g}",
-            transform=right.get_yaxis_transform(),
-            color=RED,
-            ha="right",
-            va="bottom",
-        )
-        log_axis(right, [*tops, threshold])
-        right.set_title("largest max |x| of a token / median of its sample")
-        for axes in (left, right):
-            layer_axis(axes, names, room=84)
+    parts = bins(len(rows))
+    any_outlier = any(row["outliers"] for row in rows)
+    with sheet(1 + any_outlier, dpi=dpi, columns=2, size=(5.5 if any_outlier else 11, 3.0)) as page:
+        if any_outlier:
+            _counts(page.panels[0], rows, parts)
+        _ratios(page.panels[-1], rows, parts, threshold)
+        for axes in page.panels:
+            layer_axis(axes, names, room=84 if any_outlier else 168)
         return page.png()
+
+
+def _counts(axes: Any, rows: Rows, parts: Sequence[slice]) -> None:
+    counts = np.array([row["outliers"] for row in rows])
+    heights = [int(counts[part].max()) for part in parts]
+    if len(parts) <= 60:
+        axes.bar([(part.start + part.stop - 1) / 2 for part in parts], heights, width=0.8, color=RED)
+    else:
+        axes.stairs(heights, [part.start - 0.5 for part in parts] + [len(rows) - 0.5], fill=True, color=RED)
+    axes.set_ylim(0, 1.1 * max(heights))
+    count_ticks(axes.yaxis)
+    gathered = f", the most of {parts[0].stop} layers" if len(parts) < len(rows) else ""
+    axes.set_title(f"outlier tokens{gathered}: {sum(counts)} of {sum(row['tokens'] for row in rows)}")
+
+
+def _ratios(axes: Any, rows: Rows, parts: Sequence[slice], threshold: float) -> None:
+    ratios = [row["largest_ratio"] for row in rows]
+    tops = [max((r for r in ratios[part] if math.isfinite(r)), default=math.nan) for part in parts]
+    marks: dict[str, Any] = {"marker": "o", "markersize": 3} if len(parts) <= MOST_MARKS else {}
+    x = [(part.start + part.stop - 1) / 2 for part in parts]
+    axes.plot(x, drawable(tops), color=BLUE, linewidth=1.3, **marks)
+    axes.axhline(threshold, color=RED, linewidth=1, linestyle="--")
+    axes.text(
+        0.01,
+        threshold,
+        f"threshold {threshold:g}",
+        transform=axes.get_yaxis_transform(),
+        color=RED,
+        va="bottom",
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
+    )
+    log_axis(axes, [*tops, threshold])
+    axes.set_title("largest max |x| of a token / median of its sample")
 
 
 def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int) -> bytes:
@@ -70,6 +89,7 @@ def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int
         upper.stairs(by_place, ends, fill=True, color=RED)
         upper.set_xlim(-0.5, length - 0.5)
         upper.set_ylim(0, max(1.0, 1.1 * max(by_place)))
+        count_ticks(upper.yaxis)
         width = across[0].stop
         upper.set_title("outliers by position, all layers" + (f", {width} positions in a column" if width > 1 else ""))
         grid = np.stack([np.stack([counts[d, a].sum() for a in across]) for d in down])
@@ -81,8 +101,10 @@ def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int
             interpolation="nearest",
             extent=(-0.5, length - 0.5, len(down) - 0.5, -0.5),
             vmin=0,
+            vmax=max(2, int(grid.max())),
         )
-        page.figure.colorbar(image, ax=lower, label="outliers", shrink=0.9)
+        bar = page.figure.colorbar(image, ax=lower, label="outliers", shrink=0.9)
+        count_ticks(bar.ax.yaxis)
         texts, step = short(layers), max(1, len(down) // 16)
         lower.set_yticks(range(0, len(down), step), [texts[down[i].start] for i in range(0, len(down), step)])
         lower.set_xlabel("position in the sample")
@@ -99,13 +121,14 @@ def token_picture(rows: Rows, *, dpi: int) -> bytes:
     if rest:
         labels.append(f"{len(rows) - MOST_TOKENS} others")
         counts.append(rest)
-    with sheet(1, dpi=dpi, size=(7, 1.0 + 0.19 * len(labels))) as page:
+    with sheet(1, dpi=dpi, size=(11, 0.8 + 0.19 * len(labels))) as page:
         axes = page.panels[0]
         colours = [RED] * len(shown) + [GREY] * (len(labels) - len(shown))
         axes.barh(range(len(labels)), counts, color=colours, height=0.75)
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.12 * max(counts))
+        count_ticks(axes.xaxis)
         for place, count in enumerate(counts):
             axes.text(count, place, f" {count}", va="center", color=GREY)
         axes.set_title("outliers by token, all layers")
