@@ -39,6 +39,14 @@ class Comparison:
     only: tuple[tuple[str, ...], tuple[str, ...]]
     warnings: tuple[str, ...]
 
+    @property
+    def unchanged(self) -> bool:
+        """Every statistic of every tensor that both runs have is the same, those that are no figure here too."""
+        return all(self.a.figures[key] == self.b.figures[key] for key in self.a.figures if key in self.b.figures)
+
+
+_NO_FIGURE = ("module", "kind", "predicted")
+
 
 def read_run(path: str | Path) -> Saved:
     """What a run has written to its folder."""
@@ -64,7 +72,7 @@ def read_run(path: str | Path) -> Saved:
         raise ValueError(f"{str(file)!r} has the format {version}; this probe reads {FORMAT}. Run the analysis again.")
     for (module, kind), row in rows.items():
         row["outliers"] = outliers.get(module) if kind == "output" else None
-    names = tuple(dict.fromkeys(name for row in predicted for name in row if name not in ("module", "kind")))
+    names = tuple(dict.fromkeys(name for row in predicted for name in row if name not in _NO_FIGURE))
     for row in predicted:
         if (row["module"], row["kind"]) in rows:
             rows[row["module"], row["kind"]] |= row
@@ -124,12 +132,11 @@ def _differences(a: Saved, b: Saved) -> tuple[str, ...]:
 
 
 def ranked(comparison: Comparison, figure: str) -> list[dict[str, Any]]:
-    """Rows by how much a figure changed, up or down, the most first."""
+    """Rows in which a figure changed, up or down, the most first: by |log(B/A)|, what has no ratio before all."""
 
     def change(row: Mapping[str, Any]) -> float:
         ratio = row.get(f"{figure} B/A")
-        return (
-            -abs(math.log(ratio)) if ratio else (-math.inf if row.get(f"{figure} A") != row.get(f"{figure} B") else 0.0)
-        )
+        return abs(math.log(ratio)) if ratio else math.inf
 
-    return sorted(comparison.rows, key=change)
+    rows = [row for row in comparison.rows if row.get(f"{figure} A") != row.get(f"{figure} B")]
+    return sorted(rows, key=change, reverse=True)

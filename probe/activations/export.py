@@ -73,12 +73,14 @@ def quantization(statistics: Mapping[tuple[str, str], LayerStatistics]) -> dict[
     usable = {key: s for key, s in statistics.items() if s.count}
     predictions = predict_layers(usable, GATE_FORMATS)
     noise = {(one.module, one.format): one.noise for one in predictions}
+    predicted = {one.module: one.of for one in predictions}
     rows = []
     for module in dict.fromkeys(module for module, _ in usable):
         kind = next(one for one in ("input", "output", "weight") if (module, one) in usable)
         spoiled = spoiled_share(usable[module, kind])
         by_format = {f"noise {format}": noise[module, format] for format in GATE_FORMATS}
-        rows.append({"module": module, "kind": kind, "spoiled_blocks": spoiled, **by_format})
+        what = {"kind": kind, "predicted": predicted[module]}
+        rows.append({"module": module, **what, "spoiled_blocks": spoiled, **by_format})
     kept: Rows = []
     for format in GATE_FORMATS if rows else ():
         names = keep_in_higher_precision([one for one in predictions if one.format == format])

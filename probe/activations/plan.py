@@ -136,6 +136,29 @@ def weight_of(module: nn.Module) -> torch.Tensor | None:
     return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dim() > 0 else None
 
 
+def weight_rows(module: nn.Module) -> torch.Tensor | None:
+    """The weight as rows of inputs, [out, in * kernel] of every kind of module; a vector is one row.
+
+    Most modules store [out, in, ...]. Conv1D of transformers (GPT-2) stores [in, out], transposed convolutions
+    [in, out / groups, ...].
+    """
+    weight = weight_of(module)
+    if weight is None or weight.dim() < 2:
+        return None if weight is None else weight[None]
+    if _stores_inputs_first(module, weight):
+        return weight.T
+    if getattr(module, "transposed", False) is True:
+        grouped = weight.reshape(cast(int, module.groups), -1, *weight.shape[1:])  # [groups, in / groups, out / ...]
+        return grouped.transpose(1, 2).flatten(0, 1).flatten(1)
+    return weight.flatten(1)
+
+
+def _stores_inputs_first(module: nn.Module, weight: torch.Tensor) -> bool:
+    """Whether it is transformers.pytorch_utils.Conv1D, or made from it: known by name, so that nothing is imported."""
+    named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    return named and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
+
+
 def _evenly(names: tuple[str, ...], most: int) -> tuple[str, ...]:
     """Some of many, from the first to the last."""
     if len(names) <= most:

@@ -50,6 +50,8 @@ class Prediction:
     format: str
     mse: float
     mean_square: float  # of the float tensor
+    of: str = ""
+    """What was predicted: linear, which is W x with both on the grid, or input, output or weight alone."""
 
     @property
     def noise(self) -> float:
@@ -93,7 +95,7 @@ def predict_tensor(statistics: LayerStatistics, format: str, *, amax: float | No
         used = np.flatnonzero(counts)
         low, high = _bounds()[:, used]
         total = float((counts[used] * _mean_error(low / step, high / step, fmt)).sum()) * step**2
-    return Prediction(statistics.module, format, total / statistics.count, statistics.mean_square)
+    return Prediction(statistics.module, format, total / statistics.count, statistics.mean_square, statistics.kind)
 
 
 def predict_linear(
@@ -125,7 +127,7 @@ def predict_linear(
     dw = predict_tensor(weight, format).mse if weights else 0.0
     x, w = given.mean_square, weight.mean_square
     signal = channels * x * w if output is None else output.mean_square
-    return Prediction(given.module, format, channels * (dx * w + x * dw + dx * dw), signal)
+    return Prediction(given.module, format, channels * (dx * w + x * dw + dx * dw), signal, "linear")
 
 
 def predict_layers(
@@ -138,19 +140,31 @@ def predict_layers(
     """Every module of which there are statistics in each format, in their order.
 
     With input and weight [out, in] it is predicted as a linear layer, else the tensor at hand by itself: the input,
-    or the output (a site), or the weight. `amax` holds calibrated maxima by module; others take their own.
+    or the output (a site), or the weight: `of` says which. `amax` holds calibrated maxima by module; others take
+    their own.
     """
     found = []
-    known = amax or {}
+    known, apart = amax or {}, unlike(statistics)
     for module in dict.fromkeys(module for module, _ in statistics):
         given, weight, output = (statistics.get((module, kind)) for kind in ("input", "weight", "output"))
         for format in formats:
-            if given is not None and weight is not None and given.channel_amax.size == weight.channel_amax.size:
+            if given is not None and weight is not None and module not in apart:
                 calibrated = known.get(module)
                 found.append(predict_linear(given, weight, format, inputs=inputs, amax=calibrated, output=output))
                 continue
             tensor = next(one for one in (given, output, weight) if one is not None)
             found.append(predict_tensor(tensor, format, amax=None if tensor is weight else known.get(module)))
+    return found
+
+
+def unlike(statistics: Mapping[tuple[str, str], LayerStatistics]) -> dict[str, tuple[int, int]]:
+    """The modules whose input has other channels than their weight, and how many both have: W x is not predicted."""
+    found = {}
+    for module, kind in statistics:
+        if kind == "input" and (module, "weight") in statistics:
+            x, w = (statistics[module, one].channel_amax.size for one in ("input", "weight"))
+            if x != w:
+                found[module] = (x, w)
     return found
 
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -14,13 +14,15 @@ from probe.activations.collecting import Collector, Key
 from probe.activations.heat import HeatGrid
 from probe.activations.memory import keep_large_blocks_apart
 from probe.activations.outliers import LayerOutliers
-from probe.activations.plan import Plan, make_plan, weight_of
+from probe.activations.plan import Plan, make_plan, weight_rows
+from probe.activations.prediction import unlike
 from probe.activations.settings import MemorySettings, Settings
 from probe.activations.statistics import LayerStatistics, measure
 from probe.data.batches import fingerprint
 from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
 from probe.messages import said, some
+from probe.models.limits import position_notes
 from probe.models.load import Loaded, load_model
 from probe.models.mamba import mamba_blocks, with_sites
 from probe.models.placing import NumbersOnly, Placed, Room, at_hand, device_of, place
@@ -91,6 +93,8 @@ def prepare(
     samples = samples_of(documents, loaded.tokenizer, count=data.num_samples, length=data.seq_len, seed=data.seed)
     takes_mask = "attention_mask" in _parameters(model)
     batches = batches_of(samples, batch_size=data.batch_size, pad=takes_mask)
+    told = position_notes(model, data.seq_len, key="data.seq_len", longest=max(map(len, samples)))
+    loaded = replace(loaded, notes=(*loaded.notes, *told))
     for note in loaded.notes:
         progress(f"note: {note}")
     return Prepared(settings, loaded, model, plan, room, batches, documents.about, takes_mask)
@@ -123,9 +127,8 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     for name in plan.measured("weight"):
         module = placed.model.get_submodule(name)
         with at_hand(module):
-            weight = weight_of(module)
-            assert weight is not None
-            rows = weight.reshape(weight.shape[0], -1) if weight.dim() > 1 else weight[None]
+            rows = weight_rows(module)
+            assert rows is not None
             collector.statistics[name, "weight"] = measure(rows, module=name, kind="weight")[0]
     if plan.hooked():
         with collector.hooked(placed.model):
@@ -197,6 +200,12 @@ def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
     nonfinite = [f"{name} ({kind})" for (name, kind), s in collector.statistics.items() if s.nonfinite]
     if nonfinite:
         notes.append(f"NaN or Inf, which are left out of all statistics, in {len(nonfinite)}: {some(nonfinite)}.")
+    apart = [f"{name} ({x} and {w})" for name, (x, w) in unlike(collector.statistics).items()]
+    if apart:
+        notes.append(
+            f"the predicted error of {len(apart)} modules is that of their input alone, without the weight: the input "
+            f"has other channels than a row of the weight, as in convolutions: {some(apart)}."
+        )
     return notes
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from probe.activations.configuration import read_configuration
 from probe.activations.prediction import (
     Prediction,
     _mean_error,
@@ -18,7 +19,9 @@ from probe.activations.prediction import (
     predict_linear,
     predict_tensor,
     spoiled_share,
+    unlike,
 )
+from probe.activations.run import analyze, prepare
 from probe.activations.statistics import LayerStatistics, measure
 from probe.calibration import rotated_twin
 from probe.data import text_of, token_batches
@@ -153,6 +156,47 @@ def test_predicted_errors_of_linear_layers_rank_as_the_measured_ones(name: str) 
     assert 0.85 < ratios[len(ratios) // 2] < 1.1
 
 
+def test_predicted_errors_of_conv1d_of_gpt2_rank_as_the_measured_ones() -> None:
+    """Its weights are [in, out]. x and W on the grid in blocks along inputs, measured with plain torch."""
+    given = {"model.path": "tests.activations.toys:make_gpt2", "data.num_samples": "4", "data.seq_len": "48"}
+    settings = read_configuration(None, list(given.items()))
+    analysis = analyze(settings, progress=lambda _: None)
+    prepared = prepare(settings, progress=lambda _: None)
+    names = [name for name, module in prepared.model.named_modules() if type(module).__name__ == "Conv1D"]
+    assert len(names) == 12
+    assert {name for name, kind in analysis.statistics if kind == "weight"} == set(names)
+    inputs: dict[str, Tensor] = {}
+    for name in names:
+        prepared.model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: inputs.update({name: args[0].flatten(0, 1)})
+        )
+    (batch,) = prepared.batches
+    with torch.no_grad():
+        prepared.model(batch.tokens, use_cache=False)
+    statistics = {key: s for key, s in analysis.statistics.items() if key[0] in names}
+    ratios = []
+    for format in GATE_FORMATS:
+        guesses = {one.module: one for one in predict_layers(statistics, [format])}
+        assert {one.of for one in guesses.values()} == {"linear"}
+        measured = []
+        for name in names:
+            module: Any = prepared.model.get_submodule(name)
+            x, rows = inputs[name], module.weight.detach().T.contiguous()  # [out, in]
+            s = analysis.statistics[name, "weight"]
+            assert (s.rows, s.channel_amax.size) == rows.shape == (module.nf, module.nx), name
+            assert s.channel_amax == pytest.approx(rows.abs().amax(0).numpy())
+            exact = x.double() @ rows.T.double()
+            on_grid = fake_quantize(x, format).double() @ fake_quantize(rows, format).T.double()
+            measured.append(float((on_grid - exact).square().mean()))
+        mine = [guesses[name].mse for name in names]
+        assert spearman(mine, measured) >= 0.9, format
+        ratios += [a / b for a, b in zip(mine, measured, strict=True)]
+    ratios.sort()
+    assert ratios[0] > 0.4
+    assert ratios[-1] < 1.4
+    assert 0.85 < ratios[len(ratios) // 2] < 1.1
+
+
 def test_predicted_errors_of_the_sites_of_a_mamba_rank_as_the_measured_ones() -> None:
     loaded = load_model("tiny-mamba")
     (batch,) = token_batches(text_of("evaluation"), loaded.tokenizer, samples=2, seqlen=64, batch_size=2)
@@ -186,6 +230,25 @@ def test_a_linear_layer_adds_the_errors_of_input_and_weight() -> None:
     assert both.mean_square == pytest.approx(float((x @ w.T).square().mean()), rel=0.05)
     with pytest.raises(ValueError, match="the weight of m has 32 inputs and the input of m 64 channels"):
         predict_linear(given, known(w[:, :32], "weight"), "int8")
+
+
+def test_what_was_predicted_is_said() -> None:
+    """A weight that does not fit its input is left out, and that is no secret."""
+    x, w = torch.randn(64, 40), torch.randn(8, 40)
+    given, output = known(x, "input", "a"), known(x @ w.T, "output", "a")
+    fits, other = known(w, "weight", "a"), known(w[:, :3], "weight", "a")
+    cases: list[tuple[list[LayerStatistics], str, dict[str, tuple[int, int]]]] = [
+        ([given, fits, output], "linear", {}),
+        ([given, other, output], "input", {"a": (40, 3)}),
+        ([given], "input", {}),
+        ([output, fits], "output", {}),
+        ([fits], "weight", {}),
+    ]
+    for statistics, of, apart in cases:
+        named: dict[tuple[str, str], LayerStatistics] = {(s.module, s.kind): s for s in statistics}
+        assert [one.of for one in predict_layers(named, ["int8", "mxint8"])] == [of, of]
+        assert unlike(named) == apart
+    assert predict_layers({("a", "weight"): fits}, ["int8"])[0].as_dict()["of"] == "weight"
 
 
 def test_spoiled_blocks_are_those_with_a_largest_value_far_above_their_median() -> None:

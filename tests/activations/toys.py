@@ -67,6 +67,22 @@ def make_maskless() -> nn.Module:
     return _filled(Maskless())
 
 
+def make_gpt2() -> nn.Module:
+    """A GPT-2 of random weights: its Conv1D store [in, out], c_attn 48 x 144, c_fc 48 x 192; every layer is larger."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=256, n_positions=64, n_embd=48, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+    model: nn.Module = GPT2LMHeadModel(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            if parameter.dim() == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02 * (1 + index / 4))
+                if "c_" in name:
+                    parameter[::7] *= 8  # inputs that matter more: blocks along outputs would be other ones
+    return model
+
+
 def make_nan() -> nn.Module:
     model = _filled(Toy())
     with torch.no_grad():
