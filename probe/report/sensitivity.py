@@ -150,7 +150,7 @@ def _finish(axes: Any, found: Sensitivity) -> None:
     if _positive(found.everything.kl) > 0:
         axes.axhline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(_decade)
+    _plain_ticks(axes.yaxis)
     axes.set_ylabel("KL from the float model, nats")
     axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -170,7 +170,7 @@ def _bars(axes: Any, found: Sensitivity) -> None:
     axes.set_yticks(places, [_kept_name(effect, found) for effect in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(_decade)
+    _plain_ticks(axes.xaxis)
     axes.set_axisbelow(True)
     axes.set_xlabel("KL from the float model, nats")
     axes.grid(axis="x", color="#dde2e8", linewidth=0.8)
@@ -178,9 +178,15 @@ def _bars(axes: Any, found: Sensitivity) -> None:
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
 
 
-def _decade(x: float, place: int) -> str:
-    """matplotlib's own is TeX, which is not parsed: names of layers may hold a $."""
-    return f"{x:.0e}".replace("e-0", "e-").replace("e+0", "e+")
+def _plain_ticks(axis: Any) -> None:
+    """matplotlib's own are TeX, which is not parsed: names of layers may hold a $. Within a decade its parts too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    if high < 30 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _kept_name(effect: Effect, found: Sensitivity) -> str:
@@ -210,7 +216,7 @@ def _map(axes: Any, found: Sensitivity) -> None:
             axes.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", color=colour, fontsize=8)
     axes.set_xticks(range(len(sites)), sites, rotation=30, ha="right")
     axes.set_yticks(range(len(layers)), [str(name) for name in layers])
-    axes.figure.colorbar(shown, ax=axes, label="log10 KL, only this site quantized", fraction=0.03, pad=0.01)
+    axes.figure.colorbar(shown, ax=axes, label="log10 KL, alone", fraction=0.03, pad=0.01)
 
 
 def _rectangle(column: int, row: int, style: dict[str, Any]) -> Any:

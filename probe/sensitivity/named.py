@@ -5,8 +5,10 @@ from pathlib import Path
 
 from probe.data import text_of, token_batches
 from probe.devices import check_device, is_present, is_recorded
-from probe.formats import FORMATS
+from probe.formats import FORMATS, PERCENTILE
 from probe.grids import is_static
+from probe.hooks import select
+from probe.models.limits import check_positions
 from probe.models.load import load_model
 from probe.models.mamba import mamba_blocks
 from probe.modes import Recipe
@@ -24,7 +26,7 @@ def rank_model(
     sites: Sites | None = None,
     data: tuple[str, int, int, int] = ("evaluation", 8, 128, 4),
     calibration_data: tuple[str, int, int] = ("calibration", 16, 256),
-    percentile: float = 0.9995,
+    percentile: float = PERCENTILE,
     device: str = "cpu",
     advice: bool = True,
     allow_download: bool = False,
@@ -46,7 +48,9 @@ def rank_model(
     is_mamba = any(True for _ in mamba_blocks(loaded.model))
     recipe = early or Recipe("2-1" if is_mamba else "linear_wa", format)
     check_recipes(loaded, [recipe])
+    select(loaded.model, layers, model_name=model)  # before a minute of calibration
     source, samples, seqlen, batch_size = data
+    check_positions(loaded.model, seqlen, key="seqlen")
     batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
     calibration = None
     if is_static(FORMATS[format]):

@@ -18,7 +18,7 @@ from probe.sensitivity.calls import CannotRestartError
 from probe.sensitivity.restart import rehearse
 from probe.sensitivity.results import Advice, Effect, Figures, Sensitivity
 from probe.sensitivity.sides import Side
-from probe.sensitivity.units import Twins, Unit, layer_units, make_twins, site_units
+from probe.sensitivity.units import Twins, Unit, layer_units, make_twins, site_units, structure
 
 Sites = Literal["across", "within"]
 #: Called with the work done, the work there is (in layers run), and what is being run.
@@ -39,8 +39,8 @@ class _Tally:
     values: Comparison = field(default_factory=lambda: Comparison(percentiles=False))
 
     def update(self, found: Tensor, expected: Tensor, batch: Tensor) -> None:
-        found, expected = found.cpu().float(), expected.cpu().float()
-        self.logits.update(found[:, :-1], expected[:, :-1], batch[:, 1:].cpu())
+        found, expected = found[:, :-1].cpu().float(), expected[:, :-1].cpu().float()  # that have a next token
+        self.logits.update(found, expected, batch[:, 1:].cpu())
         self.values.update(found, expected)
 
     def figures(self) -> Figures:
@@ -67,6 +67,7 @@ def rank_layers(
     advice: bool = True,
     restart: bool = True,
     together: int | None = None,
+    threads: int | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Sensitivity:
     """Quantize one layer at a time, and all but one; rank them by the KL and the mse of the logits.
@@ -78,18 +79,27 @@ def rank_layers(
     restart    start each run at the layer that differs, from the input that it shares with a whole run. False runs
                the whole model every time: the definition, and what a model that cannot be restarted gets
     together   runs in one forward; None chooses. The figures do not depend on it beyond the order of sums
+    threads    forwards at a time, on the CPU; None: as many as torch has threads, which are divided among them
 
     Batches are worked on one at a time: of one the inputs of all layers are kept, of the others the logits.
     """
-    _check(batches, sites, together)
+    _check(batches, sites, together, threads)
     twins = make_twins(model, recipe, calibration, sites=sites is not None)
     units = site_units(twins, recipe, layers, across=sites == "across") if sites else layer_units(twins, layers)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batches = [batch.to(device) for batch in batches]
-    alone, without, notes = _sides(twins, batches[0][:2, :REHEARSED], restart, together)
+    alone, without, notes = _sides(
+        twins, batches[0][:2, :REHEARSED], restart, {"together": together, "threads": threads}
+    )
     runs = _Runs(alone, without, units, batches, progress)
     runs.measure()
     effects = runs.effects()
+    if all(effect.alone.identical for effect in effects) and not runs.everything.figures().identical:
+        raise ValueError(
+            f"quantized alone, none of these {len(effects)} ({effects[0].name}, ...) changes a bit of the logits, but "
+            f"all of {recipe} does. Choose what it quantizes; or the model calls its layers past its modules, so that "
+            "they cannot be exchanged."
+        )
     found = Sensitivity(
         model=fingerprint(model),
         recipe=str(recipe),
@@ -104,7 +114,7 @@ def rank_layers(
     return replace(found, advice=advise(found, runs.kl_keeping)) if advice else found
 
 
-def _check(batches: Sequence[Tensor], sites: str | None, together: int | None) -> None:
+def _check(batches: Sequence[Tensor], sites: str | None, together: int | None, threads: int | None) -> None:
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
     if min(batch.shape[1] for batch in batches) < 2:
@@ -113,19 +123,21 @@ def _check(batches: Sequence[Tensor], sites: str | None, together: int | None) -
         raise ValueError(f"sites is {sites!r}. Give 'across', 'within', or None for whole layers.")
     if together is not None and together < 1:
         raise ValueError(f"together is {together}; expected 1 or more runs in a forward.")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads is {threads}; expected 1 or more forwards at a time.")
 
 
-def _sides(twins: Twins, sample: Tensor, restart: bool, together: int | None) -> tuple[Side, Side, list[str]]:
+def _sides(twins: Twins, sample: Tensor, restart: bool, options: Any) -> tuple[Side, Side, list[str]]:
     """Both sides, and a note if neither can be restarted."""
     stack = tuple(blocks_of(twins.plain))
-    alone = Side("alone", twins.plain, twins.floating, twins.quantized, stack, together=together)
-    without = Side("without", twins.quantized, twins.quantized, twins.floating, stack, together=together)
+    alone = Side("alone", twins.plain, twins.floating, twins.quantized, stack, **options)
+    without = Side("without", twins.quantized, twins.quantized, twins.floating, stack, **options)
     if not restart:
         return alone, without, []
     try:
-        first = rehearse(alone.shell, sample, stack)
+        first = rehearse(structure(alone.shell), sample, stack)
         # built-in modes change what is inside of layers, not who calls them
-        second = rehearse(without.shell, sample, stack) if twins.is_foreign else first
+        second = rehearse(structure(without.shell), sample, stack) if twins.is_foreign else first
     except CannotRestartError as problem:
         return alone, without, [f"every run is a whole run, which takes longer: {problem}."]
     return replace(alone, rehearsal=first), replace(without, rehearsal=second), []

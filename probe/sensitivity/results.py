@@ -10,7 +10,9 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The logits of one run against those of the float model; None where a figure is not finite.
+    """The logits of one run against those of the float model, at every position that has a next token.
+
+    None where a figure is not finite.
 
     kl               mean over positions of KL(float || run), in nats
     mse              mean squared difference of the logits
@@ -23,7 +25,7 @@ class Figures:
     top1_agreement: float | None
     change_in_bits: float | None
     finite: bool  # no NaN and no Inf in any logit
-    identical: bool  # every bit is that of the float model
+    identical: bool  # every bit there is that of the float model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from probe.runner import logits_of
 from probe.sensitivity.restart import Passage, Rehearsal, Run, passage, restarted
-from probe.sensitivity.units import Unit, by_block, mixed
+from probe.sensitivity.threads import at_once
+from probe.sensitivity.units import Unit, by_block, mixed, structure
 
 #: Tokens in a forward over several runs: beyond, larger batches are no faster and take more memory.
 TOKENS_TOGETHER = 1024
@@ -29,6 +30,7 @@ class Side:
     stack: tuple[str, ...]  # the layers, by name
     rehearsal: Rehearsal | None = None  # None: every run is a whole run
     together: int | None = None  # runs in a forward; None chooses by TOKENS_TOGETHER
+    threads: int | None = None  # forwards at a time; None: as many as torch has threads
 
     @property
     def is_whole(self) -> bool:
@@ -53,11 +55,14 @@ class Side:
             yield unit, logits_of(self.whole(unit.paths), known.batch), len(self.stack)
         rest = sorted((start, index) for index, start in enumerate(starts) if start >= 0)
         size = self._runs_together(known.batch)
-        for first in range(0, len(rest), size):
-            group = rest[first : first + size]
-            runs = [self._run(units[index]) for _, index in group]
+        groups = [rest[first : first + size] for first in range(0, len(rest), size)]
+
+        def work(group: Sequence[tuple[int, int]]) -> list[Tensor]:
             assert self.rehearsal is not None
-            found = restarted(self.shell, known, self.rehearsal, runs)
+            runs = [self._run(units[index]) for _, index in group]
+            return restarted(structure(self.shell), known, self.rehearsal, runs)
+
+        for group, found in at_once(work, groups, self._threads(known.batch)):
             for (start, index), logits in zip(group, found, strict=True):
                 yield units[index], logits, len(self.stack) - start
 
@@ -67,7 +72,7 @@ class Side:
         blocks = by_block(paths, self.stack)
         if blocks is None:  # outside of the layers
             return mixed(self.shell, self.donor, paths)
-        model = mixed(self.shell, self.shell, ())
+        model = structure(self.shell)
         for name, inner in blocks.items():
             parent, _, child = name.rpartition(".")
             model.get_submodule(parent)._modules[child] = mixed(self.base, self.donor, inner, at=name)
@@ -85,6 +90,10 @@ class Side:
         blocks = by_block(unit.paths, self.stack)
         assert blocks is not None
         return Run(unit.name, {at: mixed(self.base, self.donor, inner, at=at) for at, inner in blocks.items()})
+
+    def _threads(self, batch: Tensor) -> int:
+        wanted = self.threads or torch.get_num_threads()
+        return wanted if batch.device.type == "cpu" else 1
 
     def _runs_together(self, batch: Tensor) -> int:
         if self.rehearsal is None or not self.rehearsal.stackable:

@@ -146,7 +146,7 @@ def mixed(base: nn.Module, donor: nn.Module, paths: Sequence[str], *, at: str = 
     """
     if at in paths:
         return donor.get_submodule(at)
-    result = _structure(base.get_submodule(at))
+    result = structure(base.get_submodule(at))
     for path in paths:
         parent, _, child = path.rpartition(".")
         inside = parent[len(at) :].lstrip(".") if at else parent
@@ -156,10 +156,10 @@ def mixed(base: nn.Module, donor: nn.Module, paths: Sequence[str], *, at: str = 
     return result
 
 
-def _structure(module: nn.Module) -> nn.Module:
-    """A copy of the modules, not of the tensors."""
+def structure(module: nn.Module) -> nn.Module:
+    """A copy of the modules, not of the tensors: what is done to its modules is done to it alone."""
     result = copy.copy(module)
-    result._modules = {name: child and _structure(child) for name, child in module._modules.items()}
+    result._modules = {name: child and structure(child) for name, child in module._modules.items()}
     result._parameters = dict(module._parameters)
     return result
 

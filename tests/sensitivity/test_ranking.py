@@ -15,6 +15,7 @@ from probe.modes import Recipe, apply, register_mode, unregister_mode
 from probe.overview import calibrate_on
 from probe.sensitivity import Sensitivity, rank_layers
 from probe.sensitivity.restart import rehearse
+from probe.sensitivity.threads import at_once
 from probe.sensitivity.units import make_twins, mixed, site_units
 
 
@@ -98,11 +99,15 @@ def test_the_definition_is_a_model_with_one_block_of_the_other(mamba: tuple[Load
                 other: Any = apply(loaded.model, second, calibration if second.format else None)
                 shell.backbone.layers[index] = other.backbone.layers[index]
                 reference: Any = apply(loaded.model, Recipe("fp32"))
-                compared = LogitComparison()
+                compared, squares, count = LogitComparison(), 0.0, 0
                 for batch in batches:
-                    logits, expected = (m(batch, use_cache=False).logits for m in (shell, reference))
-                    compared.update(logits[:, :-1], expected[:, :-1], batch[:, 1:])
-                assert getattr(found.effects[index], side).kl == pytest.approx(compared.metrics().kl, rel=1e-6)
+                    logits, expected = (m(batch, use_cache=False).logits[:, :-1] for m in (shell, reference))
+                    compared.update(logits, expected, batch[:, 1:])
+                    squares += float((logits - expected).double().square().sum())
+                    count += logits.numel()
+                figures = getattr(found.effects[index], side)
+                assert figures.kl == pytest.approx(compared.metrics().kl, rel=1e-6)
+                assert figures.mse == pytest.approx(squares / count, rel=1e-6), "at the same positions"
 
 
 def test_sites_alone_sum_up_to_what_their_layer_holds(mamba: tuple[Loaded, Calibration]) -> None:
@@ -147,6 +152,42 @@ def test_every_site_of_every_mode_has_an_effect(mamba: tuple[Loaded, Calibration
     assert {"A_log", "D", "conv1d.weight", "dt_proj.weight"} <= set(names)
     assert "scan.state" not in names
     assert all(effect.alone.kl and effect.alone.kl > 1e-9 and not effect.alone.identical for effect in found.effects)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_forwards_at_the_same_time_give_what_one_after_the_other_gives(
+    mamba: tuple[Loaded, Calibration], threads: int
+) -> None:
+    loaded, calibration = mamba
+    given: Any = (loaded.model, Recipe("2-1", "int8"), batches_of(loaded), calibration)
+    own = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = rank_layers(*given, advice=False, together=1, threads=1)
+        torch.set_num_threads(threads)
+        found = rank_layers(*given, advice=False, together=1, threads=threads)
+        assert torch.get_num_threads() == threads, "as before"
+    finally:
+        torch.set_num_threads(own)
+    assert [effect.name for effect in found.effects] == [effect.name for effect in expected.effects]
+    for a, b in zip(found.effects, expected.effects, strict=True):
+        for side in ("alone", "without"):
+            x, y = getattr(a, side), getattr(b, side)
+            assert (x.kl, x.mse) == (pytest.approx(y.kl, rel=1e-4), pytest.approx(y.mse, rel=1e-4))
+
+
+def test_forwards_run_at_the_same_time_and_in_the_order_given() -> None:
+    from threading import Barrier
+
+    meet = Barrier(3, timeout=20)  # breaks unless three are there at once
+
+    def work(item: int) -> int:
+        meet.wait()
+        return item * 10 + torch.get_num_threads()
+
+    own = torch.get_num_threads()
+    assert list(at_once(work, range(6), 3)) == [(i, i * 10 + max(1, own // 3)) for i in range(6)]
+    assert torch.get_num_threads() == own
 
 
 def test_the_model_is_left_as_it_was(mamba: tuple[Loaded, Calibration]) -> None:
@@ -258,6 +299,29 @@ def test_a_model_that_cannot_be_restarted_is_run_whole_and_says_so(how: str, why
     found = rank_layers(*given, advice=False)
     assert found.notes == (f"every run is a whole run, which takes longer: {why}.",)
     assert found.effects == rank_layers(*given, restart=False, advice=False).effects
+
+
+class Hidden(Stack):
+    """Calls its layers through a list that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__("named")
+        self.order = list(self.layers)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        h = self.embedding(batch)
+        for layer in self.order:
+            h = layer(h)
+        return self.out(h)
+
+
+def test_layers_that_cannot_be_exchanged_are_an_error_and_not_a_ranking_of_zeros() -> None:
+    batches = [torch.arange(12).reshape(2, 6)]
+    assert rank_layers(Stack("named"), Recipe("linear_wa", "fp4_e2m1"), batches, advice=False).effects
+    for layers in (("all",), ("embedding",)):
+        model = Hidden() if layers == ("all",) else Stack("named")
+        with pytest.raises(ValueError, match=r"quantized alone, none of these \d \(.*\) changes a bit of the logits"):
+            rank_layers(model, Recipe("linear_wa", "fp4_e2m1"), batches, layers=layers, advice=False)
 
 
 def test_modules_outside_the_stack_are_whole_runs_of_their_own() -> None:
