@@ -69,11 +69,17 @@ def _analyze(options: argparse.Namespace) -> int:
         return 0
     from probe.activations.run import prepare, run
 
+    told: list[str] = []
+
+    def progress(text: str) -> None:
+        told.append(text)
+        _say(text)
+
     prepared = prepare(
         settings,
         allow_download=options.allow_download,
         trust_remote_code=options.trust_remote_code,
-        progress=_say,
+        progress=progress,
     )
     if options.dry_run:
         from probe.report.activations.terminal import dry_run_text
@@ -83,9 +89,9 @@ def _analyze(options: argparse.Namespace) -> int:
     from probe.report.activations.terminal import summary_text
     from probe.report.activations.writing import write_analysis
 
-    analysis = run(prepared, progress=_say)
-    written = write_analysis(analysis, progress=_say)
-    print(summary_text(analysis, written))
+    analysis = run(prepared, progress=progress)
+    written = write_analysis(analysis, progress=progress)
+    print(summary_text(analysis, written, told=told))
     return 0
 
 

@@ -19,20 +19,32 @@ nav{margin:10px 0;line-height:2}
 nav a{margin-right:14px;color:#0b5cad;white-space:nowrap}
 pre{background:#f6f8fa;border:1px solid #e1e6eb;border-radius:4px;padding:10px 12px;overflow-x:auto;
   font:12px/1.5 "DejaVu Sans Mono",Menlo,Consolas,monospace}
-.box{max-width:100%;max-height:640px;overflow:auto;border:1px solid #dde2e8;border-radius:4px;display:inline-block}
-table{border-collapse:collapse;font-size:13px}
-th{position:sticky;top:0;background:#eef1f5;text-align:left;font-weight:600;cursor:pointer;user-select:none}
+.wide{position:relative;display:inline-block;max-width:100%}
+.box{max-height:640px;overflow:auto;border:1px solid #dde2e8;border-radius:4px}
+.box::-webkit-scrollbar{width:11px;height:11px}
+.box::-webkit-scrollbar-thumb{background:#9aa7b4;border-radius:6px;border:2px solid #eef1f5}
+.box::-webkit-scrollbar-track{background:#eef1f5}
+.wide.more::after{content:"";position:absolute;top:0;right:0;bottom:0;width:34px;pointer-events:none;z-index:3;
+  background:linear-gradient(to right,rgba(28,39,51,0),rgba(28,39,51,.28))}
+table{border-collapse:separate;border-spacing:0;font-size:13px}
+th{position:sticky;top:0;background:#eef1f5;text-align:left;font-weight:600;cursor:pointer;user-select:none;z-index:1}
+td:first-child,th:first-child{position:sticky;left:0;border-right:1px solid #dde2e8;white-space:normal;max-width:40vw;
+  overflow-wrap:break-word}
+td:first-child{background:#fff}
+th:first-child{z-index:2}
 th,td{padding:4px 12px;border-bottom:1px solid #e8ecf0;white-space:nowrap}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
-tr.bad td{background:#fdecee}
+tr.bad td,tr.bad td:first-child{background:#fdecee}
 th[aria-sort=ascending]::after{content:" \\25b4"}
 th[aria-sort=descending]::after{content:" \\25be"}
 th:focus-visible{outline:2px solid #0b5cad}
 figure{margin:12px 0}
 figure img{max-width:100%;height:auto;border:1px solid #e8ecf0}
 figcaption,.caption{color:#5f6b7a;font-size:13px;margin:4px 0 2px}
+.caption{margin-top:16px}
 """
-#: A click (or Enter) on a head sorts by that column, numbers as numbers; what is no number comes last.
+#: A click (or Enter) on a head sorts by that column, numbers as numbers; what is no number comes last. A shadow on
+#: the right edge of a table says that it goes on there.
 SCRIPT = """
 document.querySelectorAll('th').forEach(head => {
   const sort = () => {
@@ -52,6 +64,13 @@ document.querySelectorAll('th').forEach(head => {
   head.tabIndex = 0
   head.addEventListener('click', sort)
   head.addEventListener('keydown', event => { if (event.key === 'Enter') sort() })
+})
+document.querySelectorAll('.box').forEach(box => {
+  const mark = () =>
+    box.parentElement.classList.toggle('more', box.scrollLeft + box.clientWidth < box.scrollWidth - 1)
+  box.addEventListener('scroll', mark)
+  addEventListener('resize', mark)
+  mark()
 })
 """
 
@@ -93,7 +112,8 @@ class Document:
         )
         said = f'<p class="caption">{_shown(caption)}</p>' if caption else ""
         self._parts.append(
-            f"{said}<div class=box><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+            f"{said}<div class=wide><div class=box><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            "</div></div>"
         )
 
     def picture(self, png: bytes, *, alt: str, caption: str = "") -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from probe.report.document import Document
 from probe.report.files import write
+from probe.report.ticks import plain_log
 from probe.sensitivity.results import Effect, Sensitivity
 
 ALONE, WITHOUT, KEPT, GREY = "#0072b2", "#d55e00", "#fbe9cf", "#5f6b7a"
@@ -150,7 +151,7 @@ def _finish(axes: Any, found: Sensitivity) -> None:
     if _positive(found.everything.kl) > 0:
         axes.axhline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
     axes.set_yscale("log")
-    _plain_ticks(axes.yaxis)
+    plain_log(axes.yaxis)
     axes.set_ylabel("KL from the float model, nats")
     axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -170,23 +171,12 @@ def _bars(axes: Any, found: Sensitivity) -> None:
     axes.set_yticks(places, [_kept_name(effect, found) for effect in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xscale("log")
-    _plain_ticks(axes.xaxis)
+    plain_log(axes.xaxis)
     axes.set_axisbelow(True)
     axes.set_xlabel("KL from the float model, nats")
     axes.grid(axis="x", color="#dde2e8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-
-
-def _plain_ticks(axis: Any) -> None:
-    """matplotlib's own are TeX, which is not parsed: names of layers may hold a $. Within a decade its parts too."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    low, high = axis.get_view_interval()
-    if high < 30 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _kept_name(effect: Effect, found: Sensitivity) -> str:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from probe.activations.compare import compare_runs
+from probe.activations.compare import compare_runs, ranked
 from probe.cli import main
 from probe.cli.analyze import overrides
+from probe.report.activations.comparison import change_pictures, comparison_text
+from probe.report.activations.drawing import Sheet
 from tests.report.browser import open_report
 
 TOY = [
@@ -34,20 +36,43 @@ def test_a_dry_run_shows_everything_and_runs_nothing(tmp_path: Path, capsys: pyt
     folder = tmp_path / "not made"
     assert main(["analyze", *TOY, "--magnitude.reduce_dim", "-1", "--dry-run", "--save_dir", str(folder)]) == 0
     text = capsys.readouterr().out
-    head = yaml.safe_load(text.partition("\n\n")[0])
-    assert head["visualization"]["magnitude"]["reduce_dim"] == -1
-    assert head["data"]["num_samples"] == 3
+    assert text.startswith("model: tests.activations.toys:make, ")
+    last = text.partition("configuration, where it differs from the defaults (--keys shows all):\n")[2]
+    assert yaml.safe_load(last.partition("\n\n")[0]) == {
+        "model": {"path": "tests.activations.toys:make"},
+        "data": {"num_samples": 3, "seq_len": 12},
+        "visualization": {
+            "save_dir": str(folder),
+            "dpi": 50,
+            "enabled": {"heatmap_3d": False},
+            "magnitude": {"reduce_dim": -1},
+            "outlier": {"threshold": 8.0},
+        },
+    }
     for part in (
         "statistics of the input of 6 modules:\n  layers.0.up_proj\n",
         "outlier tokens of 3 layers:\n  layers.0\n",
         "heat maps of 0 layers, output:\n  none",
-        "3 samples, 36 tokens in 1 batches, 0 of padding",
+        "3 samples, 36 tokens in 1 batch, 0 of padding",
         "magnitude_input.png\n",
         "outlier_token.png (if there are outliers)",
         "Nothing was run",
     ):
         assert part in text, part
     assert not folder.exists()
+
+
+def test_a_dry_run_of_the_defaults_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", "--dry-run"]) == 0
+    assert "\nconfiguration: the defaults (--keys shows them)\n" in capsys.readouterr().out
+
+
+def test_a_note_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--save_dir", str(tmp_path), "--output.formats", "json"]
+    assert main(["analyze", *TOY, *given]) == 0
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("brings no tokenizer") == 1
+    assert said.out.endswith(f"\n1 file, the last: {tmp_path / 'analysis.json'}\n")
 
 
 def test_keys_are_shown_with_their_values(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +157,107 @@ def test_a_comparison_is_a_table_pictures_and_a_page(
         assert browser.execute_script(script)
         assert browser.execute_script("return document.querySelectorAll('img').length") == len(pictures)
         assert "make_other" in browser.find_element("tag name", "body").text
+
+
+def test_of_a_run_and_itself_nothing_changed(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", "--compare", str(runs[0]), str(runs[0]), "--output", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    same = "Nothing changed: every statistic of the 5 tensors that both runs have is the same."
+    assert f"\n\n{same}\n" in text
+    assert "max/median A" not in text
+    html = (tmp_path / "comparison_report.html").read_text()
+    assert f"<p>{same}</p>" in html
+    assert "By the change of" not in html
+
+
+def test_only_what_changed_is_listed_as_changed(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    def one(kept: Any) -> None:
+        kept["tables"]["statistics"][0]["kurtosis"] = 99.0
+
+    def hidden(kept: Any) -> None:
+        kept["tables"]["statistics"][0]["nonfinite"] = 7
+
+    comparison = compare_runs(runs[0], changed(runs[0], tmp_path / "b", one))
+    assert not ranked(comparison, "max_to_median")
+    assert [row["kurtosis B"] for row in ranked(comparison, "kurtosis")] == [99.0]
+    text = comparison_text(comparison)
+    assert "\nmax / median is the same in 5 of 5 tensors. What changed otherwise: kurtosis.\n" in text
+    text = comparison_text(compare_runs(runs[0], changed(runs[0], tmp_path / "c", hidden)))
+    assert "Nothing changed" not in text, "a statistic that is no figure of the table differs"
+
+
+def test_a_line_never_joins_tensors_of_different_kinds_or_families(
+    runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few families in one picture, of many in a picture for each kind."""
+    seen: list[list[tuple[str, list[int]]]] = []
+    png = Sheet.png
+
+    def kept(page: Sheet) -> bytes:
+        shown = [(axes.get_title("left"), [len(one.get_xdata()) for one in axes.lines]) for axes in page.panels]
+        seen.append(shown)
+        return png(page)
+
+    monkeypatch.setattr(Sheet, "png", kept)
+    few = change_pictures(compare_runs(*runs), "amax")
+    assert [one.file for one in few] == ["amax"]
+    assert seen == [
+        [
+            ("layers.#.up_proj input", [1, 1]),
+            ("layers.# output", [2, 2]),
+            ("layers.#.up_proj output", [1, 1]),
+            ("layers.#.up_proj weight", [1, 1]),
+        ]
+    ]
+
+    def many(kept: Any) -> None:
+        rows = kept["tables"]["statistics"]
+        kept["tables"]["statistics"] = [
+            {**rows[0], "module": f"layers.{i}.{name}", "kind": kind}
+            for kind in ("output", "input", "weight")
+            for i in range(3)
+            for name in ("q", "k", "v", "o", "up", "down")
+        ]
+        kept["tables"]["predicted_error"] = []
+
+    seen.clear()
+    folders = [changed(run, tmp_path / name, many) for name, run in zip("ab", runs, strict=True)]
+    pictures = change_pictures(compare_runs(*folders), "amax")
+    assert [one.file for one in pictures] == ["amax_input", "amax_output", "amax_weight"]
+    assert [[title for title, _ in one] for one in seen] == [
+        [f"layers.#.{name} {kind}" for name in ("q", "k", "v", "o", "up", "down")]
+        for kind in ("input", "output", "weight")
+    ]
+    assert {tuple(sizes) for one in seen for _, sizes in one} == {(3, 3)}
+    assert all("A grey and wide, B orange" in one.caption for one in pictures)
+
+
+def test_zeros_of_both_runs_are_marked_on_the_lower_edge(
+    runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one outlier against none, one would else see a dot and nothing of the other run."""
+
+    def first(kept: Any) -> None:
+        for place, row in enumerate(kept["tables"]["outlier_layer_wise"]):
+            row["outliers"] = int(place == 0)
+
+    def none(kept: Any) -> None:
+        for row in kept["tables"]["outlier_layer_wise"]:
+            row["outliers"] = 0
+
+    marks: list[list[float]] = []
+    png = Sheet.png
+
+    def kept(page: Sheet) -> bytes:
+        marks.extend(list(one.get_xdata()) for one in page.panels[0].lines if one.get_marker() == "v")
+        return png(page)
+
+    monkeypatch.setattr(Sheet, "png", kept)
+    comparison = compare_runs(changed(runs[0], tmp_path / "a", first), changed(runs[0], tmp_path / "b", none))
+    change_pictures(comparison, "outliers")
+    assert marks == [[1], [0, 1]]
 
 
 def changed(run: Path, target: Path, change: Any) -> Path:

@@ -1,24 +1,31 @@
 """Promises of the files: every picture, every number behind it, a page that is safe and works in a browser."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from probe.activations.configuration import read_configuration
 from probe.activations.export import MOST_HEAT, histogram, tables
 from probe.activations.run import Analysis, analyze
 from probe.activations.settings import EnabledSettings
+from probe.activations.statistics import measure
 from probe.report.activations import drawing
 from probe.report.activations.drawing import bins, families, short
+from probe.report.activations.earlier import LIST
+from probe.report.activations.page import hardest
 from probe.report.activations.pictures import heat_file, pictures_of, planned_files
+from probe.report.activations.terminal import summary_text
 from probe.report.activations.tokens import token_label
 from probe.report.activations.writing import csv_text, write_analysis
 from tests.report.browser import open_report
@@ -56,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Analysis, Path]:
 def test_all_files_that_were_planned_are_written_and_no_others(run: tuple[Analysis, Path]) -> None:
     analysis, folder = run
     planned = {name.partition(" (")[0] for name in planned_files(analysis.settings, analysis.plan)}
-    assert {path.name for path in folder.iterdir()} == planned
+    assert {path.name for path in folder.iterdir()} == planned | {LIST}
     assert {"magnitude_input.png", "outlier_token.png", "distribution_boxplot.png", "percentile_range.png"} <= planned
     assert "heatmap_3d_00_layers_0.png" in planned
 
@@ -183,6 +190,100 @@ def test_values_below_a_logarithmic_axis_are_marked_on_its_edge() -> None:
     assert list(marks.get_xdata()) == [1, 2]
 
 
+FORMATS = [f"a format {i}" for i in range(8)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_legend_is_never_cut_off(count: int) -> None:
+    """However few panels there are, and however much it has to say."""
+    for labels in (FORMATS, [name * 6 for name in FORMATS]):
+        with drawing.sheet(count, dpi=50) as page:
+            for label in labels:
+                drawing.line(page.panels[0], [1.0, 2.0], colour="black", label=label)
+            drawing.legend(page, page.panels[0])
+            page.png()
+            (made,) = page.figure.legends
+            assert len(made.get_texts()) == len(labels)
+            for text in made.get_texts():
+                box = text.get_window_extent()
+                assert box.x0 >= 0
+                assert box.x1 <= page.figure.bbox.width
+                assert box.y1 <= page.figure.bbox.height
+
+
+def test_long_names_leave_a_panel_its_height() -> None:
+    groups = {"all layers": [f"branch_with_a_long_name_{i}" for i in "abcdefghij"]}
+    heights = []
+    for some in (groups, {"layers.#": ["layers.0", "layers.1"]}):
+        with drawing.family_sheet(some, dpi=50) as page:
+            axes = page.panels[0]
+            axes.plot(range(len(next(iter(some.values())))))
+            drawing.layer_axis(axes, next(iter(some.values())))
+            page.png()
+            heights.append(axes.get_window_extent().height)
+    assert heights[0] > 0.9 * heights[1]
+
+
+def test_modules_that_are_no_family_are_not_joined_by_a_line() -> None:
+    with drawing.sheet(1, dpi=50) as page:
+        drawing.line(page.panels[0], [1.0, 2.0], colour="black", label="x", joined=False)
+        assert page.panels[0].lines[0].get_linestyle() == "None"
+
+
+def test_ticks_of_octaves_are_far_enough_apart() -> None:
+    with drawing.sheet(3, dpi=50) as page:
+        axes = page.panels[0]
+        axes.set_xscale("log", base=2)
+        for low in range(-149, -4, 3):
+            axes.set_xlim(2.0**low, 2.0**5)
+            drawing.octave_ticks(axes.xaxis)
+            page.png()
+            boxes = [one.get_window_extent() for one in axes.get_xticklabels() if low <= _octave(one) <= 5]
+            assert all(b.x0 - a.x1 > 4 for a, b in pairwise(boxes)), low  # 4 of 50 dots per inch
+
+
+def _octave(label: Any) -> float:
+    return float(label.get_text().removeprefix("2^"))
+
+
+def test_the_summary_says_what_was_not_said_before(run: tuple[Analysis, Path]) -> None:
+    analysis = dataclasses.replace(run[0], notes=("one", "two"))
+    text = summary_text(analysis, [Path("a/analysis.json")], told=["note: one", "drawing"])
+    assert "note: one" not in text
+    assert "\nnote: two\n" in text
+    assert text.endswith("\n1 file, the last: a/analysis.json")
+    assert "36 tokens" in text
+    assert " - x" not in text
+
+
+def test_a_tensor_that_is_mostly_zeros_is_the_hardest_and_said_so() -> None:
+    x = torch.zeros(100, 8)
+    x[3, 2] = 5.0
+    usual = measure(torch.randn(100, 8), module="b", kind="output")[0]
+    sparse = measure(x, module="a", kind="output")[0]
+    none = measure(torch.zeros(4, 8), module="c", kind="output")[0]
+    analysis = dataclasses.replace(
+        found(**FEW), statistics={("b", "output"): usual, ("c", "output"): none, ("a", "output"): sparse}
+    )
+    assert [s.module for s in hardest(analysis)] == ["a", "b", "c"]
+    assert "a output: max |x| 5, the median is 0, the 99th percentile is 0\n" in summary_text(analysis, [])
+
+
+def test_every_table_of_the_page_says_what_it_is_and_its_file(run: tuple[Analysis, Path]) -> None:
+    html = (run[1] / "analysis_report.html").read_text()
+    captions = re.findall(r'<p class="caption">(.*?)</p>', html)
+    assert len(captions) == html.count("<table>") == 12
+    named = [match[1] for one in captions if (match := re.search(r"\b(\w+)\.csv", one))]
+    assert len(named) == len(set(named)) == 11  # all but the one that is a choice of rows
+    assert all((run[1] / f"{name}.csv").exists() for name in named)
+    assert all(len(one.split()) > 4 for one in captions), captions
+
+
+def test_a_file_that_is_not_written_is_not_named(tmp_path: Path) -> None:
+    write_analysis(found(**{**FEW, "visualization.save_dir": tmp_path, "output.formats": "html"}), progress=quiet)
+    assert ".csv" not in (tmp_path / "analysis_report.html").read_text()
+
+
 class TestManyLayersAndChannels:
     """Nothing grows without bound: points, panels, pictures, rows."""
 
@@ -192,9 +293,11 @@ class TestManyLayersAndChannels:
         assert 200 <= len(bins(100_001)) <= 400
         assert bins(100_001)[-1].stop == 100_001
 
-    def test_families_are_modules_that_differ_in_numbers_only(self) -> None:
+    def test_families_are_modules_that_differ_in_numbers_of_their_path_only(self) -> None:
         names = [f"layers.{i}.{kind}" for i in range(3) for kind in ("up", "down")]
         assert families(names) == {"layers.#.up": names[::2], "layers.#.down": names[1::2]}
+        layers = [f"layers.{i}.{kind}" for i in range(2) for kind in ("fc1", "fc2")]
+        assert families(layers) == {"layers.#.fc1": layers[::2], "layers.#.fc2": layers[1::2]}
         odd = [f"part_{chr(97 + i)}" for i in range(14)]
         assert families(odd) == {"all layers": odd}
 

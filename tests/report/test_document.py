@@ -70,3 +70,33 @@ def test_a_page_sorts_by_number_and_shows_its_picture(tmp_path: Path) -> None:
         assert browser.execute_script(column)[:3] == ["10", "2.5", "-3e-07"]
         assert browser.execute_script("return document.querySelector('img').naturalWidth") == 1
         assert not [one for one in browser.get_log("browser") if one["level"] == "SEVERE"]
+
+
+def test_a_wide_table_shows_that_it_goes_on_and_keeps_its_first_column(tmp_path: Path) -> None:
+    made = Document("wide")
+    columns = {f"a long name of a column {i}": 1.5 for i in range(20)}
+    made.table(
+        [{"module": f"layers.{i}." + "x" * 400 * (i == 0), **columns} for i in range(60)], bad=[False, True] * 30
+    )
+    made.table([{"module": "layers.0", "figure": 1}])
+    with open_report(made.write(tmp_path / "page.html")) as browser:
+        assert browser.execute_script(
+            "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        ), "the page itself is not wider than the window"
+        marked = "return [...document.querySelectorAll('.wide')].map(one => one.classList.contains('more'))"
+        assert browser.execute_script(marked) == [True, False]
+        place = """
+            const box = document.querySelector('.box'), cell = box.querySelector('tbody td')
+            return [cell.getBoundingClientRect().left - box.getBoundingClientRect().left,
+                    cell.getBoundingClientRect().width / box.clientWidth,
+                    box.querySelector('th').getBoundingClientRect().top - box.getBoundingClientRect().top]
+        """
+        left, share, top = browser.execute_script(place)
+        assert share < 0.6, "a long name leaves room for the rest"
+        browser.execute_script("document.querySelector('.box').scrollTo(1e6, 300)")
+        browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+        assert browser.execute_script(place)[::2] == [left, top]
+        assert browser.execute_script(marked) == [False, False], "the end is reached"
+        colours = "return [...document.querySelectorAll('tbody tr')].slice(0, 2).map(one => "
+        colours += "new Set([...one.cells].map(cell => getComputedStyle(cell).backgroundColor)).size)"
+        assert browser.execute_script(colours)[1] == 1, "a marked row is marked as a whole"

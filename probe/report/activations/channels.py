@@ -19,11 +19,11 @@ from probe.report.activations.drawing import (
     Values,
     bins,
     legend,
-    log_ticks,
     sheet,
     styled,
     tail,
 )
+from probe.report.ticks import plain_log_bar
 
 #: Fields of the surface: more are slow to draw and hide one another.
 SURFACE = (64, 96)
@@ -66,7 +66,7 @@ def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -
         right.set_ylabel("token")
         bar = figure.colorbar(image, cax=figure.add_axes((0.935, 0.12, 0.015, 0.78)), label="|x|")
         if bar.ax.get_yscale() == "log":
-            log_ticks(bar.ax.yaxis)
+            plain_log_bar(bar)
         figure.suptitle(f"{tail(heat.module, 80)} {heat.kind}, sample {heat.sample}", x=0.01, ha="left", fontsize=9)
         return page.png()
 

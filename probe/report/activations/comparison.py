@@ -1,16 +1,34 @@
 """Two runs compared: a table in the terminal, CSV, a picture and a page."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from probe.activations.compare import Comparison, compare_runs, ranked
-from probe.report.activations.drawing import BLUE, GREY, RED, drawable, families, layer_axis, log_axis, sheet, tail
-from probe.report.activations.page import MOST_ROWS
+from probe.report.activations.drawing import (
+    GREY,
+    MIXED,
+    MOST_PANELS,
+    RED,
+    families,
+    family_sheet,
+    layer_axis,
+    legend,
+    line,
+    log_axis,
+    mark_below,
+    tail,
+)
+from probe.report.activations.page import MOST_ROWS, rows_said
+from probe.report.activations.pictures import Picture
 from probe.report.activations.writing import csv_text
 from probe.report.document import Document
 from probe.report.files import write
 
 _DPI = 150
+#: Tensors are ranked by its change.
+FIGURE = "max_to_median"
 #: Rows in the terminal.
 MOST_LINES = 12
 
@@ -19,32 +37,49 @@ def write_comparison(a: str, b: str, *, folder: str | None = None) -> tuple[str,
     """Compare the folders of two runs and write what differs; the text for the terminal, and the files."""
     comparison = compare_runs(a, b)
     target = Path(folder) if folder else Path(b) / "compared"
-    pictures = {name: change_picture(comparison, name) for name in comparison.figures}
+    pictures = [one for name in comparison.figures for one in change_pictures(comparison, name)]
     written = [write(target / "comparison.csv", csv_text(list(comparison.rows)))]
-    written += [write(target / f"{name.replace(' ', '_')}.png", png) for name, png in pictures.items()]
+    written += [write(target / f"{one.file}.png", one.png) for one in pictures]
     written.append(comparison_page(comparison, pictures).write(target / "comparison_report.html"))
     return comparison_text(comparison), written
 
 
 def comparison_text(comparison: Comparison) -> str:
     """The tensors that changed most."""
-    figure = "max_to_median"
     lines = [f"A {_said(comparison.a)}", f"B {_said(comparison.b)}", *_warned(comparison), ""]
-    rows = ranked(comparison, figure)[:MOST_LINES]
+    rows = ranked(comparison, FIGURE)
+    if rows:
+        lines += _changes(rows[:MOST_LINES])
+    if len(rows) < len(comparison.rows):
+        lines.append(_same(comparison, len(rows)))
+    counts = [sum(row.get(f"outliers {side}") or 0 for row in comparison.rows) for side in ("A", "B")]
+    if "outliers" in comparison.figures:
+        lines.append(f"outlier tokens: {counts[0]} in A, {counts[1]} in B")
+    return "\n".join(lines)
+
+
+def _changes(rows: Sequence[dict[str, Any]]) -> list[str]:
     width = max(len(f"{row['module']} {row['kind']}") for row in rows)
-    lines.append(f"{'tensor'.ljust(width)}  {'max/median A':>14} {'B':>12} {'B/A':>9}  {'kurtosis A':>12} {'B':>12}")
+    lines = [f"{'tensor'.ljust(width)}  {'max/median A':>14} {'B':>12} {'B/A':>9}  {'kurtosis A':>12} {'B':>12}"]
     for row in rows:
-        cells = [row.get(f"{figure} {side}") for side in ("A", "B", "B/A")]
+        cells = [row.get(f"{FIGURE} {side}") for side in ("A", "B", "B/A")]
         more = [row.get(f"kurtosis {side}") for side in ("A", "B")]
         name = f"{row['module']} {row['kind']}".ljust(width)
         lines.append(
             f"{name}  {_cell(cells[0]):>14} {_cell(cells[1]):>12} {_cell(cells[2]):>9}  "
             f"{_cell(more[0]):>12} {_cell(more[1]):>12}"
         )
-    counts = [sum(row.get(f"outliers {side}") or 0 for row in comparison.rows) for side in ("A", "B")]
-    if "outliers" in comparison.figures:
-        lines.append(f"outlier tokens: {counts[0]} in A, {counts[1]} in B")
-    return "\n".join(lines)
+    return lines
+
+
+def _same(comparison: Comparison, changed: int) -> str:
+    """How many tensors have the same max / median; that nothing changed is said only where every figure is equal."""
+    every = len(comparison.rows)
+    if comparison.unchanged:
+        return f"Nothing changed: every statistic of the {every} tensors that both runs have is the same."
+    others = [name for name in comparison.figures if name != FIGURE and ranked(comparison, name)]
+    also = f" What changed otherwise: {', '.join(others)}." if others and not changed else ""
+    return f"max / median is the same in {every - changed} of {every} tensors.{also}"
 
 
 def _cell(value: float | None) -> str:
@@ -68,26 +103,48 @@ def _warned(comparison: Comparison) -> list[str]:
     return notes
 
 
-def change_picture(comparison: Comparison, figure: str) -> bytes:
-    """A figure of both runs by layer; a panel for each family of modules and kind."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for kind in dict.fromkeys(row["kind"] for row in comparison.rows):
-        by_name = {row["module"]: row for row in comparison.rows if row["kind"] == kind and _has(row, figure)}
-        for family, names in families(list(by_name)).items() if by_name else ():
-            groups[f"{family} {kind}"] = [by_name[name] for name in names]
-    if len(groups) > 12:
-        groups = {"all tensors": [row for rows in groups.values() for row in rows]}
-    with sheet(len(groups), dpi=_DPI) as page:
-        for axes, (title, rows) in zip(page.panels, groups.items(), strict=True):
-            a, b = ([row[f"{figure} {side}"] for row in rows] for side in "AB")
-            mark = {"marker": "o", "markersize": 4} if len(rows) <= 40 else {}
-            axes.plot(drawable(a), color=GREY, linewidth=3, label="A", **mark)
-            axes.plot(drawable(b), color=RED, linewidth=1.2, label="B", **mark)
+def change_pictures(comparison: Comparison, figure: str) -> list[Picture]:
+    """A figure of both runs by layer, a panel for each family of modules and kind; of many, a picture for each kind."""
+    kinds = {}
+    for kind in ("input", "output", "weight"):
+        rows = {row["module"]: row for row in comparison.rows if row["kind"] == kind and _has(row, figure)}
+        if rows:
+            kinds[kind] = [
+                Panel(name, kind, [rows[one] for one in some]) for name, some in families(list(rows)).items()
+            ]
+    panels = [panel for some in kinds.values() for panel in some]
+    file = figure.replace(" ", "_")
+    caption = f"{figure}: A grey and wide, B orange. A triangle on the lower edge is 0, or too small to be seen."
+    if len(panels) <= MOST_PANELS:
+        return [Picture(file, figure, caption, _drawn(panels, figure))]
+    return [
+        Picture(f"{file}_{kind}", figure, f"{kind}s, {caption}", _drawn(some, figure)) for kind, some in kinds.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The rows of a family of modules, all of one kind."""
+
+    family: str
+    kind: str
+    rows: list[dict[str, Any]]
+
+
+def _drawn(panels: Sequence[Panel], figure: str) -> bytes:
+    groups = {f"{one.family} {one.kind}": [row["module"] for row in one.rows] for one in panels}
+    with family_sheet(groups, dpi=_DPI) as page:
+        for axes, one, (said, names) in zip(page.panels, panels, groups.items(), strict=True):
+            a, b = ([row[f"{figure} {side}"] for row in one.rows] for side in "AB")
+            for values, colour, label, width in ((a, GREY, "A", 3.5), (b, RED, "B", 1.2)):
+                line(axes, values, colour=colour, label=label, width=width, joined=one.family != MIXED)
             log_axis(axes, [*a, *b])
-            layer_axis(axes, [row["module"] for row in rows])
-            axes.set_title(tail(title, 40))
-        page.panels[0].legend(fontsize=7)
-        page.figure.suptitle(figure, x=0.01, ha="left", fontsize=9, color=BLUE)
+            mark_below(axes, a, colour=GREY, size=8)
+            mark_below(axes, b, colour=RED, size=4)
+            layer_axis(axes, names)
+            axes.set_title(tail(said, 44))
+            axes.set_ylabel(figure)
+        legend(page, page.panels[0])
         return page.png()
 
 
@@ -95,19 +152,23 @@ def _has(row: dict[str, Any], figure: str) -> bool:
     return any(row.get(f"{figure} {side}") is not None for side in "AB")
 
 
-def comparison_page(comparison: Comparison, pictures: dict[str, bytes]) -> Document:
+def comparison_page(comparison: Comparison, pictures: Sequence[Picture]) -> Document:
     """The page."""
     page = Document("Activations of two runs", f"A: {_said(comparison.a)}. B: {_said(comparison.b)}.")
     page.heading("What changed most")
     for note in _warned(comparison):
         page.text(note)
-    page.table(ranked(comparison, "max_to_median")[:15], caption="By the change of max |x| / median |x|.")
-    for name, png in pictures.items():
+    rows = ranked(comparison, FIGURE)
+    if rows:
+        page.table(rows[:15], caption="By the change of max |x| / median |x|.")
+    if len(rows) < len(comparison.rows):
+        page.text(_same(comparison, len(rows)))
+    for name in dict.fromkeys(one.section for one in pictures):
         page.heading(name)
-        page.picture(png, alt=f"{name} of both runs by layer", caption=f"{name}: A grey, B red.")
+        for one in pictures:
+            if one.section == name:
+                page.picture(one.png, alt=f"{one.file} of both runs by layer", caption=one.caption)
     page.heading("All tensors")
-    more = f" The first {MOST_ROWS} of {len(comparison.rows)}; all are in comparison.csv." * (
-        len(comparison.rows) > MOST_ROWS
-    )
-    page.table(list(comparison.rows[:MOST_ROWS]), caption=f"Both runs and their ratio.{more}")
+    shown = list(comparison.rows[:MOST_ROWS])
+    page.table(shown, caption=f"Both runs and their ratio{rows_said(len(comparison.rows), 'comparison')}.")
     return page

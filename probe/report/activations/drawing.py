@@ -2,13 +2,14 @@
 
 import io
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from probe.report.ticks import plain_log
 
 #: Of Okabe and Ito: told apart by colour-blind people too.
 BLUE, ORANGE, GREEN, RED, SKY, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#5f6b7a"
@@ -19,8 +20,12 @@ COLOURS = "viridis"
 MOST_POINTS = 400
 #: Points that are marked one by one.
 MOST_MARKS = 40
-#: Panels on a sheet.
-MOST_PANELS = 12
+#: Panels of single tensors on a sheet, and of families of modules.
+MOST_PANELS, MOST_FAMILIES = 12, 24
+#: Inches of the narrowest sheet, and letters to the inch below a panel.
+NARROWEST, LETTERS = 8.0, 15
+#: Title of a panel of modules that are no family.
+MIXED = "all layers"
 
 Values = npt.NDArray[np.float64]
 _SETTINGS: dict[Any, Any] = {
@@ -67,23 +72,37 @@ def styled() -> Iterator[None]:
 
 @contextmanager
 def sheet(count: int, *, dpi: int, columns: int = 3, size: tuple[float, float] = (4.0, 2.6)) -> Iterator[Sheet]:
-    """A sheet of `count` panels, each of `size` inches."""
+    """A sheet of `count` panels, each of `size` inches; wider where there are fewer than `columns`."""
     from matplotlib.figure import Figure
 
     with styled():
         across = min(columns, count)
         down = math.ceil(count / across)
-        figure = Figure(figsize=(size[0] * across, size[1] * down), dpi=dpi, layout="constrained")
+        figure = Figure(figsize=(_width(across, columns, size[0]), size[1] * down), dpi=dpi, layout="constrained")
         yield Sheet(figure, [figure.add_subplot(down, across, index + 1) for index in range(count)])
 
 
+def _width(across: int, columns: int, width: float) -> float:
+    """Of a sheet, in inches: that of its panels, or enough for a legend."""
+    return min(width * columns, max(width * across, NARROWEST))
+
+
+@contextmanager
+def family_sheet(groups: Mapping[str, Sequence[str]], *, dpi: int) -> Iterator[Sheet]:
+    """A panel for each family, high enough for the names of its layers and the plot above them."""
+    across = min(3, len(groups))
+    room = max(label_height(names, _width(across, 3, 4.0) / across) for names in groups.values())
+    with sheet(len(groups), dpi=dpi, size=(4.0, 2.6 + room)) as page:
+        yield page
+
+
 def families(names: Sequence[str]) -> dict[str, list[str]]:
-    """Modules that differ in their numbers only, `layers.#.mlp.down_proj`; too many families: all in one."""
+    """Modules that differ in parts that are numbers, `layers.#.mlp.fc1`; too many, or all of one module: MIXED."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    if len(found) > MOST_PANELS or (len(found) > 3 and max(map(len, found.values())) == 1):
-        return {"all layers": list(names)}
+        found.setdefault(".".join("#" if part.isdecimal() else part for part in name.split(".")), []).append(name)
+    if len(found) > MOST_FAMILIES or (len(found) > 3 and max(map(len, found.values())) == 1):
+        return {MIXED: list(names)}
     return found
 
 
@@ -99,17 +118,31 @@ def short(names: Sequence[str], *, most: int = 24) -> list[str]:
     return [text if len(text) <= most else "\N{HORIZONTAL ELLIPSIS}" + text[1 - most :] for text in texts]
 
 
-def layer_axis(axes: Any, names: Sequence[str], *, room: float = 60) -> None:
-    """As many names as have room below a panel."""
-    texts = short(names) if len(names) > 1 else [names[0][-24:]]
-    longest = max(map(len, texts))
-    upright = longest > 4 and longest * len(texts) > room
-    step = max(1, math.ceil(len(texts) * (2.4 if upright else longest + 2) / room))
+def layer_axis(axes: Any, names: Sequence[str]) -> None:
+    """As many names as have room below a panel, upright where that takes less."""
+    texts, width = _labels(names), axes.figure.get_figwidth() / axes.get_subplotspec().get_gridspec().ncols
+    longest, upright = max(map(len, texts)), _upright(texts, width)
+    step = max(1, math.ceil(len(texts) * (2.4 if upright else longest + 2) / (LETTERS * width)))
     places = range(0, len(texts), step)
     axes.set_xticks(list(places), [texts[i] for i in places], rotation=90 if upright else 0)
     axes.set_xlim(-0.5, len(texts) - 0.5)
     if longest <= 4:
         axes.set_xlabel("layer")
+
+
+def label_height(names: Sequence[str], width: float) -> float:
+    """Inches that upright names take below a panel of this width."""
+    texts = _labels(names)
+    return 0.07 * max(map(len, texts)) if _upright(texts, width) else 0.0
+
+
+def _upright(texts: Sequence[str], width: float) -> bool:
+    longest = max(map(len, texts))
+    return longest > 4 and longest * len(texts) > LETTERS * width
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    return short(names) if len(names) > 1 else [tail(names[0], 24)]
 
 
 def log_axis(axes: Any, values: Sequence[float | None], *, floor: float = 1e-6) -> None:
@@ -123,15 +156,16 @@ def log_axis(axes: Any, values: Sequence[float | None], *, floor: float = 1e-6) 
     low = max(min(known), high * floor)
     axes.set_yscale("log")
     axes.set_ylim(low / 1.6, high * 1.6)
-    log_ticks(axes.yaxis, within_a_decade=high < 20 * low)
+    plain_log(axes.yaxis)
 
 
-def mark_below(axes: Any, values: Sequence[float | None], *, colour: str) -> None:
+def mark_below(axes: Any, values: Sequence[float | None], *, colour: str, size: float = 5) -> None:
     """A triangle on the lower edge for every value, 0 too, that lies below a logarithmic axis."""
     low = axes.get_ylim()[0]
     places = [i for i, x in enumerate(values) if x is not None and x < low]
-    if len(values) <= MOST_MARKS and axes.get_yscale() == "log" and places:
-        axes.plot(places, [low] * len(places), "v", color=colour, markersize=5, clip_on=False, zorder=3)
+    if axes.get_yscale() == "log" and places:
+        size = size if len(values) <= MOST_MARKS else size / 2
+        axes.plot(places, [low] * len(places), "v", color=colour, markersize=size, clip_on=False, zorder=3)
 
 
 def count_ticks(axis: Any) -> None:
@@ -141,22 +175,27 @@ def count_ticks(axis: Any) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
 
 
-def log_ticks(axis: Any, *, base: int = 10, within_a_decade: bool = False) -> None:
-    """Powers as plain text, which matplotlib would write as formulas; their parts too where there is one decade."""
+def octave_ticks(axis: Any) -> None:
+    """Powers of 2 as plain text, a few."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    subs = (1, 2, 5) if within_a_decade else (1,)
-    axis.set_major_locator(LogLocator(base=base, subs=subs, numticks=8))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"2^{math.log2(x):.0f}" if base == 2 else f"{x:g}"))
+    axis.set_major_locator(LogLocator(base=2, numticks=6))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"2^{math.log2(x):.0f}"))
     axis.set_minor_formatter(NullFormatter())
-    if base == 2:
-        axis.set_minor_locator(NullLocator())
+    axis.set_minor_locator(NullLocator())
 
 
 def legend(page: Sheet, axes: Any) -> None:
-    """The legend of a panel, above all panels."""
+    """The legend of a panel, above all panels, in as many lines as the width of the sheet needs."""
     handles, labels = axes.get_legend_handles_labels()
-    page.figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), fontsize=8, handlelength=1.6)
+    for lines in range(1, len(labels) + 1):
+        columns = math.ceil(len(labels) / lines)
+        made = page.figure.legend(
+            handles, labels, loc="outside upper left", ncols=columns, fontsize=8, handlelength=1.6
+        )
+        if columns == 1 or made.get_window_extent().width <= page.figure.bbox.width:
+            return
+        made.remove()
 
 
 def tail(name: str, most: int = 34) -> str:
@@ -175,13 +214,15 @@ def bins(count: int, most: int = MOST_POINTS) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def line(axes: Any, values: Sequence[float | None], *, colour: str, label: str, width: float = 1.3) -> None:
-    """A line through the points; of many, the medians of bins inside the band of their extremes."""
+def line(
+    axes: Any, values: Sequence[float | None], *, colour: str, label: str, width: float = 1.3, joined: bool = True
+) -> None:
+    """A line through the points, or points alone; of many, the medians of bins inside the band of their extremes."""
     points = drawable(values)
     parts = bins(len(points))
-    marker = {"marker": "o", "markersize": 2 + width} if len(points) <= MOST_MARKS else {}
+    marker = {"marker": "o", "markersize": 2 + width} if len(points) <= MOST_MARKS or not joined else {}
     if len(parts) == len(points):
-        axes.plot(points, color=colour, linewidth=width, label=label, **marker)
+        axes.plot(points, color=colour, linewidth=width, linestyle="-" if joined else "", label=label, **marker)
         return
     x = [(part.start + part.stop - 1) / 2 for part in parts]
     low, middle, high = (

@@ -10,6 +10,7 @@ from probe.report.activations.drawing import (
     BLUE,
     GREEN,
     GREY,
+    MIXED,
     MOST_PANELS,
     ORANGE,
     RED,
@@ -17,16 +18,18 @@ from probe.report.activations.drawing import (
     bins,
     drawable,
     families,
+    family_sheet,
     layer_axis,
     legend,
     line,
     log_axis,
-    log_ticks,
     mark_below,
+    octave_ticks,
     sheet,
     short,
     tail,
 )
+from probe.report.ticks import plain_log, plain_log_bar
 
 #: Key, label, colour and width; the wide ones lie below, so that curves that meet are all seen.
 _CURVES = (
@@ -38,8 +41,8 @@ _CURVES = (
 )
 #: Colour and width by format. Of two with equal mantissas the curves meet: the first is wide, so that both are seen.
 _FORMAT_STYLES = (
-    (GREY, 1.2),
-    (BLUE, 1.2),
+    (GREY, 3.5),
+    (BLUE, 3.5),
     (SKY, 3.5),
     (GREEN, 1.2),
     ("#a6761d", 1.2),
@@ -58,10 +61,11 @@ def magnitude_picture(rows: Rows, *, reduce_dim: int | None, dpi: int) -> bytes:
     """Top-1/2/3, median and min by layer; a panel for each family of modules."""
     by_name = {row["module"]: row for row in rows}
     groups = families(list(by_name))
-    with sheet(len(groups), dpi=dpi) as page:
+    with family_sheet(groups, dpi=dpi) as page:
         for axes, (family, names) in zip(page.panels, groups.items(), strict=True):
             for key, label, colour, width in _CURVES:
-                line(axes, [by_name[name][key] for name in names], colour=colour, label=label, width=width)
+                values = [by_name[name][key] for name in names]
+                line(axes, values, colour=colour, label=label, width=width, joined=family != MIXED)
             log_axis(axes, [by_name[name][key] for name in names for key, *_ in _CURVES])
             for key, _, colour, _ in _CURVES:
                 mark_below(axes, [by_name[name][key] for name in names], colour=colour)
@@ -78,12 +82,13 @@ def noise_picture(rows: Rows, *, dpi: int) -> bytes:
     groups = families(list(by_name))
     keys = [key for key in rows[0] if key.startswith("noise ")]
     styles = dict(zip(GATE_FORMATS, _FORMAT_STYLES, strict=True))
-    with sheet(len(groups), dpi=dpi) as page:
+    with family_sheet(groups, dpi=dpi) as page:
         for axes, (family, names) in zip(page.panels, groups.items(), strict=True):
             for key in keys:
                 format = key.removeprefix("noise ")
                 colour, width = styles[format]
-                line(axes, [by_name[name][key] for name in names], colour=colour, label=format, width=width)
+                values = [by_name[name][key] for name in names]
+                line(axes, values, colour=colour, label=format, width=width, joined=family != MIXED)
             log_axis(axes, [by_name[name][key] for name in names for key in keys])
             layer_axis(axes, names)
             axes.set_title(tail(family))
@@ -96,11 +101,11 @@ def box_picture(rows: Rows, *, dpi: int) -> bytes:
     """|x| by layer: box 25 to 75 %, whiskers 1 to 99 %, points 99.99 % and max; bands where there are many layers."""
     by_name = {row["module"]: row for row in rows}
     groups = families(list(by_name))
-    with sheet(len(groups), dpi=dpi) as page:
+    with family_sheet(groups, dpi=dpi) as page:
         for axes, (family, names) in zip(page.panels, groups.items(), strict=True):
             some = [by_name[name] for name in names]
             (_boxes if len(names) <= MOST_BOXES else _bands)(axes, some)
-            log_axis(axes, [x for row in some for x in (row["p1"], row["p99"], row["p99.99"], row["max"])], floor=1e-6)
+            log_axis(axes, [row[key] for row in some for key in ("p1", "p25", "p50", "p99", "p99.99", "max")])
             layer_axis(axes, names)
             axes.set_title(tail(family))
             axes.set_ylabel("|x|")
@@ -159,8 +164,8 @@ def histogram_picture(rows: Rows, *, dpi: int) -> bytes:
             axes.stairs(shares, ends, fill=True, color=BLUE)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            log_ticks(axes.xaxis, base=2)
-            log_ticks(axes.yaxis)
+            octave_ticks(axes.xaxis)
+            plain_log(axes.yaxis)
             axes.set_xlim(max(ends[0], ends[-1] * 2.0**-30), ends[-1])
             axes.set_ylim(0.5 / total, 1)
             axes.set_ylabel("share")
@@ -196,7 +201,7 @@ def _histogram_map(by_name: Mapping[str, Sequence[Mapping[str, Any]]], dpi: int)
             extent=(low, high, len(parts) - 0.5, -0.5),
         )
         bar = page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9)
-        log_ticks(bar.ax.yaxis)
+        plain_log_bar(bar)
         step = max(1, len(parts) // 50)
         texts = short(names, most=40)
         axes.set_yticks(range(0, len(parts), step), [texts[parts[i].start] for i in range(0, len(parts), step)])

@@ -1,11 +1,13 @@
 """`analysis_report.html`: what stands out, the pictures, and the tables behind them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from probe.activations.run import Analysis
+from probe.activations.statistics import LayerStatistics
 from probe.report.activations.pictures import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, PREDICTED, Picture
 from probe.report.document import Document
 
@@ -26,7 +28,8 @@ def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[P
     page.heading("What stands out")
     for note in analysis.notes:
         page.text(f"Note: {note}")
-    _standing_out(page, analysis, tables)
+    _standing_out(page, analysis)
+    csv = "csv" in analysis.settings.output.formats
     for section, text, names in _SECTIONS:
         drawn = [one for one in pictures if one.section == section]
         rows = [(name, tables[name]) for name in names if name in tables]
@@ -39,9 +42,9 @@ def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[P
         for picture in drawn:
             page.picture(picture.png, alt=picture.caption, caption=picture.caption)
         for name, some in rows:
-            _table(page, name, some)
+            _table(page, name, some, csv=csv)
     page.heading("All statistics")
-    _table(page, "statistics", tables.get("statistics", []))
+    _table(page, "statistics", tables.get("statistics", []), csv=csv)
     page.heading("Configuration")
     page.pre(yaml.safe_dump(analysis.settings.as_dict(), sort_keys=False, allow_unicode=True))
     return page
@@ -86,7 +89,16 @@ def _none(analysis: Analysis) -> str:
     )
 
 
-def _standing_out(page: Document, analysis: Analysis, tables: Mapping[str, Rows]) -> None:
+def hardest(analysis: Analysis) -> list[LayerStatistics]:
+    """By max / 99th percentile of |x|, the largest first; above all where that percentile is 0, and the max is not."""
+
+    def ratio(s: LayerStatistics) -> float:
+        return s.max_to_p99 if s.max_to_p99 is not None else math.inf if s.amax else 0.0
+
+    return sorted(analysis.statistics.values(), key=ratio, reverse=True)
+
+
+def _standing_out(page: Document, analysis: Analysis) -> None:
     rows = [
         {
             "module": s.module,
@@ -99,17 +111,39 @@ def _standing_out(page: Document, analysis: Analysis, tables: Mapping[str, Rows]
             if s.kind == "output" and s.module in analysis.outliers
             else None,
         }
-        for s in analysis.statistics.values()
+        for s in hardest(analysis)[:15]
     ]
-    rows.sort(key=lambda row: -(row["max / p99"] or 0.0))  # type: ignore[operator]
     if rows:
-        page.table(rows[:15], caption="The tensors with the largest max / 99th percentile of |x|: hardest to quantize.")
+        page.table(rows, caption="The tensors with the largest max / 99th percentile of |x|: hardest to quantize.")
 
 
-def _table(page: Document, name: str, rows: Rows) -> None:
+#: What the table of each file shows.
+_CAPTIONS = {
+    "keep_in_higher_precision": "The layers that hold half of the predicted noise of each format, the noisiest first",
+    "predicted_error": "Predicted noise / signal of every layer in each format",
+    "magnitude_input": "Magnitudes of the inputs",
+    "magnitude_output": "Magnitudes of the outputs",
+    "magnitude_weight": "Magnitudes of the weights",
+    "outlier_layer_wise": "Outlier tokens of every layer, and how far out the farthest is",
+    "outlier_token": "Which tokens are outliers, and in how many layers, the most frequent first",
+    "outlier_worst": "The tokens of every layer that are farthest out, one by one",
+    "distribution_boxplot": "Percentiles of |x| of every tensor, as drawn above",
+    "top_channels": "The channels of every tensor with the largest |x|, beside its median channel",
+    "statistics": "Every figure of every tensor",
+}
+
+
+def _table(page: Document, name: str, rows: Rows, *, csv: bool) -> None:
     if rows:
-        more = f" The first {MOST_ROWS} of {len(rows)} rows; all are in {name}.csv." if len(rows) > MOST_ROWS else ""
-        page.table([_shown(row) for row in rows[:MOST_ROWS]], caption=f"{name}.{more}")
+        caption = f"{_CAPTIONS[name]}{rows_said(len(rows), name if csv else None)}."
+        page.table([_shown(row) for row in rows[:MOST_ROWS]], caption=caption)
+
+
+def rows_said(count: int, file: str | None) -> str:
+    """Which rows the page shows of how many, and the file that has them all, if one is written."""
+    if count <= MOST_ROWS:
+        return f" ({file}.csv)" if file else ""
+    return f": the first {MOST_ROWS} of {count} rows" + (f"; all are in {file}.csv" if file else "")
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:

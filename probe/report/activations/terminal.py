@@ -1,14 +1,17 @@
 """What `probe analyze` prints."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from probe.activations.run import Analysis, Prepared
-from probe.activations.statistics import Kind
+from probe.activations.settings import Settings
+from probe.activations.statistics import Kind, LayerStatistics
 from probe.messages import said_size
 from probe.models.placing import size_of
+from probe.report.activations.page import hardest
 from probe.report.activations.pictures import planned_files
 
 #: Names that are listed before the rest is counted.
@@ -16,17 +19,16 @@ MOST_NAMES = 20
 
 
 def dry_run_text(prepared: Prepared) -> str:
-    """The resolved configuration, the layers, the data and the files to be written."""
+    """The layers, the data and the files to be written, and where the configuration differs from the defaults."""
     settings, plan, batches = prepared.settings, prepared.plan, prepared.batches
     tokens = sum(int(batch.mask.sum()) for batch in batches)
     padded = sum(int((~batch.mask).sum()) for batch in batches)
     device, size = prepared.room.device, size_of(prepared.model)
     fits = "fits" if prepared.room.takes(size) else "does not fit: offloaded by accelerate"
     parts = [
-        yaml.safe_dump(settings.as_dict(), sort_keys=False).rstrip(),
         f"model: {prepared.loaded.name}, {said_size(size)} on {device} ({fits})",
-        f"data: {prepared.about_data}: {settings.data.num_samples} samples, {tokens} tokens in {len(batches)} batches, "
-        f"{padded} of padding",
+        f"data: {prepared.about_data}: {_counted(settings.data.num_samples, 'sample')}, {_counted(tokens, 'token')} "
+        f"in {_counted(len(batches), 'batch', 'batches')}, {padded} of padding",
     ]
     kinds: tuple[Kind, ...] = ("input", "output", "weight")
     for kind in kinds:
@@ -38,8 +40,32 @@ def dry_run_text(prepared: Prepared) -> str:
     parts.append(_listed(f"bands of {len(plan.bands[1])} layers{some}, {plan.bands[0]}", plan.bands[1]))
     files = planned_files(settings, plan)
     parts.append(_listed(f"files in {settings.visualization.save_dir}", files, most=len(files)))
+    other = _other(settings.as_dict(), Settings().as_dict())
+    parts.append(
+        f"configuration, where it differs from the defaults (--keys shows all):\n{_yaml(other)}"
+        if other
+        else "configuration: the defaults (--keys shows them)"
+    )
     parts.append("Nothing was run: --dry-run.")
     return "\n\n".join(parts)
+
+
+def _other(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """The keys whose values differ, nested as they were."""
+    found = {
+        key: _other(value, default[key]) if isinstance(value, dict) else value
+        for key, value in given.items()
+        if value != default[key]
+    }
+    return found
+
+
+def _yaml(given: dict[str, Any]) -> str:
+    return "\n".join(f"  {line}" for line in yaml.safe_dump(given, sort_keys=False).splitlines())
+
+
+def _counted(count: int, one: str, many: str | None = None) -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def _listed(title: str, names: Sequence[str], *, most: int = MOST_NAMES) -> str:
@@ -47,15 +73,12 @@ def _listed(title: str, names: Sequence[str], *, most: int = MOST_NAMES) -> str:
     return "\n  ".join([f"{title}:", *(names[:most] or ["none"]), *more])
 
 
-def summary_text(analysis: Analysis, written: Sequence[Path]) -> str:
-    """What stands out, in a few lines, and where the report is."""
+def summary_text(analysis: Analysis, written: Sequence[Path], *, told: Collection[str] = ()) -> str:
+    """What stands out, in a few lines, the notes that were not `told` before, and where the report is."""
     facts = analysis.facts
-    lines = [f"{analysis.name}: {facts['samples']} samples, {facts['tokens']} tokens of {facts['data']}"]
-    worst = sorted(analysis.statistics.values(), key=lambda s: -(s.max_to_p99 or 0.0))[:5]
-    for s in worst:
-        median = f"{s.max_to_median:.4g}" if s.max_to_median is not None else "-"
-        p99 = f"{s.max_to_p99:.4g}" if s.max_to_p99 is not None else "-"
-        lines.append(f"  {s.module} {s.kind}: max |x| {s.amax:.4g}, {median} x median, {p99} x the 99th percentile")
+    samples, tokens = _counted(facts["samples"], "sample"), _counted(facts["tokens"], "token")
+    lines = [f"{analysis.name}: {samples}, {tokens} of {facts['data']}"]
+    lines += [f"  {s.module} {s.kind}: {_said(s)}" for s in hardest(analysis)[:5]]
     if analysis.outliers:
         count = sum(one.count for one in analysis.outliers.values())
         having = sum(one.count > 0 for one in analysis.outliers.values())
@@ -63,7 +86,14 @@ def summary_text(analysis: Analysis, written: Sequence[Path]) -> str:
         lines.append(
             f"  outlier tokens (above {threshold:g} x median): {count} in {having} of {len(analysis.outliers)} layers"
         )
-    lines += [f"note: {note}" for note in analysis.notes]
+    lines += [line for note in analysis.notes if (line := f"note: {note}") not in told]
     last = [str(path) for path in written if path.suffix == ".html"] or [str(path) for path in written[-1:]]
-    lines.append(f"{len(written)} files, the last: {last[0]}" if last else "no file was written")
+    lines.append(f"{_counted(len(written), 'file')}, the last: {last[0]}" if last else "no file was written")
     return "\n".join(lines)
+
+
+def _said(s: LayerStatistics) -> str:
+    """The largest magnitude as a multiple of what is usual, where that is not 0."""
+    ratios = ((s.max_to_median, "median"), (s.max_to_p99, "99th percentile"))
+    parts = [f"the {name} is 0" if ratio is None else f"{ratio:.4g} x the {name}" for ratio, name in ratios]
+    return ", ".join([f"max |x| {s.amax:.4g}", *parts])

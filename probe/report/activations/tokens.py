@@ -14,6 +14,7 @@ from probe.report.activations.drawing import (
     bins,
     count_ticks,
     drawable,
+    label_height,
     layer_axis,
     log_axis,
     sheet,
@@ -33,12 +34,13 @@ def layer_picture(rows: Rows, *, threshold: float, dpi: int) -> bytes:
     names = [row["module"] for row in rows]
     parts = bins(len(rows))
     any_outlier = any(row["outliers"] for row in rows)
-    with sheet(1 + any_outlier, dpi=dpi, columns=2, size=(5.5 if any_outlier else 11, 3.0)) as page:
+    width = 5.5 if any_outlier else 11.0
+    with sheet(1 + any_outlier, dpi=dpi, columns=2, size=(width, 2.8 + label_height(names, width))) as page:
         if any_outlier:
             _counts(page.panels[0], rows, parts)
         _ratios(page.panels[-1], rows, parts, threshold)
         for axes in page.panels:
-            layer_axis(axes, names, room=84 if any_outlier else 168)
+            layer_axis(axes, names)
         return page.png()
 
 

@@ -16,12 +16,12 @@ from probe.report.comparisons.figures import (
     layer_axis,
     log_axis,
     panels,
-    plain_number,
     png,
     say,
     style,
 )  # fmt: skip
 from probe.report.story import tail
+from probe.report.ticks import plain_log_bar
 
 _DASHED = (0, (4, 2))
 
@@ -59,7 +59,6 @@ def error_picture(found: DeviceComparison) -> bytes:
 def value_picture(found: DeviceComparison, a: DeviceSide, b: DeviceSide, label: str) -> bytes:
     """One tensor: histogram of B - A, B against A, and where the difference lies."""
     from matplotlib.colors import LogNorm
-    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     pairs = sample_pairs(label, b, a)
     with style():
@@ -94,8 +93,7 @@ def value_picture(found: DeviceComparison, a: DeviceSide, b: DeviceSide, label: 
                 cmap=_palette(),
                 extent=(0, shape[-1], math.prod(shape[1:-1]) or shape[0], 0),
             )
-            bar = figure.colorbar(shown, ax=right, shrink=0.9, pad=0.02, format=FuncFormatter(plain_number))
-            bar.minorformatter = NullFormatter()
+            plain_log_bar(figure.colorbar(shown, ax=right, shrink=0.9, pad=0.02))
             right.set_xlabel("channel")
             right.set_ylabel("token")
             if not np.isfinite(where).all():

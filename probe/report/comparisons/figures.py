@@ -8,6 +8,7 @@ from typing import Any
 
 from probe.report.recipes import short_names
 from probe.report.story import tail
+from probe.report.ticks import plain_log, plain_number
 
 #: Of Okabe and Ito, told apart by colour-blind people too; with markers beside them, since there may be more modes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
@@ -84,26 +85,16 @@ def layer_axis(axes: Any, names: Sequence[str]) -> None:
 
 def log_axis(axes: Any, *, counts: bool = False) -> None:
     """A logarithmic y axis with plain labels: 1e-3; of counts, with a place for 0."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    if counts:
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set_ylim(bottom=0)
-    else:
+    if not counts:
         axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        if high < 30 * low:
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        plain_log(axes.yaxis)
+        return
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(plain_number))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def plain_number(value: float, _: object = None) -> str:
-    """0, 1, 100, 1e-3, 2e5."""
-    if 1 <= value < 1000 or value == 0:
-        return f"{value:g}"
-    mantissa, exponent = f"{value:.0e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
 
 
 def say(axes: Any, why: str) -> None:

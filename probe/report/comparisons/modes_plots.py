@@ -20,15 +20,17 @@ from probe.report.comparisons.figures import (
     layer_axis,
     log_axis,
     panels,
-    plain_number,
     png,
     say,
     style,
 )
 from probe.report.story import tail
+from probe.report.ticks import plain_log_bar
 
 #: A mode whose differences are so many times the median of all modes would make lines of the others on one axis.
 _FAR = 50
+#: Points of a line on which no other is drawn.
+THIN = 1.7
 
 
 def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
@@ -37,17 +39,19 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
     with style():
         figure, (left, right) = panels(2, height=3.8, across=2)
         for axes, title, figure_of in ((left, "mse by layer", _mse), (right, "1 - correlation by layer", _unlikeness)):
-            drawn = False
-            for place, one in enumerate(comparisons):
-                values = [_positive(figure_of(layer.metrics)) for layer in one.layers.values()]
-                drawn |= any(map(math.isfinite, values))
+            curves = [[_positive(figure_of(layer.metrics)) for layer in one.layers.values()] for one in comparisons]
+            drawn = any(math.isfinite(x) for values in curves for x in values)
+            wide = widths(curves)
+            for place, (one, values, width) in enumerate(zip(comparisons, curves, wide, strict=True)):
                 axes.plot(
                     values,
                     color=COLOURS[place % len(COLOURS)],
                     marker=MARKERS[place % len(MARKERS)],
-                    markersize=4.5 if len(names) <= 32 else 2.5,
-                    linestyle=DASHES[place % len(DASHES)],
-                    linewidth=1.3,
+                    markersize=(4.5 if len(names) <= 32 else 2.5) + width - THIN,
+                    linestyle=DASHES[place % len(DASHES)]
+                    if max(wide) == THIN
+                    else "-",  # gaps would hide the thin in the wide
+                    linewidth=width,
                     label=tail(one.compared_mode, most=20),
                 )
             axes.set_title(title)
@@ -58,6 +62,19 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
             layer_axis(axes, names)
         figure.legend(*_handles(left), loc="outside lower center", ncols=8, fontsize=8)
         return png(figure)
+
+
+def widths(curves: Sequence[Sequence[float]]) -> list[float]:
+    """Of the line of each curve, so that where some meet all are seen: the more are drawn on it, the wider it is.
+
+    Two meet if they are within 5 % of one another at some layer.
+    """
+
+    def meet(a: Sequence[float], b: Sequence[float]) -> bool:
+        return any(abs(x - y) < 0.05 * max(x, y) for x, y in zip(a, b, strict=True))  # NaN meets nothing
+
+    above = [sum(meet(one, later) for later in curves[place + 1 :]) for place, one in enumerate(curves)]
+    return [THIN + 2.6 * min(count, 4) for count in above]
 
 
 def difference_histograms(layer: str, samples: Mapping[str, Pairs], reference: str) -> bytes:
@@ -94,8 +111,6 @@ def difference_histograms(layer: str, samples: Mapping[str, Pairs], reference: s
 
 def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> bytes:
     """Output against reference as densities, with the line on which they are equal."""
-    from matplotlib.ticker import FuncFormatter
-
     with style():
         figure, axes = panels(len(samples), height=3.0)
         shown = None
@@ -116,7 +131,7 @@ def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> b
             )  # fmt: skip
             panel.locator_params(nbins=5)
         if shown is not None:
-            figure.colorbar(shown, ax=axes, label="values", shrink=0.85, pad=0.01, format=FuncFormatter(plain_number))
+            plain_log_bar(figure.colorbar(shown, ax=axes, label="values", shrink=0.85, pad=0.01))
         figure.supxlabel(f"{tail(layer, most=40)} of {tail(reference, most=12)}", fontsize=9, color=GREY)
         figure.supylabel("of the mode", fontsize=9, color=GREY)
         return png(figure)
@@ -125,7 +140,6 @@ def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> b
 def error_maps(layer: str, maps: Mapping[str, npt.NDArray[np.float64]], shape: tuple[int, ...]) -> bytes:
     """mean |difference| by position and feature, all modes on one logarithmic scale of colours; red is not finite."""
     from matplotlib.colors import LogNorm
-    from matplotlib.ticker import FuncFormatter
 
     drawn = np.concatenate([one[np.isfinite(one) & (one > 0)] for one in maps.values()])
     with style():
@@ -147,9 +161,7 @@ def error_maps(layer: str, maps: Mapping[str, npt.NDArray[np.float64]], shape: t
             )  # fmt: skip
             panel.locator_params(nbins=5)
         if shown is not None:
-            figure.colorbar(
-                shown, ax=axes, label="mean |difference|", shrink=0.85, pad=0.01, format=FuncFormatter(plain_number)
-            )
+            plain_log_bar(figure.colorbar(shown, ax=axes, label="mean |difference|", shrink=0.85, pad=0.01))
         figure.supxlabel(f"feature of {tail(layer, most=40)}", fontsize=9, color=GREY)
         figure.supylabel("position", fontsize=9, color=GREY)
         return png(figure)
