@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +242,8 @@ NOT_STORED = {
     "no name": (Entry({"mse.": Stored(1)}), "figure 'mse.' cannot be stored"),
     "empty group": (Entry({".mse": Stored(1)}), "figure '.mse' cannot be stored"),
     "reserved group": (Entry({"values.mse": Stored(1)}), "figure 'values.mse' cannot be stored"),
+    "reserved for settings": (Entry({"settings.mse": Stored(1)}), "figure 'settings.mse' cannot be stored"),
+    "no setting": (Entry({"a.b": Stored(1)}, settings={"seed": ""}), "setting 'seed' is '' and cannot be stored"),
     "surrogate": (Entry({"a.b": Stored(1, 0, "\ud800")}), "cannot be written as UTF-8; nothing was written"),
 }
 
@@ -425,6 +428,18 @@ DEFECTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "values only": (
         put('"layer_0"', '"layer_1": {"values": "0"}, "layer_0"'),
         "cases.fp8_e4m3.layer_1: expected an object with named keys, found {}",
+    ),
+    "settings only": (
+        put('"layer_0"', '"layer_1": {"settings": {"a": "b"}}, "layer_0"'),
+        "cases.fp8_e4m3.layer_1: expected an object with named keys, found {}",
+    ),
+    "setting": (
+        put('"injected"', '"settings": {"seed": 1}, "injected"'),
+        "cases.fp8_e4m3.layer_0.settings.seed: expected a text, found 1",
+    ),
+    "no settings": (
+        put('"injected"', '"settings": {}, "injected"'),
+        "cases.fp8_e4m3.layer_0.settings: expected an object with named keys, found {}",
     ),
     "no figures": (put('"injected"', '"a": {}, "injected"'), "cases.fp8_e4m3.layer_0.a: expected an object with named"),
     "no name": (put('"mse"', '""'), "cases.fp8_e4m3.layer_0.injected: expected an object with named keys"),
@@ -1069,6 +1084,21 @@ def test_figures_that_come_and_go_and_golden_values_are_listed() -> None:
         "injected.old  dropped",
         "golden values  2 of 3 changed",
     ]
+
+
+def test_settings_are_stored_with_a_case_and_listed_where_they_change(store: Store) -> None:
+    old = Entry({"a.b": Stored(1)}, (1.0,), {"outlier.threshold": "20.0", "tokens": "9f (3)"})
+    new = replace(old, settings={"outlier.threshold": "64.0", "model.dtype": "float32"})
+    store.write(MODEL, "cpu", {case(): old})
+    assert store.read(MODEL, "cpu") == {case(): old}
+    assert Entry.from_dict(old.as_dict()) == old
+    assert [line.split("  ", 1)[1] for line in changes({case(): old}, {case(): new})] == [
+        "model.dtype  none -> float32",
+        "outlier.threshold  20.0 -> 64.0",
+        "tokens  9f (3) -> none",
+    ]
+    store.write(MODEL, "cpu", {case(): new})
+    assert store.read(MODEL, "cpu") == {case(): new}
 
 
 def test_numbers_in_names_are_sorted_by_size() -> None:

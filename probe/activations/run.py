@@ -141,7 +141,7 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     return Analysis(
         settings,
         plan,
-        _facts(prepared),
+        facts_of(prepared),
         {key: collector.statistics[key] for key in sorted(collector.statistics, key=lambda k: (order[k[0]], k[1]))},
         {name: collector.outliers[name] for name in plan.outliers if name in collector.outliers},
         {name: collector.bands[name] for name in plan.bands[1] if name in collector.bands},
@@ -209,7 +209,8 @@ def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
     return notes
 
 
-def _facts(prepared: Prepared) -> dict[str, Any]:
+def facts_of(prepared: Prepared) -> dict[str, Any]:
+    """What model and data are, known before anything runs."""
     batches, settings = prepared.batches, prepared.settings
     real = [row[mask] for batch in batches for row, mask in zip(batch.tokens, batch.mask, strict=True)]
     return {

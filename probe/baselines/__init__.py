@@ -155,7 +155,9 @@ class Store:
 
 
 def changes(old: Mapping[Case, Entry], new: Mapping[Case, Entry]) -> list[str]:
-    """A line for each figure that differs at 6 digits, and for each case that came, went or has other values."""
+    """A line for each figure that differs at 6 digits, for each setting, and for each case that came, went or has other
+    values.
+    """
     lines: list[str] = []
     for case in sorted({*old, *new}, key=lambda case: [natural_key(part) for part in vars(case).values()]):
         if case not in old or case not in new:
@@ -165,6 +167,9 @@ def changes(old: Mapping[Case, Entry], new: Mapping[Case, Entry]) -> list[str]:
         for name in sorted({*before.figures, *after.figures}):
             told = _told(before.figures.get(name), after.figures.get(name))
             lines += [f"{case}  {name}  {told}"] if told else []
+        for name in sorted({*before.settings, *after.settings}):
+            then, now = (entry.settings.get(name, "none") for entry in (before, after))
+            lines += [f"{case}  {name}  {then} -> {now}"] if then != now else []
         moved = [one != other for one, other in zip_longest(before.values, after.values)]
         if any(moved):
             lines.append(f"{case}  golden values  {sum(moved)} of {len(moved)} changed")

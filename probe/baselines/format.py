@@ -8,6 +8,7 @@
          "correlation": [0.99987, 2e-07],               value, spread
          "mse": [0.000231, 1.2e-09, "other rounding"]   and why it was accepted though worse
         },
+        "settings": {"outlier.threshold": "64"},        of cases that have their own: what the figures depend on
         "values": "9f86d081"                            digest of the tensor fp8_e4m3/layer_0
        }
       }
@@ -43,6 +44,7 @@ VALUE_DIGITS = 6
 SPREAD_DIGITS = 2
 FLOAT_MODE = "-"  # the key of the empty format
 VALUES = "values"  # the key of the digest, so no group of figures can be called that
+SETTINGS = "settings"  # nor that
 RECORDED = "recorded:"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -99,7 +101,7 @@ def rounded(entry: Entry) -> Entry:
         name: Stored(significant(figure.value), significant(figure.spread, SPREAD_DIGITS), figure.reason)
         for name, figure in entry.figures.items()
     }
-    return Entry(figures, tuple(_row(entry).tolist()))
+    return Entry(figures, tuple(_row(entry).tolist()), entry.settings)
 
 
 def check(case: Case, entry: Entry) -> None:
@@ -110,13 +112,16 @@ def check(case: Case, entry: Entry) -> None:
         raise BaselineError(f"{case} has no figures. A baseline has at least one; nothing was written.")
     for name, figure in entry.figures.items():
         group, _, rest = name.partition(".")
-        if not group or not rest or group == VALUES:
+        if not group or not rest or group in (VALUES, SETTINGS):
             raise BaselineError(f"{case}: figure {name!r} cannot be stored. Expected group.name, such as injected.mse.")
         for what, number in ((name, figure.value), (f"the spread of {name}", figure.spread)):
             if not math.isfinite(number):
                 raise BaselineError(f"{case}: {what} is {number} and is never stored; nothing was written.")
         if figure.spread < 0:
             raise BaselineError(f"{case}: the spread of {name} is {figure.spread}, expected 0 or more.")
+    for name, text in entry.settings.items():
+        if not name or not isinstance(text, str) or not text:
+            raise BaselineError(f"{case}: setting {name!r} is {text!r} and cannot be stored. Expected a text.")
     for index, number in enumerate(entry.values):
         if not math.isfinite(number):
             raise BaselineError(f"{case}: golden value {index} is {number} and is never stored; nothing was written.")
@@ -142,6 +147,7 @@ def figures_to_json(model: str, device: str, mode: str, entries: Mapping[Case, E
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for case, entry in entries.items():
         groups: dict[str, Any] = {VALUES: digest(_row(entry).tobytes())} if entry.values else {}
+        groups |= {SETTINGS: entry.settings} if entry.settings else {}
         for name, figure in entry.figures.items():
             group, _, rest = name.partition(".")
             reason = [figure.reason] if figure.reason else []
@@ -212,8 +218,13 @@ def figures_from_json(data: bytes) -> Figures:
             groups = dict(table_in(groups, where))
             if VALUES in groups:
                 digests[case] = text_in(groups.pop(VALUES), f"{where}.{VALUES}")
-            entries[case] = Entry(_figures_in(table_in(groups, where), where))
+            settings = _settings_in(groups.pop(SETTINGS), f"{where}.{SETTINGS}") if SETTINGS in groups else {}
+            entries[case] = Entry(_figures_in(table_in(groups, where), where), settings=settings)
     return Figures(model, device, mode, entries, digests)
+
+
+def _settings_in(node: Any, where: str) -> dict[str, str]:
+    return {name: text_in(text, f"{where}.{name}") for name, text in table_in(node, where).items()}
 
 
 def _figures_in(groups: Mapping[str, Any], where: str) -> dict[str, Stored]:

@@ -10,14 +10,14 @@ from functools import lru_cache
 from typing import Any
 
 from probe.activations.configuration import full_key, read_configuration
-from probe.activations.run import Analysis, Prepared, prepare, run
+from probe.activations.run import Analysis, Prepared, facts_of, prepare, run
 from probe.activations.settings import Settings as AnalysisSettings
 from probe.activations.statistics import Kind
 from probe.gate.cases import Case
 from probe.gate.configuration import ConfigurationError, Settings
-from probe.gate.held import Judged, held
+from probe.gate.held import Judged, admit, held
 from probe.gate.observations import Flaw, Observation
-from probe.gate.session import Dossier, Session
+from probe.gate.session import Session
 from probe.gate.tolerances import Rule
 from probe.gate.verdicts import Standards
 from probe.names import look_up
@@ -45,6 +45,7 @@ class AskedActivations:
     analysis: AnalysisSettings
     figures: tuple[str, ...]
     tolerances: tuple[tuple[str, float], ...]
+    made_with: dict[str, str]
 
 
 def ask(session: Session, marked: Mapping[str, Any], *, where: str) -> list[AskedActivations]:
@@ -64,17 +65,36 @@ def ask(session: Session, marked: Mapping[str, Any], *, where: str) -> list[Aske
     analysis = read_configuration(session.root / config if config else None, pairs)
     model = f"{MODE}-{analysis.model.name or analysis.model.path}"
     settings = replace(session.settings, model=model, baselines=session.options.baselines or session.settings.baselines)
-    asked = [
-        AskedActivations(settings, Case(MODE, name, "cpu", kind), analysis, held_here, tolerances)
-        for name, kind, held_here in _tensors(_prepared(analysis), figures)
-    ]
+    prepared = _prepared(analysis)
+    tokens = _tokens(prepared)
+    asked = []
+    for name, kind, held_here in _tensors(prepared, figures):
+        made_with = _made_with(analysis, tokens, kind, held_here)
+        case = Case(MODE, name, "cpu", kind)
+        asked.append(AskedActivations(settings, case, analysis, held_here, tolerances, made_with))
     if not asked:
         raise ConfigurationError(
             f"{where}: no tensor has any of {', '.join(figures)}. Enable what they are taken from."
         )
-    dossier = session.dossiers.setdefault(model, Dossier(settings))
-    dossier.matrix |= dict.fromkeys(one.case for one in asked)
+    what = {one.case: {"settings": one.made_with, "figures": sorted(one.figures)} for one in asked}
+    admit(session, settings, what, where=where)
     return asked
+
+
+def _made_with(analysis: AnalysisSettings, tokens: str, kind: str, figures: tuple[str, ...]) -> dict[str, str]:
+    """What the figures of a tensor depend on beside the model, which is meant to change."""
+    found = {"model.dtype": analysis.model.dtype, "model.sites": str(analysis.model.sites).lower()}
+    if kind != "weight":
+        found["tokens"] = tokens
+    if "outliers" in figures:
+        found["outlier.threshold"] = f"{analysis.visualization.outlier.threshold!r}"
+    return found
+
+
+def _tokens(prepared: Prepared) -> str:
+    """The very tokens, whatever of data and tokenizer they come from."""
+    facts = facts_of(prepared)
+    return f"{facts['data_fingerprint']} ({facts['tokens']} in {facts['samples']} samples)"
 
 
 def _figures(where: str, given: Any) -> tuple[str, ...]:
@@ -91,7 +111,12 @@ def _tolerances(where: str, given: Any, figures: tuple[str, ...]) -> tuple[tuple
     if not isinstance(given, Mapping):
         raise ConfigurationError(f"{where}: tolerances is {given!r}; expected a dict such as {{'max_to_median': 0.2}}.")
     for name, value in given.items():
-        look_up("figure", name, {one: one for one in figures})
+        look_up("figure", name, RULES)
+        if name not in figures:
+            raise ConfigurationError(
+                f"{where}: tolerances has {name!r}, which is not among the figures of this test: {', '.join(figures)}. "
+                "Add it to figures, or leave its tolerance out."
+            )
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigurationError(f"{where}: tolerances[{name!r}] is {value!r}; expected a number, 0 or more.")
     return tuple((str(name), float(value)) for name, value in given.items())
@@ -135,7 +160,7 @@ def judged(session: Session, asked: AskedActivations) -> Judged:
         is_count = name == "outliers"
         wider = replace(rule, absolute=value + 0.5) if is_count else replace(rule, relative=value)
         rules[f"{MODE}.{name}"] = wider
-    return held(session, asked.settings, asked.case, _observe(asked), Standards(rules))
+    return held(session, asked.settings, asked.case, _observe(asked), Standards(rules), made_with=asked.made_with)
 
 
 def _observe(asked: AskedActivations) -> Observation:

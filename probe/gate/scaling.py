@@ -9,9 +9,9 @@ from typing import Any
 
 from probe.gate.cases import Case
 from probe.gate.configuration import ConfigurationError, Settings
-from probe.gate.held import Judged, held
+from probe.gate.held import Judged, admit, held
 from probe.gate.observations import Observation
-from probe.gate.session import Dossier, Session
+from probe.gate.session import Session
 from probe.gate.tolerances import Rule
 from probe.gate.verdicts import Standards
 from probe.names import look_up
@@ -42,6 +42,11 @@ class AskedScaling:
     source: Source
     num_levels: int
 
+    @property
+    def made_with(self) -> dict[str, str]:
+        """What the figures depend on, beside the tensor and what the name of the case says."""
+        return {"num_levels": str(self.num_levels)}
+
 
 def ask(session: Session, marked: Mapping[str, Any], *, where: str) -> list[AskedScaling]:
     """The cases of a test marked probe_scaling(tensors=[...], formats=[...], granularity=..., num_levels=...)."""
@@ -61,8 +66,7 @@ def ask(session: Session, marked: Mapping[str, Any], *, where: str) -> list[Aske
             raise ConfigurationError(f"{where}: {source.defect}")
         label = source.text.removeprefix(f"{session.root}/")
         asked += [AskedScaling(settings, Case(mode, label, "cpu", format), source, levels) for format in formats]
-    dossier = session.dossiers.setdefault(MODEL, Dossier(settings))
-    dossier.matrix |= dict.fromkeys(one.case for one in asked)
+    admit(session, settings, {one.case: one.made_with for one in asked}, where=where)
     named = session.options.axes.get("formats")
     return [one for one in asked if named is None or one.case.format in named]
 
@@ -76,7 +80,7 @@ def _words(where: str, key: str, value: Any) -> list[str]:
 
 def judged(session: Session, asked: AskedScaling) -> Judged:
     """Sweep the tensor and compare; in an update, find what to store."""
-    return held(session, asked.settings, asked.case, _observe(asked), Standards(RULES))
+    return held(session, asked.settings, asked.case, _observe(asked), Standards(RULES), made_with=asked.made_with)
 
 
 def _observe(asked: AskedScaling) -> Observation:

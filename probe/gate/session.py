@@ -86,6 +86,8 @@ class Session:
         self.outcomes: dict[tuple[str, Case], Outcome] = {}
         self.entries: dict[str, dict[Case, Entry]] = {}
         self.refusals: dict[tuple[str, Case], str] = {}
+        self.held: dict[tuple[str, Case], object] = {}  # cases without a recipe, with what is held of them
+        self.written: set[str] = set()  # models whose baselines were updated
         self.told: list[str] = []  # of the update, for the terminal
         self.problems: list[str] = []  # each fails the run
         self._folder = folder
@@ -202,6 +204,13 @@ class Session:
         Where tests or folders of tests were left out, what was not asked for may be another test's. `stopped` says why
         the run ended early, if it did.
         """
+        self._finish(tests_left_out=tests_left_out, folders_left_out=folders_left_out, stopped=stopped)
+        for key, outcome in self.outcomes.items():
+            if outcome.status == "updated" and outcome.model not in self.written:
+                # nothing was written, so it is what it was before: the message says what is wrong, if anything is
+                self.outcomes[key] = replace(outcome, status="failed" if outcome.message else "passed")
+
+    def _finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str) -> None:
         used = {model: dossier for model, dossier in self.dossiers.items() if dossier.selected}
         if stopped and self.options.update:
             self.problems.append(f"no baseline was written: the run ended early ({stopped}).")
@@ -283,6 +292,7 @@ class Session:
             )
         drop = self._obsolete(dossier) if whole and not keep_obsolete else []
         lines = store_update(store, Update(model, entries, drop, dossier.facts, united(dossier.anchors)))
+        self.written.add(model)
         kind = "all" if whole else "some"
         self.told.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
         self.told += _shortened(lines)

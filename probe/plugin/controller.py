@@ -31,13 +31,10 @@ class Controller:
         given = getattr(report, "probe", None)
         if given is None:
             return
-        from probe.baselines.entries import Entry, Stored
+        from probe.baselines.entries import Entry
         from probe.gate.outcomes import Outcome
 
-        entry = given["entry"]
-        stored = entry and Entry(
-            {name: Stored(*figure) for name, figure in entry["figures"].items()}, tuple(entry["values"])
-        )
+        stored = given["entry"] and Entry.from_dict(given["entry"])
         self.session.take(Outcome.from_dict(given["outcome"]), stored, given["refusal"])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

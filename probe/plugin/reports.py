@@ -76,12 +76,7 @@ def _attach(report: pytest.TestReport, taken: ProbeCase, outcome: Outcome) -> No
     report.probe = {  # type: ignore[attr-defined]
         "outcome": replace(outcome, points={}).as_dict(),
         "refusal": taken.refusal,
-        "entry": None
-        if entry is None
-        else {
-            "figures": {name: [one.value, one.spread, one.reason] for name, one in entry.figures.items()},
-            "values": list(entry.values),
-        },
+        "entry": None if entry is None else entry.as_dict(),
     }
 
 

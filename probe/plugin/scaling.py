@@ -1,5 +1,6 @@
 """What a test that takes `probe_scaling` is given, and what its report carries."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from probe.gate.outcomes import Outcome
 from probe.gate.scaling import judged
 from probe.gate.session import Session
 from probe.plugin.taken import GateFailure
-from probe.report.story import case_text
+from probe.report.story import held_story
 
 
 class ProbeScaling:
@@ -40,11 +41,7 @@ class ProbeScaling:
         if self.found.refusal:
             raise GateFailure(self.found.refusal)
         if self.found.outcome.status == "failed":
-            raise GateFailure("\n".join([*case_text(self.found.outcome), *_next(self.found.outcome)]))
-
-
-def _next(outcome: Outcome) -> list[str]:
-    return [f'  accept  pytest -k "{outcome.case.mode} and {outcome.case.format}" --update-baselines']
+            raise GateFailure("\n".join(held_story(replace(self.found.outcome, nodeid=self.nodeid))))
 
 
 def describe(report: pytest.TestReport, taken: ProbeScaling, problem: BaseException | None) -> None:
@@ -65,9 +62,6 @@ def describe(report: pytest.TestReport, taken: ProbeScaling, problem: BaseExcept
         if found
         else Outcome(taken.asked.settings.model, taken.case, "failed", None, str(problem or report.longrepr))
     )
-    entry: dict[str, Any] | None = None
-    if found and found.entry:
-        figures = {name: [one.value, one.spread, one.reason] for name, one in found.entry.figures.items()}
-        entry = {"figures": figures, "values": []}
-    given = Outcome(**{**vars(outcome), "nodeid": taken.nodeid}).as_dict()
+    entry = found.entry.as_dict() if found and found.entry else None
+    given = replace(outcome, nodeid=taken.nodeid).as_dict()
     report.probe = {"outcome": given, "refusal": found.refusal if found else "", "entry": entry}  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """A failing recipe as text: where it began, how it grew, what it was before, and the commands that come next."""
 
 import re
+import shlex
 import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
@@ -58,7 +59,7 @@ def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Seque
         *([("baseline", first.baseline_file)] if first.baseline_file else []),
         *_environment(environment, room),
         *([("look", f"{report}#{quote(run.recipe)}")] if report else []),
-        *_commands(run),
+        *_commands(run.failing, selection(run.failing[0])),
     ]
     left = min(3, MOST_LINES - 1 - len(before) - len(after))
     details = [("", text) for text in _first_few(first.details, left, room)]
@@ -71,6 +72,27 @@ def case_text(outcome: Outcome) -> list[str]:
     room = _room(figures)
     rows = [*figures, *_wrapped("what", outcome.message, room), *_wrapped("likely cause", outcome.cause, room)]
     return [plain(heading(outcome)), *_table(rows)]
+
+
+def held_story(outcome: Outcome) -> list[str]:
+    """The story of a case that is held by itself, without a recipe. Its commands are never cut short.
+
+    Where its settings are not those of the baseline, they are told in the place of figures that say nothing.
+    """
+    figures = _figure_rows(outcome) if outcome.verdict else []
+    room = _room(figures)
+    rows = [
+        *figures,
+        *_wrapped("what", outcome.message, room),
+        *[("" if index or outcome.verdict else "changed", text) for index, text in enumerate(outcome.details)],
+        *_wrapped("likely cause", outcome.cause, room),
+        *([("baseline", outcome.baseline_file)] if outcome.baseline_file else []),
+    ]
+    width = _width(rows)
+    commands = [
+        plain(f"  {label:<{width}}{text}", most=10_000) for label, text in _commands([outcome], case_selection(outcome))
+    ]
+    return [plain(heading(outcome)), *_table(rows), *commands]
 
 
 def one_line(outcome: Outcome, *, told_by: str = "") -> str:
@@ -121,9 +143,16 @@ def selection(outcome: Outcome) -> str:
     mode, format = outcome.case.mode, outcome.case.format
     parts = [mode if re.fullmatch(r"mode_\d(_\d)?", mode) else f"{mode}-"]
     if format:
-        part_of_another = any(format in other and format != other for other in FORMATS)
+        part_of_another = format not in FORMATS or any(format in other and format != other for other in FORMATS)
         parts.append(f"{outcome.case.device}-{format}" if part_of_another else format)
     return f'pytest -k "{" and ".join(parts)}"'
+
+
+def case_selection(outcome: Outcome) -> str:
+    """The command that runs this case and no other: by its id, or, where -k cannot spell that, by the test's name."""
+    name = f"[{outcome.case}]"
+    spelled = re.fullmatch(r"[\w:+./\[\]-]+", name, re.ASCII)
+    return f'pytest -k "{name}"' if spelled else f"pytest {shlex.quote(outcome.nodeid)}"
 
 
 def _figure_rows(outcome: Outcome) -> list[Row]:
@@ -221,16 +250,15 @@ def _environment(lines: Sequence[str], room: int) -> list[Row]:
     return [("environment" if not index else "", text) for index, text in enumerate(_first_few(lines, 2, room))]
 
 
-def _commands(run: Run) -> list[Row]:
-    first, command = run.failing[0], selection(run.failing[0])
-    verdicts = [outcome.verdict or "" for outcome in run.failing]
+def _commands(failing: Sequence[Outcome], command: str) -> list[Row]:
+    verdicts = [outcome.verdict or "" for outcome in failing]
     if set(verdicts) == {"obsolete"}:
         return [("accept", "pytest --update-baselines   (of all cases, without -k: it drops what is obsolete)")]
     refused = next((NEXT[verdict] for verdict in verdicts if verdict in NEXT), None)
     if refused:
         return [("rerun", command), ("next", refused)]
-    reason = ' --allow-worse "REASON"' if got_worse(run.failing) else ""
-    label = "create" if first.verdict == "missing" else "accept"
+    reason = ' --allow-worse "REASON"' if got_worse(failing) else ""
+    label = "create" if verdicts[0] == "missing" else "accept"
     return [("rerun", command), (label, f"{command} --update-baselines{reason}")]
 
 
@@ -245,8 +273,8 @@ def _room(figures: Sequence[Row]) -> int:
 
 
 def _wrapped(label: str, text: str, room: int) -> list[Row]:
-    """At most two lines."""
-    lines = textwrap.wrap(plain(text, most=10_000), room, max_lines=2, placeholder=" ...")
+    """At most two lines; --options stay whole."""
+    lines = textwrap.wrap(plain(text, most=10_000), room, max_lines=2, placeholder=" ...", break_on_hyphens=False)
     return [(label if not index else "", line) for index, line in enumerate(lines)]
 
 

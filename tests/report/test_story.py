@@ -16,7 +16,9 @@ from probe.report.story import (
     MOST_COLUMNS,
     MOST_LINES,
     NEXT,
+    case_selection,
     case_text,
+    held_story,
     names_in_order,
     one_line,
     story,
@@ -157,10 +159,37 @@ outcomes = st.builds(
 def test_whatever_is_in_it_it_stays_short(found: list[Outcome], report: str | None, environment: list[str]) -> None:
     lines = story(found, report=report, environment=environment)
     assert len(lines) <= MOST_LINES
+    assert all(line.isprintable() for line in held_story(found[0]))
     for line in [*lines, *case_text(found[0]), one_line(found[0], told_by="x")]:
         assert len(line) <= MOST_COLUMNS
         assert line.isprintable()
     assert len(case_text(found[0])) <= 10
+
+
+@pytest.mark.parametrize(
+    ("layer", "command"),
+    [
+        ("layers.0.up_proj", 'pytest -k "[activations-layers.0.up_proj-cpu-input]"'),
+        ("model.safetensors:a/b", 'pytest -k "[activations-model.safetensors:a/b-cpu-input]"'),
+        ("two words", "pytest 'test_x.py::test_it[two]'"),
+        ("größe", "pytest 'test_x.py::test_it[two]'"),
+        ('a"$(b)', "pytest 'test_x.py::test_it[two]'"),
+    ],
+)
+def test_the_command_of_a_case_runs_it_alone(layer: str, command: str) -> None:
+    case = Case("activations", layer, "cpu", "input")
+    assert case_selection(Outcome("m", case, "failed", nodeid="test_x.py::test_it[two]")) == command
+
+
+def test_the_command_of_a_case_is_never_cut_short() -> None:
+    case = Case("activations", "model.a_long_name_of_a_module." * 8, "cpu", "input")
+    figures = {"activations.outliers": Figure(5.0, 0.0, 0.5, True, "worse")}
+    lines = held_story(Outcome("m", case, "failed", "drift", "It moved.", figures=figures, baseline_file="b.json"))
+    assert lines[-2:] == [
+        f'  rerun                 pytest -k "[{case}]"',
+        f'  accept                pytest -k "[{case}]" --update-baselines --allow-worse "REASON"',
+    ]
+    assert held_story(Outcome("m", case, "failed", "not finite", "NaN."))[-1].startswith("  next           cannot be")
 
 
 def test_a_further_case_points_to_the_story() -> None:

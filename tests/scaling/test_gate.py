@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from probe import recommend, scaling_sweep
+from tests.plugin.conftest import UNUSED
+from tests.plugin.project import lines_of
+from tests.plugin.test_lifecycle import snapshot
 from tests.scaling.tensors import normal
 
 TEST = """
@@ -31,10 +34,11 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     np.save("tensors/b.npy", normal(16, 64, seed=1).numpy())
     pytester.makepyfile(test_scales=TEST)
 
-    def once(*arguments: str) -> pytest.RunResult:
+    def once(*arguments: str, workers: int = 0) -> pytest.RunResult:
         for name in ("test_scales", "test_blocks"):
             sys.modules.pop(name, None)
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", *arguments)
+        xdist = ("-n", str(workers), *UNUSED) if workers else ("-p", "no:xdist")
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *xdist, *arguments)
 
     return once
 
@@ -71,8 +75,12 @@ def test_the_lifecycle_of_a_scaling_baseline(run: Run, pytester: pytest.Pytester
             "scaling-tensors/a.pt-cpu-fp8_e4m3 drifted from its baseline*",
             "*scaling.exponent*",
             "*likely cause*the tensor itself is another one*",
+            "  baseline *baselines/scaling/cpu/scaling.json",
+            '  rerun *pytest -k "[[]scaling-tensors/a.pt-cpu-fp8_e4m3]"',
+            '  accept *pytest -k "[[]scaling-tensors/a.pt-cpu-fp8_e4m3]" --update-baselines --allow-worse "REASON"',
         ]
     )
+    run("-k", "[scaling-tensors/a.pt-cpu-fp8_e4m3]").assert_outcomes(failed=1, deselected=3)
 
 
 def test_a_changed_quantizer_fails_and_is_accepted_only_with_a_reason(
@@ -86,10 +94,63 @@ def test_a_changed_quantizer_fails_and_is_accepted_only_with_a_reason(
     run("-k", "fp4_e2m1").assert_outcomes(failed=2, deselected=2)
     refused = run("--update-baselines", "-k", "fp4_e2m1")
     refused.assert_outcomes(failed=2, deselected=2)
-    refused.stdout.fnmatch_lines(["*got worse: scaling.mse*"])
+    refused.stdout.fnmatch_lines(["*got worse: scaling.mse*", "scaling on cpu: 2 cases: 2 drift; *"])
     accepted = run("--update-baselines", "-k", "fp4_e2m1", "--allow-worse", "other rounding on purpose")
     accepted.assert_outcomes(passed=2, deselected=2)
     run("-k", "fp4_e2m1").assert_outcomes(passed=2, deselected=2)
+
+
+def test_another_number_of_levels_fails_though_the_figures_may_agree(run: Run, pytester: pytest.Pytester) -> None:
+    run("--update-baselines").assert_outcomes(passed=4)
+    pytester.makepyfile(test_scales=TEST.replace("num_levels=7", "num_levels=13"))
+    failed = run()
+    failed.assert_outcomes(failed=4)
+    lines = lines_of(failed.outlines, "scaling-tensors/a.pt-cpu-fp8_e4m3 failed")
+    assert "  changed        num_levels 7 -> 13" in lines
+    assert lines[-1] == '  accept         pytest -k "[scaling-tensors/a.pt-cpu-fp8_e4m3]" --update-baselines', lines
+    told = run("--update-baselines")
+    told.assert_outcomes(passed=4)
+    told.stdout.fnmatch_lines(["scaling-tensors/a.pt-cpu-fp8_e4m3  num_levels  7 -> 13"])
+    run().assert_outcomes(passed=4)
+
+
+def test_two_tests_of_one_tensor_must_agree_on_the_levels(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_blocks=TEST.replace("num_levels=7", "num_levels=3"))
+    result = run()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*another test holds scaling-tensors/a.pt-cpu-fp8_e4m3 of scaling*{'num_levels': '3'} there, *'7'} here*"]
+    )
+
+
+def test_the_lifecycle_under_xdist_is_that_of_one_process(run: Run, pytester: pytest.Pytester) -> None:
+    run(workers=2).assert_outcomes(failed=4)
+    assert not (pytester.path / "baselines").exists()
+    run("--update-baselines", workers=2).assert_outcomes(passed=4)
+    parallel = snapshot(pytester.path / "baselines")
+    assert parallel
+    for name in parallel:
+        Path(pytester.path / "baselines" / name).unlink()
+    run("--update-baselines").assert_outcomes(passed=4)
+    assert snapshot(pytester.path / "baselines") == parallel
+    run(workers=2).assert_outcomes(passed=4)
+    torch.save(4 * normal(16, 64).bfloat16(), "tensors/a.pt")
+    changed = run(workers=2)
+    changed.assert_outcomes(failed=2, passed=2)
+    changed.stdout.fnmatch_lines(["scaling-tensors/a.pt-cpu-f* drifted from its baseline*"])
+    pytester.makepyfile(test_scales=TEST.replace("num_levels=7", "num_levels=13"))
+    other = run(workers=2)
+    other.assert_outcomes(failed=4)
+    other.stdout.fnmatch_lines(["  changed * num_levels 7 -> 13"])
+
+
+def test_a_name_that_k_cannot_spell_is_rerun_by_the_name_of_its_test(run: Run) -> None:
+    torch.save(normal(16, 64, seed=2), "tensors/the new one.pt")
+    missing = run("-k", "new")
+    missing.assert_outcomes(failed=2, deselected=4)
+    command = "pytest 'test_scales.py::test_scales[scaling-tensors/the new one.pt-cpu-fp4_e2m1]' --update-baselines"
+    missing.stdout.fnmatch_lines([f"  create  *{command.replace('[', '[[]')}"])
+    run(*command.replace("'", "").partition(" ")[2].replace(" --", "\n--").split("\n")).assert_outcomes(passed=1)
 
 
 def test_what_is_stored_and_no_longer_asked_for_is_obsolete(run: Run, pytester: pytest.Pytester) -> None:
