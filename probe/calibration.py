@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probe.formats import PERCENTILE
 from probe.models.linear import NEVER_CALLED, linear_key, linears
 from probe.models.mamba import Site, SiteMixer, mamba_blocks, with_sites
 from probe.names import nearest
@@ -110,7 +111,7 @@ def calibrate(
     *,
     model_fingerprint: str,
     data_fingerprint: str,
-    percentile: float = 0.9995,
+    percentile: float = PERCENTILE,
     progress: Callable[[int], Any] | None = None,
 ) -> Calibration:
     """Run the float model over `batches` and observe every linear input, and every site if it is a Mamba."""

@@ -111,3 +111,6 @@ FORMATS: dict[str, Format] = {
 
 #: The formats of the default matrix.
 GATE_FORMATS = ("int8", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "mxint8", "nvfp4")
+#: The quantile of |x| that a calibrated scale covers where the largest value would be too much; 0.9999 is the other
+#: that is in use. Every command and every function of the library has this default.
+PERCENTILE = 0.9995

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from probe.names import nearest
+from probe.messages import some
+from probe.names import near
 
 Consumer = Callable[[str, Tensor], None]
 
@@ -51,15 +52,21 @@ def select(model: nn.Module, layers: Sequence[str | int] | str | int, *, model_n
     for wanted in layers:
         found = _match(wanted, names, stack)
         if not found:
-            near = ", ".join(nearest(str(wanted), [*names, *labels.values()]))
-            kinds = f"0 to {len(stack) - 1}, first, last, all, " if stack else ""
+            close = near(wanted, [*names, *labels.values()])
+            told = f"Nearest: {', '.join(close)}" if close else f"It has: {some(names, most=5)}"
+            kinds = f"0 to {len(stack) - 1}, first, last, all or " if stack else ""
             raise ValueError(
-                f"layer {wanted!r} matches none of the {len(names)} modules of {type(model).__name__}. "
-                f"Nearest: {near}. Give {kinds}or a regular expression. "
+                f"layer {_typed(wanted)} matches none of the {len(names)} modules of {type(model).__name__}. "
+                f"{told}. Give {kinds}a regular expression. "
                 f"List them with: probe layers --model {model_name}"
             )
         chosen |= set(found)
     return {labels.get(name, name): name for name in names if name in chosen}
+
+
+def _typed(wanted: str | int) -> str:
+    """As it was typed: repr would double the backslashes."""
+    return f"'{wanted}'" if isinstance(wanted, str) else str(wanted)
 
 
 def _match(wanted: str | int, names: list[str], stack: list[str]) -> list[str]:
@@ -73,7 +80,7 @@ def _match(wanted: str | int, names: list[str], stack: list[str]) -> list[str]:
         pattern = re.compile(text)
     except re.error as problem:
         raise ValueError(
-            f"layer {text!r} is not a regular expression ({problem}). Escape special characters with a backslash."
+            f"layer '{text}' is not a regular expression ({problem}). Escape special characters with a backslash."
         ) from None
     return [name for name in names if pattern.search(name)]
 

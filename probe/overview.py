@@ -9,11 +9,13 @@ from torch import nn
 
 from probe.calibration import Calibration, calibrate
 from probe.data import fingerprint, text_of, token_batches
-from probe.formats import GATE_FORMATS
+from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
 from probe.hooks import blocks_of, select
+from probe.models.limits import check_positions
 from probe.models.load import Loaded, load_model
 from probe.models.mamba import mamba_blocks, with_sites
 from probe.modes import MODES, Recipe, expand_modes, find_mode
+from probe.names import look_up
 from probe.runner import Measured, measure, run_reference
 
 
@@ -65,8 +67,10 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Recipe]:
-    """The cross product: float modes once, every other mode with every format."""
+    """The cross product: float modes once, every other mode with every format; every name is checked."""
     chosen = list(formats) if formats else list(GATE_FORMATS)
+    for format in chosen:
+        look_up("format", format, FORMATS)
     recipes = []
     for mode in expand_modes(list(modes)):
         if mode.is_quantized:
@@ -84,11 +88,11 @@ def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
         if find_mode(recipe.mode).kind == "ssm" and not is_mamba:
             raise ValueError(
                 f"{recipe} quantizes Mamba-1 blocks and {loaded.name} has none. "
-                "For other models use --modes fp16 bf16 linear_w linear_wa."
+                "Modes for other models: fp16, bf16, linear_w, linear_wa."
             )
         if recipe.mode.startswith("torchao") and recipe.format != "int8":
             raise ValueError(
-                f"{recipe}: torchao's modes take the format int8 only. Leave it out, or give --formats int8."
+                f"{recipe}: torchao's modes take the format int8 only. Leave the format out, or give int8."
             )
 
 
@@ -100,7 +104,7 @@ def measure_all(
     layers: Sequence[str | int] = ("all",),
     data: tuple[str, int, int, int] = ("evaluation", 8, 256, 8),
     calibration_data: tuple[str, int, int] = ("calibration", 16, 256),
-    percentile: float = 0.9995,
+    percentile: float = PERCENTILE,
     injected: bool = False,
     allow_download: bool = False,
     trust_remote_code: bool = False,
@@ -115,6 +119,8 @@ def measure_all(
         is_mamba = any(True for _ in mamba_blocks(loaded.model))
         recipes = recipes_of(["all"] if is_mamba else ["linear_w", "linear_wa"], formats)
     check_recipes(loaded, recipes)
+    check_positions(loaded.model, data[2], key="seqlen")
+    select(loaded.model, layers, model_name=model)
     for note in loaded.notes:
         progress(f"note: {note}")
     source, samples, seqlen, batch_size = data
@@ -133,7 +139,7 @@ def measure_all(
 
 
 def calibrate_on(
-    loaded: Loaded, source: str, samples: int, seqlen: int, *, percentile: float = 0.9995, batch_size: int = 8
+    loaded: Loaded, source: str, samples: int, seqlen: int, *, percentile: float = PERCENTILE, batch_size: int = 8
 ) -> Calibration:
     """Calibrate a model on a text."""
     batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)

@@ -127,7 +127,15 @@ def test_hooks_never_survive_the_block_and_its_own_error_comes_through() -> None
     ("wanted", "message"),
     [
         (["lyers.0"], r"layer 'lyers.0' matches none of the \d+ modules of Stack. Nearest: layers.0"),
-        ([99], "layer 99 matches none"),
+        (
+            [99],
+            r"layer 99 matches none of the \d+ modules of Stack\. It has: .* Give 0 to 11, first, last, all or a",
+        ),
+        (
+            ["zzz"],
+            r"matches none of the \d+ modules of Stack. It has: \S+, .* more. Give 0 to 11, first, last, all or a reg",
+        ),
+        ([r"z\.z"], r"layer 'z\\.z' matches none"),
         (["a("], r"layer 'a\(' is not a regular expression"),
     ],
 )
@@ -139,6 +147,11 @@ def test_a_pattern_without_match_shows_the_nearest(wanted: list, message: str) -
         select(Stack(), [])
     with pytest.raises(ValueError, match="nothing to capture"), capture(Stack(), outputs=False):
         pass
+
+
+def test_a_model_without_a_stack_is_asked_for_a_regular_expression() -> None:
+    with pytest.raises(ValueError, match=r"It has: 0, 1\. Give a regular expression\. List them with: probe layers"):
+        select(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "zzz")
 
 
 def test_an_output_without_a_tensor_is_named() -> None:

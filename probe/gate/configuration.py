@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from probe.formats import FORMATS, GATE_FORMATS
+from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
 from probe.names import look_up
 
 
@@ -22,7 +22,7 @@ class CalibrationSettings:
     data: str = "calibration"
     samples: int = 16
     seqlen: int = 256
-    percentile: float = 0.9995
+    percentile: float = PERCENTILE
 
 
 @dataclass(frozen=True)

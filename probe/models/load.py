@@ -17,7 +17,7 @@ from probe.models.checkpoints import from_folder
 from probe.models.placing import Room, state_of
 from probe.models.quiet import quietly
 from probe.models.tokenizers import BYTES, ByteTokenizer, Tokenizer, tokenizer_of_factory, tokenizer_of_folder
-from probe.names import nearest
+from probe.names import did_you_mean, near
 
 FOLDER = Path(__file__).parent / "embedded"
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -146,8 +146,8 @@ def _from_factory(name: str, module_name: str, attribute: str) -> nn.Module:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = nearest(attribute, public, count=1)
-        hint = f" Did you mean '{module_name}:{near[0]}'?" if near else ""
+        close = near(attribute, public, count=1)
+        hint = f" Did you mean '{module_name}:{close[0]}'?" if close else ""
         wrong = "has no" if factory is None else "has an uncallable"
         raise ValueError(
             f"model {name!r}: module {module_name!r} {wrong} {attribute!r}; "
@@ -178,8 +178,7 @@ def _folder_of(name: str, *, allow_download: bool) -> Path:
             f"model folder {name!r} does not exist (looked for {folder.absolute()}). "
             "Expected a folder with config.json and safetensors weights."
         )
-    near = nearest(name, EMBEDDED, count=1)[0]
-    raise ValueError(f"unknown model {name!r}. Did you mean {near!r}? Embedded: {', '.join(EMBEDDED)}. {WAYS}")
+    raise ValueError(f"unknown model {name!r}.{did_you_mean(name, EMBEDDED)} Embedded: {', '.join(EMBEDDED)}. {WAYS}")
 
 
 def _hub_snapshot(name: str, *, allow_download: bool) -> Path:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from probe.formats import PERCENTILE
 from probe.names import look_up
 from probe.quantizers.integers import IntegerParameters, code_range, integer_parameters, resolve_axis
 from probe.quantizers.narrowing import FLOAT_DTYPES, require_tensor
@@ -176,7 +177,7 @@ class PercentileObserver(Observer):
 
     name = "percentile"
 
-    def __init__(self, alpha: float = 0.9995) -> None:
+    def __init__(self, alpha: float = PERCENTILE) -> None:
         super().__init__()
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
             raise ValueError(f"alpha is {alpha!r}. A quantile is above 0 and at most 1: give e.g. 0.9995.")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from probe.calibration import Calibration
 from probe.environment import environment
+from probe.formats import PERCENTILE
 from probe.models.load import Loaded
 from probe.modes import Recipe, apply, find_mode
 from probe.names import look_up
@@ -109,7 +110,7 @@ def record(
     calib_data: str = "calibration",
     calib_data_num: int = 16,
     calib_seqlen: int = 256,
-    percentile: float = 0.9999,
+    percentile: float = PERCENTILE,
     layout: str = "safetensors",
     output_file: str | None = None,
     overwrite: bool = False,

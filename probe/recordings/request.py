@@ -13,6 +13,7 @@ from probe.calibration import Calibration
 from probe.data import text_of, token_batches
 from probe.devices import check_device, is_present, is_recorded
 from probe.environment import comparable, differences
+from probe.models.limits import check_positions
 from probe.models.load import Loaded, fingerprint, load_model
 from probe.models.mamba import mamba_blocks
 from probe.models.tokenizers import Tokenizer
@@ -131,11 +132,13 @@ def batches_of(
     tokenizer = subject.loaded.tokenizer
     if prompt is None:
         length = SEQLEN if seqlen is None else seqlen
+        check_positions(unwrapped(subject.loaded.model), length, key="seqlen")
         return token_batches(text_of(data), tokenizer, samples=samples, seqlen=length, batch_size=batch_size)
     tokens = tokenizer.encode(prompt)
     if not tokens:
         raise ValueError("the prompt is empty. Expected text.")
     length = len(tokens) if seqlen is None else seqlen
+    check_positions(unwrapped(subject.loaded.model), length, key="seqlen")
     return token_batches(tokens, tokenizer, samples=1, seqlen=length, batch_size=batch_size)
 
 

@@ -249,7 +249,8 @@ def test_an_unknown_name_offers_the_nearest_and_the_ways_to_write_one() -> None:
         "Write a folder as ./path/to/model, a hub model as organization/name, a function that makes the model as "
         "package.module:factory."
     )
-    assert refusal("").startswith("unknown model ''. Did you mean 'tiny-")
+    for far in ("", "nofolder"):
+        assert refusal(far).startswith(f"unknown model {far!r}. Embedded: tiny-mamba, tiny-llama")
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""How many positions a model has: a table of learned ones ends somewhere, rotary ones are only trained so far."""
+
+import re
+from typing import Any
+
+from torch import nn
+
+#: Tables of learned positions, as transformers and most others call them; relative ones are not among them.
+POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|pos_emb\w*|embed_pos\w*)$")
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """The longest sample that the smallest table of positions of `model` has room for; None without one.
+
+    OPT and BART start at row 2 (`offset`), RoBERTa behind the row of its padding.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and POSITIONS.search(name):
+            start = getattr(module, "offset", 0) or (0 if module.padding_idx is None else module.padding_idx + 1)
+            found.append(module.num_embeddings - int(start))
+    return min(found, default=None)
+
+
+def check_positions(model: nn.Module, asked: int, *, key: str, longest: int | None = None) -> None:
+    """Refuse samples that a table of learned positions has no row for; `longest` is theirs, if less than `asked`."""
+    learned = learned_positions(model)
+    if learned is not None and (longest or asked) > learned:
+        raise ValueError(f"{key} {asked} exceeds the {learned} positions of the model. Give {key} {learned} or less.")
+
+
+def position_notes(model: nn.Module, asked: int, *, key: str, longest: int) -> tuple[str, ...]:
+    """`check_positions`, and what is to be said of a model that runs beyond the positions it was trained for."""
+    check_positions(model, asked, key=key, longest=longest)
+    trained = _stated(model)
+    if trained is None or longest <= trained or learned_positions(model) is not None:
+        return ()
+    return (
+        f"{key} {asked} is beyond the {trained} positions that the model's configuration states: it was not "
+        "trained there, and its activations may be unusual.",
+    )
+
+
+def _stated(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    stated = getattr(text, "max_position_embeddings", None)
+    return stated if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0 else None
