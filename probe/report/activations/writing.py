@@ -9,28 +9,33 @@ from typing import Any
 
 from probe.activations.export import as_json, finite, tables
 from probe.activations.run import Analysis
+from probe.report.activations.earlier import in_place_of_earlier
 from probe.report.activations.page import page_of
 from probe.report.activations.pictures import pictures_of
 from probe.report.files import write
 
 
 def write_analysis(analysis: Analysis, *, progress: Callable[[str], Any] = print) -> list[Path]:
-    """Write what `output.formats` asks for to `visualization.save_dir`; the paths, in the order of writing."""
+    """Write what `output.formats` asks for to `visualization.save_dir`; the paths, in the order of writing.
+
+    The files of an earlier run that are not written again are deleted.
+    """
     folder = Path(analysis.settings.visualization.save_dir)
     formats = analysis.settings.output.formats
     made = tables(analysis)
-    written = []
-    if "csv" in formats:
-        written += [write(folder / f"{name}.csv", csv_text(rows)) for name, rows in made.items()]
-    if "json" in formats:
-        written.append(write(folder / "analysis.json", json_text(as_json(analysis, made))))
-    if "png" in formats or "html" in formats:
-        progress("drawing")
-        drawn = list(pictures_of(analysis, made))
-        if "png" in formats:
-            written += [write(folder / f"{one.file}.png", one.png) for one in drawn]
-        if "html" in formats:
-            written.append(page_of(analysis, made, drawn).write(folder / "analysis_report.html"))
+    with in_place_of_earlier(folder, progress=progress) as written:
+        if "csv" in formats:
+            for name, rows in made.items():
+                written.append(write(folder / f"{name}.csv", csv_text(rows)))
+        if "json" in formats:
+            written.append(write(folder / "analysis.json", json_text(as_json(analysis, made))))
+        if "png" in formats or "html" in formats:
+            progress("drawing")
+            drawn = list(pictures_of(analysis, made))
+            for one in drawn if "png" in formats else ():
+                written.append(write(folder / f"{one.file}.png", one.png))
+            if "html" in formats:
+                written.append(page_of(analysis, made, drawn).write(folder / "analysis_report.html"))
     return written
 
 
