@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from probe.activations.settings import Settings
-from probe.names import nearest
+from probe.names import near
 
 
 class ConfigurationError(ValueError):
@@ -43,12 +43,32 @@ def _read(path: Path) -> Any:
         what = "is a folder" if path.is_dir() else f"does not exist (looked for {path.absolute()})"
         raise ConfigurationError(f"configuration {str(path)!r} {what}. Expected a YAML file, as configs/default.yaml.")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _check_twice(yaml.compose(text, Loader=yaml.SafeLoader), set(), str(path))
+        return yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as problem:
         said = " ".join(str(problem).split())
         raise ConfigurationError(
             f"configuration {str(path)!r} is not YAML: {said}. Correct it and run again."
         ) from None
+
+
+def _check_twice(node: Any, seen: set[int], where: str) -> None:
+    """Refuse a key that a table has twice: YAML would keep the last and say nothing."""
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    lines: dict[str, int] = {}
+    for one in node.value:
+        key, value = one if isinstance(node, yaml.MappingNode) else (None, one)
+        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise ConfigurationError(
+                    f"{where}: key {key.value!r} is there twice, in lines {lines[key.value]} and {line}. Keep one."
+                )
+            lines[key.value] = line
+        _check_twice(value, seen, where)
 
 
 def _value(given: str, text: str) -> Any:
@@ -113,13 +133,16 @@ def _set(settings: Any, path: Sequence[str], value: Any, *, where: str) -> Any:
     try:
         return replace(settings, **{name: check(value)})
     except ValueError as problem:
-        raise ConfigurationError(f"{where} is {value!r}; expected {problem}.") from None
+        typed = f"'{value}'" if isinstance(value, str) else repr(value)  # repr would double the backslashes
+        raise ConfigurationError(f"{where} is {typed}; expected {problem}.") from None
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
     """By the last part first: `data.custom.column` means `data.custom.text_column`."""
-    near = nearest(name, names, count=1)[0]
+    whole = near(name, names, count=1)
     last = {one.rpartition(".")[2]: one for one in reversed(names)}
     close = difflib.get_close_matches(name.rpartition(".")[2], last, n=1, cutoff=0.75)
-    meant = last[close[0]] if close and difflib.SequenceMatcher(None, name, near).ratio() < 0.85 else near
-    return f"Did you mean {meant!r}? All keys: probe analyze --keys"
+    if close and not (whole and difflib.SequenceMatcher(None, name, whole[0]).ratio() >= 0.85):
+        whole = [last[close[0]]]
+    sections = ", ".join(one.name for one in fields(Settings))
+    return (f"Did you mean {whole[0]!r}?" if whole else f"Sections: {sections}.") + " All keys: probe analyze --keys"

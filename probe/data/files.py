@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from probe.names import nearest
+from probe.names import did_you_mean
 
 
 def read_file(path: Path, *, format: str | None, text_column: str) -> tuple[list[str], bool]:
@@ -116,10 +116,9 @@ def _cell(path: Path, row: dict[Any, Any], column: str) -> Any:
     if column in row:
         return row[column]
     names = [str(name) for name in row if name is not None]
-    near = f" Did you mean {nearest(column, names, count=1)[0]!r}?" if names else ""
     raise ValueError(
-        f"data file {str(path)!r} has no column {column!r}.{near} It has: {', '.join(names) or 'none'}. "
-        "Choose one with data.custom.text_column."
+        f"data file {str(path)!r} has no column {column!r}.{did_you_mean(column, names)} "
+        f"It has: {', '.join(names) or 'none'}. Choose one with data.custom.text_column."
     )
 
 

@@ -15,7 +15,10 @@ from typing import Any
 
 from probe.data.files import read_file
 from probe.data.texts import text_of
-from probe.names import nearest
+from probe.names import did_you_mean
+
+#: Where the text usually is.
+TEXT_COLUMN = "text"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class HubText:
     config: str | None
     split: str
     files: tuple[str, ...]
-    text_column: str = "text"
+    text_column: str = TEXT_COLUMN
     running: bool = False
     """Rows are lines of one long text, not documents."""
 
@@ -66,12 +69,16 @@ def documents_of(
     source: str,
     *,
     format: str | None = None,
-    text_column: str = "text",
+    text_column: str = TEXT_COLUMN,
     split: str | None = None,
     allow_download: bool = False,
 ) -> Documents:
-    """The documents that `source` names. Files are read at once, datasets row by row."""
+    """The documents that `source` names. Files are read at once, datasets row by row.
+
+    What another kind of source would need is refused, not ignored.
+    """
     kind, colon, rest = source.partition(":")
+    _check_keys(source, kind, format=format, text_column=text_column, split=split)
     if source == "builtin":
         return Documents(source, [text_of("evaluation")], True, "the text that comes with probe")
     if kind == "custom" and colon:
@@ -82,8 +89,27 @@ def documents_of(
         return _hub_text(HUB[source], split, allow_download=allow_download)
     if kind == "hf" and rest:
         return _hub_dataset(source, rest, text_column, split, allow_download=allow_download)
-    near = f"custom:{source}" if Path(source).exists() else nearest(source, ("builtin", *HUB, "hf:", "custom:"))[0]
-    raise ValueError(f"unknown data source {source!r}. Did you mean {near!r}? Known: {', '.join(NAMES)}.")
+    known = (f"custom:{source}",) if Path(source).exists() else ("builtin", *HUB, "hf:", "custom:")
+    raise ValueError(f"unknown data source {source!r}.{did_you_mean(source, known)} Known: {', '.join(NAMES)}.")
+
+
+def _check_keys(source: str, kind: str, *, format: str | None, text_column: str, split: str | None) -> None:
+    """Of the keys that belong to some sources only, those that differ from their defaults."""
+    hub = ", ".join(HUB)
+    for key, given, fits, owners in (
+        ("data.split", split is not None, kind in ("hf", *HUB), f"datasets of the hub: {hub}, hf:<dataset>"),
+        ("data.custom.format", format is not None, kind == "custom", "a file, custom:/path"),
+        (
+            "data.custom.text_column",
+            text_column != TEXT_COLUMN,
+            kind == "hf" or (kind == "custom" and (format or Path(source).suffix[1:].lower()) != "txt"),
+            "custom:/path of a json, jsonl, csv or parquet file, and to hf:<dataset>",
+        ),
+    ):
+        if given and not fits and (kind in ("builtin", "custom", "hf") or source in HUB):
+            raise ValueError(
+                f"{key} belongs to {owners}; data.source is {source!r}. Leave it out, or change the source."
+            )
 
 
 def _hub_text(row: HubText, split: str | None, *, allow_download: bool) -> Documents:
@@ -192,9 +218,9 @@ def _column(rows: Iterable[Mapping[str, Any]], name: str, source: str) -> Iterat
     """The texts of a column, those that are empty left out."""
     for row in rows:
         if name not in row:
-            near = nearest(name, map(str, row), count=1)[0]
+            columns = list(map(str, row))
             raise ValueError(
-                f"data {source!r} has no column {name!r}. Did you mean {near!r}? It has: {', '.join(map(str, row))}. "
+                f"data {source!r} has no column {name!r}.{did_you_mean(name, columns)} It has: {', '.join(columns)}. "
                 "Choose one with data.custom.text_column."
             )
         text = row[name]

@@ -100,6 +100,7 @@ def test_short_spellings(given: str, expected: str) -> None:
     ("given", "message"),
     [
         ("data.num_sample", "unknown key --data.num_sample. Did you mean 'data.num_samples'? All keys: probe analyze"),
+        ("foo.bar", "unknown key --foo.bar. Sections: model, data, visualization, memory, output. All keys: probe"),
         ("outlier.treshold", "Did you mean 'visualization.outlier.threshold'?"),
         ("is_input", "--is_input can be any of visualization.distribution.is_input, visualization.heatmap_3d.is_input"),
         ("data", "--data is a section. Give one of its keys: data.source, data.num_samples"),
@@ -150,6 +151,23 @@ def test_wrong_values_are_told_with_what_was_expected(given: Any, message: str) 
         settings_of(given, where="x.yaml")
     assert str(caught.value).startswith("x.yaml: ")
     assert message in str(caught.value)
+
+
+def test_a_key_that_is_there_twice_is_named_with_both_lines(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text("data:\n  seed: 1\n  num_samples: 2\n  seed: 3\n")
+    with pytest.raises(ConfigurationError, match=r"twice.yaml: key 'seed' is there twice, in lines 2 and 4. Keep one."):
+        read_configuration(file)
+    file.write_text("data: {seed: 1}\nmodel: {}\ndata: {seed: 1}\n")
+    with pytest.raises(ConfigurationError, match=r"key 'data' is there twice, in lines 1 and 3"):
+        read_configuration(file)
+    file.write_text("visualization:\n  distribution: &own {is_input: true}\n  percentile_range:\n    <<: *own\n")
+    assert read_configuration(file).visualization.percentile_range.is_input, "the same key in two tables is fine"
+
+
+def test_a_pattern_is_shown_as_it_was_typed() -> None:
+    with pytest.raises(ConfigurationError, match=r"is '\(layers\\.\\d'; expected"):
+        read_configuration(None, [("outlier.pattern", r"(layers\.\d")])
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -47,6 +47,34 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, kind: str) -> Non
     assert read_file(tmp_path / "odd.name", format=kind, text_column="text")[0] == TEXTS
 
 
+def test_a_column_that_nothing_is_like_is_told_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("id,words\n1,two\n")
+    with pytest.raises(ValueError, match=r"has no column 'body'\. It has: id, words\. Choose"):
+        documents_of(f"custom:{tmp_path / 'x.csv'}", text_column="body")
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "key"),
+    [
+        ("builtin", {"split": "test"}, r"data\.split belongs to datasets of the hub: pile, wikitext2"),
+        ("custom:x.csv", {"split": "test"}, r"data\.split belongs to"),
+        (
+            "builtin",
+            {"format": "csv"},
+            r"data\.custom\.format belongs to a file, custom:/path; data.source is 'builtin'",
+        ),
+        ("hf:some/set", {"format": "csv"}, r"data\.custom\.format belongs to"),
+        ("builtin", {"text_column": "zzz"}, r"data\.custom\.text_column belongs to custom:/path of a json, jsonl"),
+        ("c4", {"text_column": "zzz"}, r"data\.custom\.text_column belongs to"),
+        ("custom:x.txt", {"text_column": "zzz"}, r"data\.custom\.text_column belongs to"),
+        ("custom:x.csv", {"format": "txt", "text_column": "zzz"}, r"data\.custom\.text_column belongs to"),
+    ],
+)
+def test_a_key_of_another_source_is_refused_not_ignored(source: str, given: dict[str, str], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        documents_of(source, **given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_missing_column_offers_the_nearest(tmp_path: Path, kind: str) -> None:
     WRITERS[kind](tmp_path / f"own.{kind}", ROWS)
