@@ -3,7 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from probe.report.files import check_outputs
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -67,6 +70,7 @@ def _analyze(options: argparse.Namespace) -> int:
 
         print(yaml.safe_dump(settings.as_dict(), sort_keys=False), end="")
         return 0
+    check_outputs(folders=[settings.visualization.save_dir])
     from probe.activations.run import prepare, run
 
     told: list[str] = []
@@ -101,6 +105,8 @@ def _compare(options: argparse.Namespace) -> int:
         raise ValueError(f"--compare reads two folders and takes no {given}. Leave it out.")
     from probe.report.activations.comparison import write_comparison
 
+    beside = Path(options.compare[1]) / "compared" if Path(options.compare[1]).is_dir() else None
+    check_outputs(folders=[options.output or beside])
     text, written = write_comparison(*options.compare, folder=options.output)
     print(text)
     print(f"\n{written[-1]}")

@@ -1,8 +1,14 @@
 """`probe check`: the bad layer in one recording."""
 
 import argparse
+from math import ceil
+from typing import TYPE_CHECKING
 
 from probe.cli.output import json_to, progress_line, say
+from probe.report.files import check_outputs
+
+if TYPE_CHECKING:
+    from probe.comparisons.health import Health
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -44,6 +50,7 @@ def _check(options: argparse.Namespace) -> int:
     from probe.report.comparisons.health_page import write_health_page, write_layer_picture
     from probe.report.comparisons.health_text import health_text
 
+    check_outputs(files=[options.json], folders=[options.report or ("." if options.layer else None)])
     recording = read_recording(options.recording, verify=options.verify)
     sides = (
         [find_side(recording, options.mode, options.format)] if options.mode else all_sides(recording, options.format)
@@ -59,8 +66,11 @@ def _check(options: argparse.Namespace) -> int:
     with progress_line() as progress:
         checked = [(check(recording, side.recipe, **limits, progress=progress), side) for side in sides]
     quiet = options.json == "-"
-    for health, _ in checked if not quiet else ():
-        say(health_text(health) + "\n")
+    for health, _ in checked:
+        if not quiet:
+            say(health_text(health) + "\n")
+        if hint := _only_steps(health, options.max_change):
+            say(f"note: {hint}\n", error=quiet)
     for note in recording.notes:
         say(f"note: {note}", error=True)
     if options.layer:
@@ -72,3 +82,17 @@ def _check(options: argparse.Namespace) -> int:
         facts = [health.as_dict() for health, _ in checked]
         json_to(options.json, facts[0] if len(facts) == 1 else facts)
     return 1 if any(health.first for health, _ in checked) else 0
+
+
+def _only_steps(health: "Health", limit: float) -> str:
+    """What to think of a recipe whose only problem is --max-change: there are sound models of that kind."""
+    if health.first is None or any(
+        len(layer.problems) > 1 or layer.max_change is None or layer.max_change <= limit for layer in health.suspicious
+    ):
+        return ""
+    largest = max(layer.max_change or 0.0 for layer in health.suspicious)
+    return (
+        f"mode {health.mode}: the only reason is --max-change {limit:g}; the largest step is {largest:.4g}. Outlier "
+        "channels of a trained model may take larger steps with nothing wrong: look at its float recording, and if the "
+        f"steps are there too, give --max-change {ceil(1.1 * largest)}."
+    )

@@ -1,10 +1,12 @@
 """`probe compare`: recorded modes against their reference."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 from probe.cli.output import json_to, progress_line, say
+from probe.report.files import check_outputs
 
 #: What the users' own scripts call the folder that they record to, and that for the figures.
 FOLDER, SAVED = "layer_outputs", "comparisons"
@@ -71,6 +73,8 @@ def _compare(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.folder} has only the reference, {reference.name}. Record modes to compare with it.")
     if options.save and len(sides) > 1:
         raise ValueError(f"--save is for the figures of one mode, and {len(sides)} are compared. Give --save-dir DIR.")
+    folder = options.save_dir or (SAVED if len(sides) > 1 else None)
+    check_outputs(files=[options.save, options.json], folders=[folder, options.report])
     limits = {name: getattr(options, name) for name in LIMITS if getattr(options, name) is not None}
     quiet = options.json == "-"
     compared, failed = [], {}
@@ -89,7 +93,7 @@ def _compare(options: argparse.Namespace) -> int:
     for note in dict.fromkeys(note for one in comparisons for note in one.notes):
         say(f"note: {note}", error=True)
     facts = [{**one.as_dict(), "failures": failed[one.compared_mode]} for one in comparisons]
-    _save(options, facts)
+    _save(options.save, folder, facts)
     if options.report:
         from probe.report.comparisons.modes_page import write_modes_page
 
@@ -104,14 +108,13 @@ def _compare(options: argparse.Namespace) -> int:
     return 1 if any(failed.values()) else 0
 
 
-def _save(options: argparse.Namespace, facts: list[dict[str, Any]]) -> None:
+def _save(file: str | None, folder: str | None, facts: list[dict[str, Any]]) -> None:
     """The figures of one mode where they are asked for; those of several always."""
-    if options.save:
-        json_to(options.save, facts[0])
-    folder = options.save_dir or (SAVED if len(facts) > 1 else "")
+    if file:
+        json_to(file, facts[0])
     for one in facts if folder else ():
         names = [_file_name(one[key]) for key in ("compared_mode", "reference_mode")]
-        json_to(Path(folder) / f"mode_{names[0]}_vs_{names[1]}.json", one)
+        json_to(Path(str(folder)) / f"mode_{names[0]}_vs_{names[1]}.json", one)
 
 
 def _file_name(mode: str) -> str:
@@ -125,7 +128,10 @@ def _spellings(*names: str) -> list[str]:
 
 
 def _limit(text: str) -> float:
-    value = float(text)
-    if value != value:
-        raise argparse.ArgumentTypeError("a limit is a number")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no limit. Expected a number, such as 0.01 or 1e-6.")
     return value

@@ -3,6 +3,7 @@
 import argparse
 
 from probe.cli.output import json_to, progress_line, say
+from probe.report.files import check_outputs
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -39,6 +40,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.recipe is not None and len(options.recipe) > 2:
         raise ValueError(f"--recipe has {len(options.recipe)} names. Give one for both, or one for A and one for B.")
+    check_outputs(files=[options.json], folders=[options.report])
     recipe = None if options.recipe is None else (options.recipe[0], options.recipe[-1])
     with progress_line() as progress:
         found = diff(

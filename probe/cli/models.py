@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from probe.cli.options import add_model
+from probe.cli.options import add_calibration, add_model
 from probe.cli.tables import table
 
 
@@ -34,10 +34,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     errors.add_argument("--seqlen", type=int, default=256, metavar="N", help="default: 256")
     errors.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
     errors.add_argument("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
-    errors.add_argument("--calib-data", default="calibration", metavar="TEXT", help="text that scales are taken from")
-    errors.add_argument("--calib-data-num", type=int, default=16, metavar="N", help="calibration samples (default: 16)")
-    errors.add_argument("--calib-seqlen", type=int, default=256, metavar="N", help="default: 256")
-    errors.add_argument("--percentile", type=float, default=0.9995, help="of |conv1d.output| (default: 0.9995)")
+    add_calibration(errors)
     errors.add_argument("--injected", action="store_true", help="feed every layer the reference's input")
     errors.add_argument("--json", action="store_true", help="machine-readable, all figures")
     errors.set_defaults(run=_errors)

@@ -1,12 +1,12 @@
 """`probe record`: run a model under modes and keep what its layers gave."""
 
 import argparse
-import os
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from probe.cli.options import add_model
+from probe.cli.options import add_calibration, add_model
+from probe.report.files import check_outputs, write
 
 if TYPE_CHECKING:
     from probe.recordings.reading import Recording
@@ -36,10 +36,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     option("--batch-size", type=int, default=1, metavar="N", help="default: 1")
     option("--device", default="cpu", help="cpu, cuda, mps, xpu, xla (default: cpu)")
     option("--compile", action="store_true", help="run it through torch.compile")
-    option("--calib-data", default="calibration", metavar="TEXT", help="text that scales are taken from")
-    option("--calib-data-num", type=int, default=16, metavar="N", help="calibration samples (default: 16)")
-    option("--calib-seqlen", type=int, default=256, metavar="N", help="default: 256")
-    option("--percentile", type=float, default=0.9999, help="of |conv1d.output| (default: 0.9999)")
+    add_calibration(parser)
     option("--layout", default="safetensors", help="safetensors (default), npy, npz or pt")
     option("--out", default="layer_outputs", metavar="DIR", help="default: layer_outputs")
     option("--output-file", metavar="NAME", help="of the layout npz (default: first_layer_io_all_modes.npz)")
@@ -50,17 +47,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "Left out, modes and layers are those of the layout: safetensors and npy: essential, first last; "
         "npz: all, first with its input; pt: fp32, all layers, embedding, final_norm."
     )
-    parser.set_defaults(run=_record)
+    parser.set_defaults(run=_record, interrupted="what is recorded is kept. The same command goes on from there.")
 
 
 def _record(options: argparse.Namespace) -> int:
     from probe.recordings.format import manifest_to_json
     from probe.recordings.recorder import record
 
-    if options.json is not None and options.json != "-":
-        folder = os.path.dirname(os.path.abspath(options.json))  # before hours of work: can it be written?
-        if not os.access(folder, os.W_OK) or os.path.isdir(options.json):
-            raise ValueError(f"cannot write {options.json}. Expected a file in a folder that can be written.")
+    check_outputs(files=[options.json])
     with closing(Bar() if sys.stderr.isatty() else Lines()) as progress:
         recording = record(
             options.out,
@@ -94,8 +88,7 @@ def _record(options: argparse.Namespace) -> int:
         print(document, end="")
         return 0
     if options.json is not None:
-        with open(options.json, "w") as file:
-            file.write(document)
+        write(options.json, document)
     print(_told(recording))
     return 0
 

@@ -9,7 +9,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "scaling",
         help="sweep the scale of tensors from max to min alignment and recommend one",
         description="Sweeps the scale of every tensor from maximum to minimum alignment, recommends one, and writes "
-        "tables, plots, a log and one page over all. Exit code 1 if a tensor failed; the others are done all the same.",
+        "tables, plots, a log and one page over all. Exit code 1 if a tensor failed; the others are done all the same. "
+        "2 if nothing was analysed because what was given could not be read.",
     )
     scaling.add_argument(
         "input_tensor",
@@ -36,7 +37,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     scaling.add_argument("--no-plots", action="store_true", help="write no pictures")
     scaling.add_argument("--jobs", type=int, default=1, metavar="N", help="tensors that are worked on at a time")
-    scaling.set_defaults(run=_scaling)
+    scaling.set_defaults(
+        run=_scaling,
+        interrupted="the files of tensors that are done stay, no page was written. The same command starts again.",
+    )
 
 
 def _scaling(options: argparse.Namespace) -> int:

@@ -6,8 +6,9 @@ import sys
 import time
 from typing import Any
 
-from probe.cli.options import add_model
+from probe.cli.options import add_calibration, add_model
 from probe.cli.tables import table
+from probe.report.files import check_outputs, write
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -30,12 +31,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     command.add_argument("--seqlen", type=int, default=128, metavar="N", help="default: 128")
     command.add_argument("--batch-size", type=int, default=4, metavar="N", help="default: 4")
     command.add_argument("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
-    command.add_argument("--calib-data", default="calibration", metavar="TEXT", help="text that scales are taken from")
-    command.add_argument(
-        "--calib-data-num", type=int, default=16, metavar="N", help="calibration samples (default: 16)"
-    )
-    command.add_argument("--calib-seqlen", type=int, default=256, metavar="N", help="default: 256")
-    command.add_argument("--percentile", type=float, default=0.9995, help="of |conv1d.output| (default: 0.9995)")
+    add_calibration(command)
     command.add_argument("--device", default="cpu", help="cpu, cuda, mps, xpu or xla (default: cpu)")
     command.add_argument("--no-advice", action="store_true", help="leave out the runs that search what to keep")
     command.add_argument("--top", type=int, metavar="N", help="print the N most sensitive only")
@@ -49,6 +45,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.top is not None and options.top < 1:
         raise ValueError(f"--top is {options.top}; expected 1 or more.")
+    check_outputs(files=[options.json], folders=[options.report])
     found = rank_model(
         options.model,
         mode=options.mode,
@@ -76,8 +73,6 @@ def _run(options: argparse.Namespace) -> int:
         for note in found.notes:
             print(f"note: {note}")
     if options.json not in (None, "-"):
-        from probe.report.files import write
-
         print(f"figures: {write(options.json, text + chr(10))}", file=sys.stderr)
     if options.report:
         print(f"report: {write_report(found, options.report, model=options.model)}", file=sys.stderr)

@@ -1,13 +1,12 @@
 """Many tensors, each by itself: analysed, written, told. One that fails is told in a line, and the others go on."""
 
-import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
-from multiprocessing import get_context
 from pathlib import Path
 
 from probe.names import look_up
@@ -21,6 +20,7 @@ from probe.scaling.levels import GRANULARITIES, check_levels, ends_of, expand_fo
 from probe.scaling.places import Places
 from probe.scaling.sweep import Prepared, scaling_sweep
 from probe.scaling.truth import block_truth
+from probe.scaling.workers import submitted
 
 Tell = Callable[[str], None]
 
@@ -56,6 +56,8 @@ class Done:
     lines: tuple[str, ...]
     found: tuple[Found, ...] = ()
     reason: str = ""
+    unread: bool = False
+    """There was no tensor to analyse: the input is wrong, not its numbers."""
 
 
 @dataclass
@@ -84,9 +86,11 @@ def analyse(source: Source, request: Request, folder: Path, head: Sequence[str] 
     opening = list(told.stamped)
     found: list[Found] = []
     logs: dict[str, list[str]] = {}
-    reason = ""
+    reason, unread = "", True
     try:
-        given = Prepared(source.load())
+        tensor = source.load()
+        unread = False
+        given = Prepared(tensor)
         for format in request.formats:
             before = len(told.stamped)
             found.append(_one(source, given, format, request, folder, told))
@@ -99,7 +103,7 @@ def analyse(source: Source, request: Request, folder: Path, head: Sequence[str] 
     told(f"❌ Failed to process: {source.text}: {reason}" if reason else f"✅ Successfully processed: {source.text}")
     for format, lines in logs.items():
         files.write_log(folder, source.name, format, [*opening, *lines, told.stamped[-1]])
-    return Done(source, tuple(told.lines), tuple(found), reason)
+    return Done(source, tuple(told.lines), tuple(found), reason, unread)
 
 
 def _one(source: Source, given: Prepared, format: str, request: Request, folder: Path, told: Told) -> Found:
@@ -132,7 +136,10 @@ def _one(source: Source, given: Prepared, format: str, request: Request, folder:
 def run_batch(
     sources: Sequence[Source], request: Request, output_dir: Path | None, *, jobs: int = 1, tell: Tell = print
 ) -> int:
-    """All of them, told in order; 0, or 1 if any failed. One page over all is written at the end."""
+    """All of them, told in order; 0, or 1 if any failed. One page over all is written at the end.
+
+    Where nothing was analysed the page of an earlier run stays, and what could not be read is a ValueError.
+    """
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}. Give how many processes work at a time: 1 or more.")
     if not sources:
@@ -143,11 +150,14 @@ def run_batch(
     folders = [places.folder_for(source) for source in sources]
     found: list[Found] = []
     failed: list[Failed] = []
-    for done in _all(sources, request, folders, jobs, tell):
-        found += done.found
-        if done.reason:
-            failed.append(Failed(done.source.text, done.reason))
-    page = write_page(places.root, found, failed)
+    unread: list[Failed] = []
+    with closing(_all(sources, request, folders, jobs, tell)) as results:
+        for done in results:
+            found += done.found
+            if done.reason:
+                failed.append(Failed(done.source.text, done.reason))
+                unread += failed[-1:] if done.unread else []
+    page = write_page(places.root, found, failed) if found else None
     tell("")
     tell("=" * 80)
     tell("FINAL SUMMARY")
@@ -157,8 +167,11 @@ def run_batch(
     tell(f"Failed: {len(failed)}")
     for one in failed:
         tell(f"  {one.source}: {one.reason}")
-    tell(f"Page over all: {page}")
+    tell(f"Page over all: {page}" if page else "Nothing was analysed, so no page is written.")
     tell("⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!")
+    if unread and not found:
+        more = f" And {len(unread) - 1} more, see above." if len(unread) > 1 else ""
+        raise ValueError(f"nothing was analysed. {unread[0].source}: {unread[0].reason}{more}")
     return 1 if failed else 0
 
 
@@ -166,18 +179,19 @@ def _heads(sources: Sequence[Source]) -> list[list[str]]:
     return [["", f"[{i}/{len(sources)}] Processing: {source.text}", "-" * 60] for i, source in enumerate(sources, 1)]
 
 
-def _all(sources: Sequence[Source], request: Request, folders: Sequence[Path], jobs: int, tell: Tell) -> Iterator[Done]:
+def _all(
+    sources: Sequence[Source], request: Request, folders: Sequence[Path], jobs: int, tell: Tell
+) -> Generator[Done, None, None]:
     heads = _heads(sources)
     works = list(zip(sources, folders, heads, strict=True))
     if jobs == 1:
         for source, folder, head in works:
             yield analyse(source, request, folder, head, live=tell)
         return
-    jobs = min(jobs, len(sources))
-    with _pool(jobs) as pool:
-        futures = [pool.submit(analyse, source, request, folder, head) for source, folder, head in works]
-        for (source, folder, head), future in zip(works, futures, strict=True):
-            done = _result(future, source, request, folder, head)
+    calls = [(source, request, folder, head) for source, folder, head in works]
+    with submitted(analyse, calls, jobs=min(jobs, len(sources)), folders=folders) as futures:
+        for call, future in zip(calls, futures, strict=True):
+            done = _result(future, *call)
             for line in done.lines:
                 tell(line)
             yield done
@@ -190,19 +204,8 @@ def _result(future: "Future[Done]", source: Source, request: Request, folder: Pa
     except BrokenProcessPool:
         pass
     try:
-        with _pool(1) as pool:
-            return pool.submit(analyse, source, request, folder, head).result()
+        with submitted(analyse, [(source, request, folder, head)], jobs=1, folders=[folder]) as futures:
+            return futures[0].result()
     except BrokenProcessPool:
         reason = "its process was killed, perhaps for want of memory"
         return Done(source, (*head, f"❌ Failed to process: {source.text}: {reason}"), reason=reason)
-
-
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_share_cores, initargs=(threads,))
-
-
-def _share_cores(threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(min(threads, torch.get_num_threads()))

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from probe.report.files import check_outputs
 from probe.scaling.inputs import Source
 
 DEFAULT = Path("draw") / "scaling_analysis"
@@ -15,8 +16,7 @@ class Places:
 
     def __init__(self, output_dir: Path | None, *, alone: bool) -> None:
         self.root = DEFAULT if output_dir is None else output_dir
-        if self.root.exists() and not self.root.is_dir():
-            raise ValueError(f"--output-dir {self.root} is a file. Give a folder.")
+        check_outputs(folders=[self.root])
         self._itself = output_dir is not None and alone
         self._taken: set[Path] = set()
 

@@ -111,3 +111,26 @@ def test_bad_input_is_one_message_and_two(
     err = capsys.readouterr().err
     assert err.startswith(f"probe: error: {message}")
     assert err.count("\n") == 1
+
+
+def test_steps_alone_are_told_with_their_limit_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = plain(layers=5)
+    for index in range(5):
+        reference[f"layer_{index}.output"][:, :, 2] += 20.0 * (-1) ** index  # an outlier channel
+    folder = str(recorded(tmp_path / "steps", {"fp32": reference}).folder)
+    assert main(["check", folder]) == 1
+    note = capsys.readouterr().out.splitlines()[-2]
+    assert note.startswith("note: mode fp32: the only reason is --max-change 10; the largest step is 4")
+    assert "a trained model may take larger steps with nothing wrong" in note
+    advised = note.rpartition("--max-change ")[2].rstrip(".")
+    assert main(["check", folder, "--max-change", advised]) == 0
+    assert "note:" not in capsys.readouterr().out
+    assert main(["check", folder, "--json", "-"]) == 1
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert "note: mode fp32: the only reason is --max-change 10" in captured.err
+    reference["layer_3.output"][1, 2, 3] = math.nan
+    assert main(["check", str(recorded(tmp_path / "broken", {"fp32": reference}).folder)]) == 1
+    assert "the only reason" not in capsys.readouterr().out

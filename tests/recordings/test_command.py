@@ -71,7 +71,7 @@ def test_it_says_what_it_does_and_where_it_is(tmp_path: Path, capsys: pytest.Cap
     assert out.startswith(f"{tmp_path}/r: fp32, mode_2_1-int8; layer_0, layer_3; 2 x 16 tokens, 0.")
     assert err.splitlines() == [
         "[1/2] fp32",
-        "[calibration] 2 x 16 of calibration, percentile 0.9999",
+        "[calibration] 2 x 16 of calibration, percentile 0.9995",
         "[2/2] mode_2_1-int8",
     ]
 
@@ -91,7 +91,8 @@ def test_the_manifest_goes_to_a_pipe_or_a_file(tmp_path: Path, capsys: pytest.Ca
         (["--taps", "scans"], "unknown tap 'scans'. Did you mean 'scan'?"),
         (["--seqlen", "70000"], "the text has 65536 tokens"),
         (["--layout", "csv"], "unknown layout 'csv'"),
-        (["--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json. Expected"),
+        (["--json", "/proc/all.json"], "cannot write /proc/all.json: no such file or directory. Give a file in"),
+        (["--formats", "int7"], "unknown format 'int7'. Did you mean 'int"),
         (["--out", "/dev/null"], "/dev/null is a file. Expected the name of a folder to make."),
         (["--out", "/proc/nothing/r"], "cannot write /proc/nothing/r.partial: No such file or directory"),
     ],
@@ -149,7 +150,7 @@ def test_the_bar_is_for_terminals_only(
 def test_the_gate_judges_what_the_command_writes_as_a_run_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--layers", "all", "--taps", "logits", "--modes", "2-1", "--percentile", "0.9995", *SMALL)
+    arguments = ("--layers", "all", "--taps", "logits", "--modes", "2-1", *SMALL)
     assert run(capsys, "--out", str(tmp_path / "board"), "--batch-size", "2", *arguments)[0] == 0
     loaded = probe.load_model("tiny-mamba")
     batches = probe.token_batches(probe.text_of("evaluation"), loaded.tokenizer, samples=2, seqlen=16, batch_size=2)

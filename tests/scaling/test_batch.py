@@ -13,6 +13,7 @@ import torch
 
 from probe import ScalingResult, recommend, scaling_sweep
 from probe.cli import main
+from probe.report.files import remove_unfinished
 from probe.scaling import batch
 from tests.scaling.tensors import FORMATS_OF_THE_SPEC, normal
 
@@ -104,6 +105,41 @@ def test_a_batch_is_told_as_in_the_seed_and_goes_on_after_a_failure(run: Run) ->
     assert names_in("draw/scaling_analysis") == {"tensor1", "tensor3", "scaling.html"}
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_what_cannot_be_read_keeps_the_page_of_the_last_run_and_is_exit_code_2(run: Run, jobs: str) -> None:
+    run("tensor1.pt", "--no-plots")
+    page = Path("draw/scaling_analysis/scaling.html")
+    before = page.read_bytes()
+    Path("broken.npy").write_bytes(b"no array")
+    code, out, err = run("nope.pt", "broken.npy", "--jobs", jobs)
+    assert code == 2
+    assert err.startswith("probe: error: nothing was analysed. nope.pt: there is no file nope.pt. Give a .pt, ")
+    assert err.endswith(" And 1 more, see above.\n")
+    assert err.count("\n") == 1
+    assert "Nothing was analysed, so no page is written." in out
+    assert page.read_bytes() == before
+    assert names_in("draw/scaling_analysis") == {"tensor1", "scaling.html"}
+
+
+def test_numbers_that_cannot_be_analysed_are_exit_code_1_and_write_no_page(run: Run) -> None:
+    torch.save(torch.zeros(4), "zeros.pt")
+    code, out, err = run("zeros.pt", "--no-plots")
+    assert (code, err) == (1, "")
+    assert "Nothing was analysed, so no page is written." in out
+    assert not Path("draw").exists()
+
+
+def test_a_killed_process_leaves_no_half_file(tmp_path: Path) -> None:
+    for name in (".x.csv.77.tmp", ".x.csv.78.tmp", "x.csv"):
+        (tmp_path / "some").mkdir(exist_ok=True)
+        (tmp_path / "some" / name).touch()
+    (tmp_path / "empty").mkdir()
+    for folder in ("some", "empty", "none"):
+        remove_unfinished(tmp_path / folder, 77)
+    assert names_in(str(tmp_path)) == {"some"}
+    assert names_in(str(tmp_path / "some")) == {".x.csv.78.tmp", "x.csv"}
+
+
 def test_a_good_batch_says_so(run: Run) -> None:
     code, out, _ = run("tensor1.pt", "tensor2.pt", "--no-plots")
     assert code == 0
@@ -143,7 +179,7 @@ def test_bad_input_fails_in_one_line_with_exit_code_1(run: Run, tensor: object, 
         (["--max-scale-exp", "128"], "max_scale_exp is 128.0"),
         (["--block-size", "0"], "block_size 0"),
         (["--jobs", "0"], "jobs is 0"),
-        (["--output-dir", "tensor1.pt"], "--output-dir tensor1.pt is a file"),
+        (["--output-dir", "tensor1.pt"], "cannot write to tensor1.pt: tensor1.pt is a file, not a folder. Give a"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(run: Run, arguments: list[str], message: str) -> None:
