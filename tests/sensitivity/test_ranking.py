@@ -177,6 +177,7 @@ def test_forwards_at_the_same_time_give_what_one_after_the_other_gives(
 
 
 def test_forwards_run_at_the_same_time_and_in_the_order_given() -> None:
+    from concurrent.futures import ThreadPoolExecutor
     from threading import Barrier
 
     meet = Barrier(3, timeout=20)  # breaks unless three are there at once
@@ -186,8 +187,14 @@ def test_forwards_run_at_the_same_time_and_in_the_order_given() -> None:
         return item * 10 + torch.get_num_threads()
 
     own = torch.get_num_threads()
-    assert list(at_once(work, range(6), 3)) == [(i, i * 10 + max(1, own // 3)) for i in range(6)]
-    assert torch.get_num_threads() == own
+    try:
+        torch.set_num_threads(6)
+        assert list(at_once(work, range(6), 3)) == [(i, i * 10 + 2) for i in range(6)]
+        with ThreadPoolExecutor(1) as pool:
+            threads = [torch.get_num_threads(), pool.submit(torch.get_num_threads).result()]
+        assert threads == [6, 6], "here, and in threads to come"
+    finally:
+        torch.set_num_threads(own)
 
 
 def test_the_model_is_left_as_it_was(mamba: tuple[Loaded, Calibration]) -> None:
