@@ -79,7 +79,7 @@ def held_story(outcome: Outcome) -> list[str]:
 
     Where its settings are not those of the baseline, they are told in the place of figures that say nothing.
     """
-    figures = _figure_rows(outcome) if outcome.verdict else []
+    figures = _figure_rows(outcome)
     room = _room(figures)
     rows = [
         *figures,
@@ -156,7 +156,9 @@ def case_selection(outcome: Outcome) -> str:
 
 
 def _figure_rows(outcome: Outcome) -> list[Row]:
-    """What moved; if nothing did, the two that matter most."""
+    """What moved; if nothing did, the two that matter most. None where nothing could be compared."""
+    if outcome.status == "failed" and not outcome.verdict:
+        return []
     shown = ranked(outcome.figures, moved=True)[:MOST_FIGURES] or ranked(outcome.figures)[:2]
     cells = [change(figure.old, figure.new) for _, figure in shown]
     old, new = (max((len(cell[side]) for cell in cells), default=0) for side in (0, 1))

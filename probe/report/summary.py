@@ -130,7 +130,7 @@ def _case(outcome: Outcome) -> dict[str, Any]:
 
 def _row(run: Run) -> str:
     first = run.failing[0]
-    worst = ranked(first.figures, moved=True)[:1]
+    worst = ranked(first.figures, moved=True)[:1] if first.verdict else []  # without one, nothing was compared
     figures = "; ".join(f"{name} {' → '.join(change(f.old, f.new))} {f.direction}" for name, f in worst)
     cells = [
         code(run.recipe),

@@ -103,8 +103,12 @@ def test_a_changed_quantizer_fails_and_is_accepted_only_with_a_reason(
 def test_another_number_of_levels_fails_though_the_figures_may_agree(run: Run, pytester: pytest.Pytester) -> None:
     run("--update-baselines").assert_outcomes(passed=4)
     pytester.makepyfile(test_scales=TEST.replace("num_levels=7", "num_levels=13"))
-    failed = run()
+    failed = run("--html=report.html", "--self-contained-html")
     failed.assert_outcomes(failed=4)
+    page = Path("report.html").read_text()
+    assert "num_levels 7 -&gt; 13" in page
+    assert 'pytest -k "scaling- and fp4_e2m1" --update-baselines'.replace('"', "&quot;") in page
+    assert "the baseline was made with other settings" in Path("summary.md").read_text()
     lines = lines_of(failed.outlines, "scaling-tensors/a.pt-cpu-fp8_e4m3 failed")
     assert "  changed        num_levels 7 -> 13" in lines
     assert lines[-1] == '  accept         pytest -k "[scaling-tensors/a.pt-cpu-fp8_e4m3]" --update-baselines', lines
