@@ -34,7 +34,7 @@ td:first-child{background:#fff}
 th:first-child{z-index:2}
 th,td{padding:4px 12px;border-bottom:1px solid #e8ecf0;white-space:nowrap}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
-tr.bad td,tr.bad td:first-child{background:#fdecee}
+tr.bad td{background:#fdecee}
 th[aria-sort=ascending]::after{content:" \\25b4"}
 th[aria-sort=descending]::after{content:" \\25be"}
 th:focus-visible{outline:2px solid #0b5cad}

@@ -24,14 +24,15 @@ def plain_log_bar(bar: Any) -> None:
 
 
 def places(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`: some decades; of two or fewer, 1, 2 and 5 of each; of a part, even steps."""
+    """Round numbers from `low` to `high`: some decades; of up to two, parts of each; of less than one, even steps."""
     from matplotlib.ticker import MaxNLocator
 
     if high < 4 * low:
         found = [float(x) for x in MaxNLocator(nbins=5, steps=[1, 2, 5, 10], min_n_ticks=2).tick_values(low, high)]
     else:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        parts, step = ((1, 2, 5), 1) if high < 100 * low else ((1,), math.ceil((last - first) / MOST))
+        parts: tuple[int, ...] = (1, 2, 3, 5) if high < 20 * low else (1, 2, 5) if high < 100 * low else (1,)
+        step = math.ceil((last - first) / MOST) if len(parts) == 1 else 1
         found = [part * 10.0**e for e in range(first, last + 1) if e % step == 0 for part in parts]
     return [x for x in found if low * (1 - 1e-9) <= x <= high * (1 + 1e-9)]
 

@@ -62,8 +62,8 @@ def test_a_logarithmic_axis_has_plain_numbers(high: float) -> None:
 
 
 def test_ticks_can_be_told_apart_and_are_never_one_alone() -> None:
-    for low in (1e-30, 1.3e-7, 2e-3, 0.7, 4.0, 9.9, 5100.0):
-        for times in (1.02, 1.3, 2.0, 2.56, 3.9, 4.1, 11.0, 99.0, 101.0, 1e5, 1e12):
+    for low in (1e-30, 1.3e-7, 2e-3, 0.7, 1.01, 2.04, 3.1, 4.0, 5.1, 9.9, 5100.0):
+        for times in (1.02, 1.3, 2.0, 2.56, 3.9, 4.1, 4.7, 11.0, 19.9, 99.0, 101.0, 1e5, 1e12):
             found = places(low, low * times)
             assert 2 <= len(found) <= 9, (low, times, found)
             assert low <= found[0] * (1 + 1e-8)

@@ -114,11 +114,12 @@ def change_pictures(comparison: Comparison, figure: str) -> list[Picture]:
             ]
     panels = [panel for some in kinds.values() for panel in some]
     file = figure.replace(" ", "_")
-    caption = f"{figure}: A grey and wide, B orange. A triangle on the lower edge is 0, or too small to be seen."
+    caption = "A grey and wide, B orange. A triangle on the lower edge is 0, or too small to be seen."
     if len(panels) <= MOST_PANELS:
-        return [Picture(file, figure, caption, _drawn(panels, figure))]
+        return [Picture(file, figure, f"{figure}: {caption}", _drawn(panels, figure))]
     return [
-        Picture(f"{file}_{kind}", figure, f"{kind}s, {caption}", _drawn(some, figure)) for kind, some in kinds.items()
+        Picture(f"{file}_{kind}", figure, f"{figure} of {kind}s: {caption}", _drawn(some, figure))
+        for kind, some in kinds.items()
     ]
 
 
