@@ -1,5 +1,6 @@
 """A folder holds one run: what an earlier analysis wrote there goes, and nothing else."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -60,13 +61,13 @@ def test_a_run_that_fails_deletes_nothing_and_the_next_one_knows_of_both(tmp_pat
     assert names(tmp_path) == {"d"}
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"../outside": "x"}', '{"sub/inside": "x", "nothing": "x"}', '"x"'])
+@pytest.mark.parametrize("text", ["[]", "{", '{"../outside": "MINE"}', '{"sub/inside": "MINE", "no": "MINE"}', '"x"'])
 def test_a_list_that_somebody_edited_deletes_nothing(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "run"
     (folder / "sub").mkdir(parents=True)
     for path in (tmp_path / "outside", folder / "sub" / "inside", folder / "own"):
         path.write_text("mine")
-    (folder / LIST).write_text(text)
+    (folder / LIST).write_text(text.replace("MINE", hashlib.sha256(b"mine").hexdigest()))
     fill(folder, a="1")
     assert sorted(path.name for path in tmp_path.rglob("*")) == [LIST, "a", "inside", "outside", "own", "run", "sub"]
     assert list(json.loads((folder / LIST).read_text())) == ["a"]

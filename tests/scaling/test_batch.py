@@ -15,6 +15,7 @@ from probe import ScalingResult, recommend, scaling_sweep
 from probe.cli import main
 from probe.report.files import remove_unfinished
 from probe.scaling import batch
+from probe.scaling.workers import submitted
 from tests.scaling.tensors import FORMATS_OF_THE_SPEC, normal
 
 Run = Callable[..., tuple[int, str, str]]
@@ -271,6 +272,13 @@ class Deadly(batch.Source):
     def load(self) -> torch.Tensor:
         signal.raise_signal(signal.SIGKILL)
         raise AssertionError
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="there signals have no mask")
+def test_workers_do_not_see_an_interrupt_and_this_process_does_again() -> None:
+    with submitted(signal.pthread_sigmask, [(signal.SIG_BLOCK, ())], jobs=1, folders=[]) as futures:
+        assert signal.SIGINT in futures[0].result()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_fault_of_ours_is_shown_and_the_others_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
