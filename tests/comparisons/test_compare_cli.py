@@ -225,6 +225,13 @@ def test_what_is_not_finite_fails_also_on_a_pipe(tmp_path: Path, capsys: pytest.
         ),
         (["2-1", "--dir", "nowhere"], "there is no folder nowhere."),
         (["2-1", "--layers", "7"], "'7' is no layer of 2-1 in layer_outputs."),
+        (["2-1", "--save", "/proc/x.json"], "cannot write /proc/x.json: no such file or directory. Give a file in"),
+        (["2-1", "--json", "layer_outputs"], "cannot write layer_outputs: it is a folder. Give the name of a file."),
+        (["all", "--save-dir", "/proc/x"], "cannot write to /proc/x: no such file or directory. Give a folder that"),
+        (
+            ["2-1", "--report", "layer_outputs/manifest.json/page"],
+            "cannot write to layer_outputs/manifest.json/page: layer_outputs/manifest.json is a file, not a folder.",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_two(
