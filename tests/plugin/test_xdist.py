@@ -258,6 +258,7 @@ def test_an_update_that_is_stopped_early_writes_nothing(project: Run, pytester: 
         result = project("--maxfail=1", "--update-baselines", fault="better", workers=workers)
         assert result.ret in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
         result.stdout.fnmatch_lines(["no baseline was written: the run ended early (stopping after 1 failures)*"])
+        result.stdout.no_fnmatch_line("* updated*")
         assert stored(pytester) == before
 
 
