@@ -107,7 +107,7 @@ def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int
         )
         bar = page.figure.colorbar(image, ax=lower, label="outliers", shrink=0.9)
         count_ticks(bar.ax.yaxis)
-        texts, step = short(layers), max(1, len(down) // 16)
+        texts, step = short(layers), -(-len(down) // 16)
         lower.set_yticks(range(0, len(down), step), [texts[down[i].start] for i in range(0, len(down), step)])
         lower.set_xlabel("position in the sample")
         lower.set_title("layer by layer" + (f", {down[0].stop} layers in a line" if down[0].stop > 1 else ""))
