@@ -155,6 +155,7 @@ def worst_tokens(analysis: Analysis) -> Rows:
             "text": analysis.token_texts.get(one.token),
             "value": one.value,
             "ratio": one.ratio,
+            "around": analysis.around.get((one.sample, one.position)),
         }
         for layer in analysis.outliers.values()
         for one in layer.worst

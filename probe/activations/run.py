@@ -30,6 +30,8 @@ from probe.models.quiet import quietly
 from probe.models.tokenizers import Tokenizer
 
 Progress = Callable[[str], Any]
+#: Tokens on either side of an outlier that are shown with it.
+NEIGHBOURS = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,8 @@ class Analysis:
     bands: dict[str, ChannelBands]
     heat: dict[str, HeatGrid]
     token_texts: dict[int, str] = field(default_factory=dict)
+    around: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By sample and position of the worst outliers: the text about them."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -146,7 +150,8 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
         {name: collector.outliers[name] for name in plan.outliers if name in collector.outliers},
         {name: collector.bands[name] for name in plan.bands[1] if name in collector.bands},
         {name: collector.heat[name] for name in plan.heat[1] if name in collector.heat},
-        _texts(collector, prepared.loaded.tokenizer, decode=seen.outlier.decode_tokens),
+        _texts(collector, prepared.loaded.tokenizer) if seen.outlier.decode_tokens else {},
+        _around(collector, prepared) if seen.outlier.decode_tokens else {},
         tuple(notes),
     )
 
@@ -226,7 +231,18 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _texts(collector: Collector, tokenizer: Tokenizer, *, decode: bool) -> dict[int, str]:
-    """The text of every outlier token, if it was asked for."""
+def _texts(collector: Collector, tokenizer: Tokenizer) -> dict[int, str]:
+    """The text of every outlier token."""
     ids = {token for layer in collector.outliers.values() for token in layer.token_ids}
-    return {token: tokenizer.decode([token]) for token in sorted(ids)} if decode else {}
+    return {token: tokenizer.decode([token]) for token in sorted(ids)}
+
+
+def _around(collector: Collector, prepared: Prepared) -> dict[tuple[int, int], str]:
+    """The text of the NEIGHBOURS tokens before and after each of the worst outliers, so that it can be found again."""
+    samples = [row[mask].tolist() for b in prepared.batches for row, mask in zip(b.tokens, b.mask, strict=True)]
+    places = {(one.sample, one.position) for layer in collector.outliers.values() for one in layer.worst}
+    decode = prepared.loaded.tokenizer.decode
+    return {
+        (sample, place): decode(samples[sample][max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1])
+        for sample, place in sorted(places)
+    }

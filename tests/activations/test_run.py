@@ -102,6 +102,14 @@ def test_outliers_are_the_tokens_that_were_really_there(tmp_path: Path, batch_si
     assert made["outlier_token"][0]["text"] == "e"
     assert made["top_channels"][0]["channel"] == CHANNEL
     assert {row["position"] for row in made["outlier_position"]} == {place for _, place, _ in expected}
+    for row in made["outlier_worst"]:
+        ids = samples[row["sample"]]
+        assert row["around"] == bytes(ids[max(0, row["position"] - 12) : row["position"] + 13]).decode()
+
+
+def test_text_is_left_out_where_it_was_not_asked_for(tmp_path: Path) -> None:
+    made = tables(found(**texts(tmp_path), **{"outlier.threshold": "8", "outlier.decode_tokens": "false"}))
+    assert {row["around"] for row in made["outlier_worst"]} == {row["text"] for row in made["outlier_token"]} == {None}
 
 
 def test_bands_and_heat_leave_out_padding_too(tmp_path: Path) -> None:

@@ -148,4 +148,6 @@ def rows_said(count: int, file: str | None) -> str:
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """Text as Python writes it, so that spaces and line ends can be seen."""
-    return {key: repr(value) if key == "text" and value is not None else value for key, value in row.items()}
+    return {
+        key: repr(value) if key in ("text", "around") and value is not None else value for key, value in row.items()
+    }
