@@ -55,7 +55,7 @@ def write(path: str | Path, data: str | bytes) -> Path:
         os.replace(temporary, target)
     except BaseException as problem:
         temporary.unlink(missing_ok=True)
-        if isinstance(problem, OSError):  # of the temporary file, which nobody has heard of
+        if isinstance(problem, OSError) and problem.errno is not None:  # it names a file that nobody has heard of
             raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise
     return target
