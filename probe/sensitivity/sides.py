@@ -16,7 +16,7 @@ from probe.sensitivity.threads import at_once
 from probe.sensitivity.units import Unit, by_block, mixed, structure
 
 #: Tokens in a forward over several runs: beyond, larger batches are no faster and take more memory.
-TOKENS_TOGETHER = 1024
+TOKENS_TOGETHER = 512
 
 
 @dataclass(frozen=True, eq=False)
