@@ -43,6 +43,8 @@ def tail_of(result: pytest.RunResult) -> list[str]:
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.delenv("CI", raising=False)
+    root = str(Path(__file__).parents[2])
+    pytester.makeconftest(f"import sys; sys.path.insert(0, {root!r})")  # workers find the toys too
     monkeypatch.setattr("_pytest.pytester.SysModulesSnapshot.restore", lambda self: None)
 
     def once(
