@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,8 +105,15 @@ def device_of(name: str) -> torch.device:
 
 def size_of(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, tied ones once."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return _size(_tensors(model))
+
+
+def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
+    return {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+
+
+def _size(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _free(device: torch.device) -> int:
@@ -121,12 +128,9 @@ def _free(device: torch.device) -> int:
 
 def place(model: nn.Module, room: Room) -> Placed:
     """The model on its device, with what does not fit offloaded by accelerate: when it was loaded, or now."""
-    places = getattr(model, "hf_device_map", None)
-    if places is not None:
-        return Placed(model, room.device, _note(places, room))
-    if room.takes(size_of(model)):
-        return Placed(model.to(room.device), room.device)
-    return offload(model, room)
+    if hasattr(model, "hf_device_map"):  # placed already
+        return _placed(model, room)
+    return _placed(model.to(room.device), room) if room.takes(size_of(model)) else offload(model, room)
 
 
 def offload(model: nn.Module, room: Room) -> Placed:
@@ -146,14 +150,13 @@ def offload(model: nn.Module, room: Room) -> Placed:
         accelerate.disk_offload(model, folder, execution_device=room.device)
     else:
         accelerate.cpu_offload(model, execution_device=room.device)
-    return Placed(model, room.device, _note(places, room))
+    return _placed(model, room)
 
 
-def _note(places: Mapping[str, Any], room: Room) -> str:
-    if set(places) == {""}:
-        return f"the whole model is kept on {room.elsewhere} and brought in to run"
-    away = sum(place == room.elsewhere for place in places.values())
-    return f"{away} of {len(places)} parts of the model are kept on {room.elsewhere} and brought in to run"
+def _placed(model: nn.Module, room: Room) -> Placed:
+    away = _size(t for t in _tensors(model) if t.is_meta)
+    what = f"{said_size(away)} of {said_size(size_of(model))} of weights"
+    return Placed(model, room.device, f"{what} are kept on {room.elsewhere} and brought in to run" if away else "")
 
 
 def _stack(model: nn.Module) -> list[nn.Module]:

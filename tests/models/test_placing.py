@@ -1,6 +1,7 @@
 """Promises of probe.models.placing: what does not fit is kept elsewhere, and the numbers are the same."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -168,6 +169,15 @@ def test_offloaded_to_the_cpu_the_model_gives_the_same(whole: Loaded) -> None:
     name = next(name for name, _ in model.named_modules() if name.endswith((".up_proj", ".x_proj")))
     with at_hand(model.get_submodule(name)):
         assert torch.equal(model.get_submodule(name).weight, whole.model.get_submodule(name).weight)
+
+
+def test_what_is_said_to_be_elsewhere_is_elsewhere(whole: Loaded) -> None:
+    """Also of a model that came with a device map of its own, all of it here."""
+    model = load_model(whole.name).model
+    model.hf_device_map = {"": "cpu"}
+    assert place(model, Room(CPU)).note == ""
+    note = place(load_model(whole.name, room=Room(CPU, 1)).model, Room(CPU, 1)).note
+    assert re.fullmatch(r"\d\.\d+ MB of \d\.\d+ MB of weights are kept on disk and brought in to run", note)
 
 
 # What is said
