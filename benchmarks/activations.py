@@ -17,9 +17,9 @@ from probe.activations.collecting import Collector
 from probe.activations.plan import Plan
 from probe.data import text_of, token_batches
 from probe.data.samples import Batch
-from probe.models.load import load_model
+from probe.data.transformers_logs import quietly
+from probe.models.loading import load_model
 from probe.models.mamba import with_sites
-from probe.models.quiet import quietly
 
 LINEAR = ("in_proj", "x_proj", "out_proj", "lm_head")  # dt_proj is read and not called: its site stands for it
 
@@ -84,8 +84,8 @@ sys.path.insert(0, "benchmarks")
 from activations import batch_of, plan_of
 from probe.activations.collecting import Collector
 from probe.activations.memory import keep_large_blocks_apart
-from probe.models.load import load_model
-from probe.models.quiet import quietly
+from probe.models.loading import load_model
+from probe.data.transformers_logs import quietly
 from probe.models.mamba import with_sites
 if sys.argv[1] != "bare":
     keep_large_blocks_apart()  # as probe analyze does

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 import probe
-from probe.modes import Recipe
 from probe.recordings import read_recording, write_recording
+from probe.running.recipes import Recipe
 
 MODE, REFERENCE = Recipe("2-1", "int8"), Recipe("fp32")
 
@@ -72,7 +72,7 @@ def compare(folder: Path) -> None:
 
 def command(folder: Path) -> None:
     where = ["--dir", str(folder / str(MODE)), "--reference-dir", str(folder / str(REFERENCE))]
-    run([sys.executable, "-m", "probe.cli", "compare", "2-1", *where, "--json", "-"])
+    run([sys.executable, "-m", "probe.commands", "compare", "2-1", *where, "--json", "-"])
 
 
 def run(arguments: list[str]) -> None:

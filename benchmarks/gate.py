@@ -20,15 +20,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-MAMBA = "tests/gate/test_gate.py::test_matches_baseline"
+MAMBA = "tests/regression/test_gate.py::test_matches_baseline"
 
 
 def bare(*sides: bool) -> None:
     """Every recipe, injected or not as `sides` say."""
     from probe.gate.bench import Bench
     from probe.gate.configuration import read_settings
-    from probe.modes import apply
-    from probe.runner import replay
+    from probe.running.recipes import apply
+    from probe.running.reference import replay
 
     bench = Bench(read_settings(ROOT))
     reference, calibration = bench.reference(), bench.calibration()
@@ -65,9 +65,9 @@ def main() -> None:
             for only in ("bare", "once")
         },
         "-k mode_2_1 s": round(seconds([*PYTEST, "-k", "mode_2_1"]), 1),
-        "whole gate -n 2 s": round(seconds([*PYTEST, "tests/gate", "-n", "2"]), 1),
+        "whole gate -n 2 s": round(seconds([*PYTEST, "tests/regression", "-n", "2"]), 1),
         "with report -n 2 s": round(
-            seconds([*PYTEST, "tests/gate", "-n", "2", "--html=/tmp/report.html", "--self-contained-html"]), 1
+            seconds([*PYTEST, "tests/regression", "-n", "2", "--html=/tmp/report.html", "--self-contained-html"]), 1
         ),
         "report MB": round(Path("/tmp/report.html").stat().st_size / 1e6, 2),
         "baselines kB": round(sum(f.stat().st_size for f in (ROOT / "baselines").rglob("*") if f.is_file()) / 1e3),

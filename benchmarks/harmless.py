@@ -79,7 +79,7 @@ def run(change: dict[str, str], seed: int, share: float | None) -> tuple[int, st
         if change["capability"]:
             environment["ATEN_CPU_CAPABILITY"] = change["capability"]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.harmless"]
-        command += ["tests/gate/test_gate.py", *(["-n", change["workers"]] if change["workers"] != "0" else [])]
+        command += ["tests/regression/test_gate.py", *(["-n", change["workers"]] if change["workers"] != "0" else [])]
         start = time.perf_counter()
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 import torch
 
 from probe.data import text_of, token_batches
-from probe.hooks import capture
+from probe.data.transformers_logs import quietly
 from probe.metrics import Comparison
-from probe.models.load import load_model
+from probe.models.loading import load_model
 from probe.models.mamba import with_sites
-from probe.models.quiet import quietly
 from probe.models.scans import fast, sequential
-from probe.overview import measure_all
+from probe.running.capture import capture
+from probe.running.measurement import measure_all
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -96,11 +96,11 @@ def forward(repeats: int) -> dict[str, float]:
 PEAK = """
 import sys, torch
 torch.set_num_threads(1); torch.set_grad_enabled(False)
-from probe.hooks import capture
+from probe.running.capture import capture
 from probe.data import text_of, token_batches
 from probe.metrics import Comparison
-from probe.models.load import load_model
-from probe.models.quiet import quietly
+from probe.models.loading import load_model
+from probe.data.transformers_logs import quietly
 from probe.models.mamba import with_sites
 with quietly():
     loaded = load_model("mamba-130m-random")

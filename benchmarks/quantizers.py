@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import probe
-from probe.quantizers import compiled
+from probe.numerics import compiled
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from probe.data import text_of, token_batches
-from probe.models.load import load_model
-from probe.models.quiet import quietly
-from probe.modes import Recipe
+from probe.data.transformers_logs import quietly
+from probe.models.loading import load_model
+from probe.running.recipes import Recipe
 from probe.sensitivity import Sensitivity, rank_layers
 from probe.sensitivity.units import make_twins
 

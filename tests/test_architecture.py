@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "probe"
 MODULES = sorted(ROOT.rglob("*.py"))
-DOORS = {"probe.cli", "probe.plugin"}
+DOORS = {"probe.commands", "probe.plugin"}
 HEAVY = {"torch", "numpy", "transformers", "matplotlib", "pytest"}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from probe.cli import main
+from probe.commands import main
 
 TUTORIAL = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TUTORIAL, re.S)

@@ -17,7 +17,7 @@ from probe.activations.plan import Plan, Side
 from probe.activations.statistics import LayerStatistics, measure
 from probe.activations.tokens import token_rows
 from probe.data.samples import Batch
-from probe.hooks import UncoveredError, first_tensor
+from probe.running.capture import UncoveredError, first_tensor
 
 Key = tuple[str, str]
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]

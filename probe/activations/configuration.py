@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from probe.activations.settings import Settings
-from probe.names import near
+from probe.words import near
 
 
 class ConfigurationError(ValueError):

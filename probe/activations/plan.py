@@ -9,7 +9,7 @@ from torch import nn
 
 from probe.activations.settings import Settings
 from probe.activations.statistics import Kind
-from probe.hooks import select
+from probe.models.layers import select
 
 #: Layers of which bands are kept: a table of 640 counts for every channel.
 MOST_BANDS = 12

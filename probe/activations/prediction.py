@@ -24,7 +24,7 @@ import numpy.typing as npt
 from probe.activations.sizes import edges
 from probe.activations.statistics import LayerStatistics
 from probe.formats import FORMATS, Format
-from probe.names import look_up
+from probe.words import look_up
 
 Array = npt.NDArray[np.float64]
 

@@ -21,13 +21,13 @@ from probe.activations.statistics import LayerStatistics, measure
 from probe.data.batches import fingerprint
 from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
-from probe.messages import said, some
-from probe.models.limits import position_notes
-from probe.models.load import Loaded, load_model
+from probe.data.tokenizers import Tokenizer
+from probe.data.transformers_logs import quietly
+from probe.models.loading import Loaded, load_model
 from probe.models.mamba import mamba_blocks, with_sites
-from probe.models.placing import NumbersOnly, Placed, Room, at_hand, device_of, place
-from probe.models.quiet import quietly
-from probe.models.tokenizers import Tokenizer
+from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_of, place
+from probe.models.positions import position_notes
+from probe.words import describe_error, first_few
 
 Progress = Callable[[str], Any]
 #: Tokens on either side of an outlier that are shown with it.
@@ -170,7 +170,7 @@ def _run(placed: Placed, batch: Batch) -> None:
             else "It is called with token ids [samples, tokens]; --debug shows where it failed."
         )
         raise ValueError(
-            f"the model failed on {list(batch.tokens.shape)} tokens: {said(problem)} {next_step}"
+            f"the model failed on {list(batch.tokens.shape)} tokens: {describe_error(problem)} {next_step}"
         ) from problem
 
 
@@ -196,7 +196,7 @@ def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
         is_mamba = not sites and any(True for _ in mamba_blocks(prepared.model))
         inside = " Set model.sites true to see the tensors inside Mamba mixers." if is_mamba else ""
         notes.append(
-            f"{len(silent)} of {len(plan.hooked())} chosen modules never ran, and are left out: {some(silent)}. "
+            f"{len(silent)} of {len(plan.hooked())} chosen modules never ran, and are left out: {first_few(silent)}. "
             f"The model reads their weights without calling them, or does not use them.{inside}"
         )
     notes += dict.fromkeys(collector.gaps.values())
@@ -204,12 +204,12 @@ def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
         raise ValueError(f"nothing could be analyzed. {' '.join(notes)}")
     nonfinite = [f"{name} ({kind})" for (name, kind), s in collector.statistics.items() if s.nonfinite]
     if nonfinite:
-        notes.append(f"NaN or Inf, which are left out of all statistics, in {len(nonfinite)}: {some(nonfinite)}.")
+        notes.append(f"NaN or Inf, which are left out of all statistics, in {len(nonfinite)}: {first_few(nonfinite)}.")
     apart = [f"{name} ({x} and {w})" for name, (x, w) in unlike(collector.statistics).items()]
     if apart:
         notes.append(
             f"the predicted error of {len(apart)} modules is that of their input alone, without the weight: the input "
-            f"has other channels than a row of the weight, as in convolutions: {some(apart)}."
+            f"has other channels than a row of the weight, as in convolutions: {first_few(apart)}."
         )
     return notes
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from probe.comparisons.mode_result import place_of
-from probe.comparisons.sides import Side, all_sides, bands, find_side, layer_number
+from probe.comparisons.results import place_of
+from probe.comparisons.selection import Side, all_sides, bands, find_side, layer_number
 from probe.metrics import Comparison, Metrics
-from probe.names import LOGITS
 from probe.recordings import Recording, read_recording
+from probe.words import LOGITS
 
 #: What a mean and what the change between adjacent layers may be.
 LARGEST_MEAN = 10.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from probe.comparisons.mode_result import ModeComparison
+from probe.comparisons.results import ModeComparison
 
 #: Limits by option: the figure that is limited, and whether it may be at most or must be at least so much.
 LIMITS: dict[str, tuple[str, bool]] = {

@@ -6,8 +6,8 @@ Nothing is cropped or broadcast: what cannot be compared element by element is a
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from probe.comparisons.mode_result import LayerComparison, ModeComparison
-from probe.comparisons.sides import Side, bands, find_reference, find_side, pick_labels
+from probe.comparisons.results import LayerComparison, ModeComparison
+from probe.comparisons.selection import Side, bands, find_reference, find_side, pick_labels
 from probe.metrics import Comparison
 from probe.recordings import Recording, read_recording
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from probe.comparisons.sides import Side, bands
+from probe.comparisons.selection import Side, bands
 
 _Array = npt.NDArray[np.float64]
 

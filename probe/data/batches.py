@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from probe.models.tokenizers import Tokenizer
+from probe.data.tokenizers import Tokenizer
 
 
 def token_batches(

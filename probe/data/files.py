@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from probe.names import did_you_mean
+from probe.words import did_you_mean
 
 
 def read_file(path: Path, *, format: str | None, text_column: str) -> tuple[list[str], bool]:

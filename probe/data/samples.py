@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from probe.data.sources import Documents
-from probe.models.tokenizers import Tokenizer
+from probe.data.tokenizers import Tokenizer
 
 #: Documents of a dataset among which the seed chooses; further ones are not read.
 POOL = 10_000

@@ -15,7 +15,7 @@ from typing import Any
 
 from probe.data.files import read_file
 from probe.data.texts import text_of
-from probe.names import did_you_mean
+from probe.words import did_you_mean
 
 #: Where the text usually is.
 TEXT_COLUMN = "text"

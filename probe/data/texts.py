@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-from probe.models.load import FOLDER
-from probe.names import look_up
+from probe.words import look_up
 
-TEXTS = {name: FOLDER / "text" / f"{name}.txt" for name in ("calibration", "evaluation")}
+TEXTS = {name: Path(__file__).parent / "text" / f"{name}.txt" for name in ("calibration", "evaluation")}
 
 
 def text_of(source: str) -> str:

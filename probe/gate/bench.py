@@ -8,23 +8,24 @@ from pathlib import Path
 
 from torch import Tensor
 
-from probe.anchors import Anchors, anchored
-from probe.calibration import Calibration
 from probe.data import fingerprint, text_of, token_batches
-from probe.devices import is_recorded, recorded_folder
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation, observe
+from probe.gate.recorded import observe_recording
 from probe.gate.sharing import shared_calibration, shared_reference
-from probe.hooks import select
-from probe.models.load import Loaded, load_model
+from probe.models.layers import select
+from probe.models.loading import Loaded, load_model
 from probe.models.mamba import mamba_blocks
-from probe.modes import Recipe, expand_modes, find_mode
-from probe.names import LOGITS
-from probe.overview import calibrate_on, check_recipes, recipes_of
-from probe.recordings import Recording, observe_recording, read_recording
-from probe.runner import Reference, run_reference
-from probe.variations import Variation, under
+from probe.recordings import Recording, read_recording
+from probe.running.anchors import Anchors, anchored
+from probe.running.calibration import Calibration, calibrate_on
+from probe.running.devices import is_recorded, recorded_folder
+from probe.running.modes import expand_modes, find_mode
+from probe.running.recipes import Recipe, check_recipes, recipes_of
+from probe.running.reference import Reference, run_reference
+from probe.running.variations import Variation, under
+from probe.words import LOGITS
 
 #: What fits: the modes of a matrix that names none.
 MAMBA_MODES = ("all", "fp16", "bf16")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
-from probe.names import look_up
+from probe.words import look_up
 
 
 class ConfigurationError(ValueError):

@@ -7,14 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.baselines import BaselineError, Store, changes, path_part
-from probe.baselines.anchor_file import read_anchors, remove_leftovers, write_anchors
-from probe.baselines.entries import Entry
-from probe.calibration import Calibration
-from probe.causes import WIDTH, diagnose
-from probe.causes.corners import wrong_corners
-from probe.devices import is_recorded
-from probe.environment import ANCHORS, INPUT, differences, environment
+from probe.diagnosis.causes import WIDTH, diagnose
+from probe.diagnosis.corners import wrong_corners
+from probe.gate.baselines.anchors import read_anchors, remove_leftovers, write_anchors
+from probe.gate.baselines.entry import Entry
+from probe.gate.baselines.format import BaselineError, path_part
+from probe.gate.baselines.store import Store, changes
 from probe.gate.bench import Bench
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
@@ -22,9 +20,12 @@ from probe.gate.observations import Observation
 from probe.gate.outcomes import Outcome
 from probe.gate.tolerances import RULES
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
-from probe.modes import Recipe, apply
-from probe.names import LOGITS
-from probe.variations import BASE, variations
+from probe.running.calibration import Calibration
+from probe.running.devices import is_recorded
+from probe.running.environment import ANCHORS, INPUT, differences, environment
+from probe.running.recipes import Recipe, apply
+from probe.running.variations import BASE, variations
+from probe.words import LOGITS
 
 #: Figures of what a layer does by itself.
 OWN = ("injected.", "corners.")

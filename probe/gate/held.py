@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from probe.baselines import Store
-from probe.baselines.entries import Entry
+from probe.gate.baselines.entry import Entry
+from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 from probe.gate.configuration import ConfigurationError, Settings
 from probe.gate.observations import Observation

@@ -5,16 +5,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from probe.calibration import Calibration
-from probe.causes.corners import corner_answers
-from probe.gate.coverage import rounding_bound, watching
+from probe.diagnosis.corners import corner_answers
 from probe.gate.golden import Golden, corner_sketch
 from probe.gate.outcomes import Verdict
-from probe.hooks import UncoveredError
 from probe.metrics import Comparison, LogitComparison, Metrics
-from probe.modes import Recipe, apply, find_mode
-from probe.names import LOGITS
-from probe.runner import NOISE, Reference, check_reference, replay
+from probe.running.calibration import Calibration
+from probe.running.capture import UncoveredError
+from probe.running.coverage import rounding_bound, watching
+from probe.running.measurement import NOISE
+from probe.running.modes import find_mode
+from probe.running.recipes import Recipe, apply
+from probe.running.reference import Reference, check_reference, replay
+from probe.words import LOGITS
 
 #: The figures of a layer that a baseline keeps. What is left out follows from these and the reference: rmse, psnr,
 #: sqnr and the relative errors from mse and mae, std of the difference from mse and its mean.

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings, settings_of
 from probe.gate.outcomes import Outcome
-from probe.names import LOGITS, nearest
+from probe.words import LOGITS, nearest
 
 if TYPE_CHECKING:
-    from probe.baselines.entries import Entry
+    from probe.gate.baselines.entry import Entry
     from probe.gate.engine import Gate
 
 
@@ -105,7 +105,7 @@ class Session:
 
     def ask(self, marked: Mapping[str, Any], *, where: str) -> list[Asked]:
         """The cases of a test: those of the configured matrix, or of its marker, narrowed by the options."""
-        from probe.devices import check_device
+        from probe.running.devices import check_device
 
         configured = self.settings if not self.options.model else replace(self.settings, model=self.options.model)
         if self.options.baselines:
@@ -131,8 +131,8 @@ class Session:
         self, cases: list[Case], axes: Mapping[str, Any], settings: Settings, *, has_own_model: bool
     ) -> list[Case]:
         """The cases of a marked test that the options name: they narrow its matrix and add nothing to it."""
-        from probe.hooks import select
-        from probe.modes import expand_modes
+        from probe.models.layers import select
+        from probe.running.modes import expand_modes
 
         named: dict[str, Any] = {"device": axes.get("devices"), "format": axes.get("formats")}
         if "modes" in axes:
@@ -166,7 +166,7 @@ class Session:
     def close(self) -> dict[str, Any]:
         """The dossiers of this process, complete, for the controller."""
         if self.options.update and self._gate is not None:
-            from probe.baselines.anchor_file import render
+            from probe.gate.baselines.anchors import render
 
             for bar in self._gate.bars():
                 if bar.bench.anchors is not None:  # else nothing was measured on it
@@ -243,7 +243,8 @@ class Session:
             self.problems.append(f"obsolete: {case} of {dossier.settings.model}: {message}")
 
     def _find_obsolete_models(self) -> None:
-        from probe.baselines import Store, path_part
+        from probe.gate.baselines.format import path_part
+        from probe.gate.baselines.store import Store
 
         for root in {self.root / dossier.settings.baselines for dossier in self.dossiers.values()}:
             ours = [one.settings for one in self.dossiers.values()]
@@ -257,15 +258,15 @@ class Session:
 
     def _obsolete(self, dossier: Dossier) -> list[Case]:
         """Stored cases that the matrix does not have; a device that it does not name at all counts too."""
-        from probe.baselines import Store
+        from probe.gate.baselines.store import Store
 
         store, model = Store(self.root / dossier.settings.baselines), dossier.settings.model
         stored = [case for device in store.devices(model) for case in store.read(model, device)]
         return sorted(set(stored) - set(dossier.matrix))
 
     def _update(self, dossier: Dossier, *, keep_obsolete: bool) -> None:
-        from probe.baselines import Store
-        from probe.baselines.anchor_file import united
+        from probe.gate.baselines.anchors import united
+        from probe.gate.baselines.store import Store
         from probe.gate.engine import Update, store_update
 
         model = dossier.settings.model

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from probe.calibration import Calibration, load_calibration
-from probe.runner import Reference
+from probe.running.calibration import Calibration, load_calibration
+from probe.running.reference import Reference
 
 #: What a full disk raises: then every process has its own.
 NO_ROOM = (OSError, SafetensorError)

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from probe.baselines.entries import Entry, Stored
+from probe.gate.baselines.entry import Entry, Stored
 from probe.gate.cases import Case
 from probe.gate.golden import flat, gap, parted
 from probe.gate.observations import Flaw, Observation
 from probe.gate.outcomes import Figure, Outcome, Verdict
 from probe.gate.tolerances import OF_VALUES, RULES, Rule, tolerance
-from probe.names import look_up
+from probe.words import look_up
 
 #: Which of several verdicts a case is told by: the first.
 ORDER: tuple[Verdict, ...] = (

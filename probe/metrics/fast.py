@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from probe.metrics import kernels as k
-from probe.metrics import reference as readable
+from probe.metrics import kernels as k, reference as readable
 from probe.metrics.magnitudes import BUCKETS, Magnitudes
 from probe.metrics.tally import Spread, Tally
 

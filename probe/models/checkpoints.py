@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from probe.messages import said, some
-from probe.models.placing import Room
-from probe.models.quiet import quietly
+from probe.data.transformers_logs import quietly
+from probe.models.offload import Room
+from probe.words import describe_error, first_few
 
 #: The types of safetensors; the others are narrower than a byte.
 _DTYPES = {
@@ -47,7 +47,8 @@ def _check_folder(folder: Path) -> None:
                 pass
         except Exception as problem:
             raise ValueError(
-                f"weights {str(file)!r} are corrupt or cut short ({file.stat().st_size} bytes): {said(problem)} "
+                f"weights {str(file)!r} are corrupt or cut short ({file.stat().st_size} bytes): "
+                f"{describe_error(problem)} "
                 "Copy or download the file again."
             ) from problem
 
@@ -62,14 +63,15 @@ def _weight_files(folder: Path) -> list[Path]:
         missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if missing or not names:
             raise ValueError(
-                f"{str(index)!r} lists shards that are not in its folder: {some(missing) or 'none are listed'}. "
+                f"{str(index)!r} lists shards that are not in its folder: {first_few(missing) or 'none are listed'}. "
                 "Copy or download the model again."
             )
         return [folder / name for name in names]
     pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
     if pickles:
         raise ValueError(
-            f"model folder {str(folder)!r} has its weights only as pickle ({some(pickles)}), which can run code when "
+            f"model folder {str(folder)!r} has its weights only as pickle ({first_few(pickles)}), which can run code "
+            "when "
             "opened. Expected model.safetensors: convert them with save_pretrained where you trust the file."
         )
     raise ValueError(f"model folder {str(folder)!r} has no weights. Expected model.safetensors, whole or in shards.")
@@ -79,7 +81,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
     except ValueError as problem:
-        raise ValueError(f"{str(file)!r} is not valid JSON: {said(problem)} Copy or download it again.") from problem
+        raise ValueError(
+            f"{str(file)!r} is not valid JSON: {describe_error(problem)} Copy or download it again."
+        ) from problem
     if not isinstance(found, dict):
         raise ValueError(f"{str(file)!r} holds a {type(found).__name__}; expected a JSON object.")
     return found
@@ -108,12 +112,12 @@ def from_folder(
         wrong += info["error_msgs"]
         if wrong:
             raise ValueError(
-                f"the weights in {str(folder)!r} do not fit {kind} of config.json: {some(wrong, '; ')}. "
+                f"the weights in {str(folder)!r} do not fit {kind} of config.json: {first_few(wrong, '; ')}. "
                 "Expected every tensor of the model, in its shape: check that both files come from the same model."
             )
         weakref.finalize(model, undo.pop_all().close)
     unused = sorted(info["unexpected_keys"])
-    note = f"{len(unused)} tensors of the checkpoint are not part of {kind} and were left out: {some(unused)}"
+    note = f"{len(unused)} tensors of the checkpoint are not part of {kind} and were left out: {first_few(unused)}"
     return model, (note,) if unused else ()
 
 
@@ -143,7 +147,7 @@ def _pretrained(
                     "it with --trust-remote-code (trust_remote_code=True in Python)."
                 ) from problem
             raise ValueError(
-                f"transformers {transformers.__version__} cannot load {str(folder)!r}: {said(problem)} "
+                f"transformers {transformers.__version__} cannot load {str(folder)!r}: {describe_error(problem)} "
                 "Check that config.json fits the weights and that this version knows the model."
             ) from problem
     return found

@@ -1,15 +1,12 @@
 """Models without a Mamba block: every nn.Linear but the head with its weight, and its input, on a grid."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from probe.grids import activation_grid, weight_on_grid
 from probe.models.mamba import Site
-
-if TYPE_CHECKING:
-    from probe.calibration import Calibration
+from probe.numerics.grids import activation_grid, weight_on_grid
 
 
 class GridLinear(nn.Module):
@@ -45,8 +42,8 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 @torch.no_grad()
-def grid_linears(model: nn.Module, format: str, calibration: "Calibration | None", *, inputs: bool) -> nn.Module:
-    """`model` with its linear layers on the grid, in place.
+def grid_linears(model: nn.Module, format: str, amax_of: Callable[[str], float | None], *, inputs: bool) -> nn.Module:
+    """`model` with its linear layers on the grid, in place; `amax_of` gives the calibrated amax of a linear's input.
 
     The dt_proj of a Mamba block is never called (its weight is read), so its input has no site.
     """
@@ -60,8 +57,7 @@ def grid_linears(model: nn.Module, format: str, calibration: "Calibration | None
         replaced = GridLinear(linear)
         replaced.weight.copy_(weight_on_grid(replaced.weight, format))
         if inputs and not name.endswith(NEVER_CALLED):
-            amax = None if calibration is None else calibration.amax_of(linear_key(name))
-            replaced.input.grid = activation_grid(format, amax)
+            replaced.input.grid = activation_grid(format, amax_of(linear_key(name)))
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, replaced)
     return twin

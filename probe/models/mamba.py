@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from probe.models.placing import at_hand
+from probe.models.offload import at_hand
 from probe.models.scans import SCANS, Scan
-from probe.quantizers.hadamard import hadamard_transform
+from probe.numerics.hadamard import hadamard_transform
 
 Grid = Callable[[Tensor], Tensor]
 
@@ -214,3 +214,15 @@ def with_sites(model: nn.Module, *, scan: str = "sequential") -> nn.Module:
     for block in blocks:
         block.mixer = SiteMixer(block.get_submodule("mixer"), scan=scan)
     return twin.eval()
+
+
+def rotated_twin(model: nn.Module, *, scan: str) -> nn.Module:
+    """A float copy with sites, gamma folded and the Hadamard rotations in place: what the modes quantize."""
+    twin = with_sites(model, scan=scan)
+    for _, block in mamba_blocks(twin):
+        mixer, gamma = block.mixer, block.get_parameter("norm.weight")
+        assert isinstance(mixer, SiteMixer)
+        mixer.fold(gamma, rotate=True)
+        with torch.no_grad():
+            gamma.fill_(1.0)
+    return twin

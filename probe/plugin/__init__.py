@@ -47,7 +47,7 @@ ACTIVATIONS_MARKER = (
     "the layers whose statistics are held to a baseline"
 )
 #: Fixtures whose cases come from a marker of the same name, with the modules that find them.
-HELD = {"probe_scaling": "probe.gate.scaling", "probe_activations": "probe.gate.activations"}
+HELD = {"probe_scaling": "probe.plugin.golden_scaling", "probe_activations": "probe.plugin.golden_activations"}
 #: In the place of the cases of a test that has none.
 LEFT_OUT = "left out"
 #: The category of cases that failed in a recipe whose story is told already; failures of the run all the same.
@@ -226,8 +226,8 @@ def _asked(item: pytest.Item) -> Any:
 @pytest.fixture
 def probe_case(request: pytest.FixtureRequest) -> ProbeCase:
     """One case of the matrix; `check()` measures it and compares it with its baseline."""
-    from probe.devices import is_present
     from probe.plugin.taken import ProbeCase
+    from probe.running.devices import is_present
 
     asked: Asked = request.param
     taken = ProbeCase(asked, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid))
@@ -268,7 +268,7 @@ def pytest_html_results_table_row(report: Any, cells: list[str]) -> None:
     """Of pytest-html, which writes test ids unescaped: layer names come from models."""
     if escape(report.nodeid) == report.nodeid:
         return
-    from probe.report.tables import name_cell
+    from probe.report.gate.tables import name_cell
 
     cells[:] = [name_cell(report.nodeid) if 'class="col-testId"' in cell else cell for cell in cells]
 

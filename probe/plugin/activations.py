@@ -1,7 +1,7 @@
 """What a test that takes `probe_activations` is given."""
 
-from probe.gate.activations import judged
 from probe.gate.held import Judged
+from probe.plugin.golden_activations import judged
 from probe.plugin.scaling import ProbeScaling
 
 

@@ -31,7 +31,7 @@ class Controller:
         given = getattr(report, "probe", None)
         if given is None:
             return
-        from probe.baselines.entries import Entry
+        from probe.gate.baselines.entry import Entry
         from probe.gate.outcomes import Outcome
 
         stored = given["entry"] and Entry.from_dict(given["entry"])
@@ -63,7 +63,7 @@ class Controller:
         if folder is None:
             return
         from probe.report.files import write
-        from probe.report.summary import markdown, summary
+        from probe.report.gate.summary import markdown, summary
 
         facts = self._facts()
         try:
@@ -84,8 +84,8 @@ class Controller:
         return self.session.ordered()
 
     def _facts(self) -> dict[str, Any]:
-        from probe.baselines import Store
-        from probe.environment import comparable, environment
+        from probe.gate.baselines.store import Store
+        from probe.running.environment import comparable, environment
 
         stored: dict[str, str] | None = None
         for dossier in self.session.dossiers.values():
@@ -100,7 +100,7 @@ class Controller:
     def pytest_html_results_summary(self, prefix: list[str]) -> None:
         """The front of the HTML report."""
         if self._finished and self.session.outcomes:
-            from probe.report.page import front
+            from probe.report.gate.page import front
 
             prefix.append(front(self._outcomes(), **self._facts()))
 

@@ -7,10 +7,10 @@ import pytest
 
 from probe.gate.held import Judged
 from probe.gate.outcomes import Outcome
-from probe.gate.scaling import judged
 from probe.gate.session import Session
+from probe.plugin.golden_scaling import judged
 from probe.plugin.taken import GateFailure
-from probe.report.story import held_story
+from probe.report.gate.story import held_story
 
 
 class ProbeScaling:

@@ -7,7 +7,7 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-from probe.devices import DEVICES, is_recorded
+from probe.running.devices import DEVICES, is_recorded
 
 
 class RecipeScheduling(LoadScopeScheduling):  # type: ignore[misc]

@@ -11,9 +11,8 @@ anything is believed, and never unpickled; whatever is wrong with them is a Reco
 
 from probe.recordings.checked import RecordingError
 from probe.recordings.format import Manifest, Recorded, Tokens
-from probe.recordings.observing import observe_recording
 from probe.recordings.reading import Recording, read_recording
 from probe.recordings.writing import write_recording
 
 __all__ = ["Manifest", "Recorded", "Recording", "RecordingError", "Tokens"]
-__all__ += ["observe_recording", "read_recording", "write_recording"]
+__all__ += ["read_recording", "write_recording"]

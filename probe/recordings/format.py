@@ -41,8 +41,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
-from probe.names import LOGITS
 from probe.recordings.checked import Node, defect, document, repeated
+from probe.words import LOGITS
 
 VERSION = 1
 Layout = Literal["safetensors", "npy", "npz", "pt"]

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from probe.environment import differences
 from probe.recordings.checked import RecordingError
 from probe.recordings.disk import replace_file, writing
 from probe.recordings.format import MANIFEST, File, Manifest, Recorded, manifest_to_json
 from probe.recordings.reading import PARTIAL, check_files, read_manifest
+from probe.running.environment import differences
 
 
 @dataclass

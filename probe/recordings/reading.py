@@ -7,12 +7,12 @@ from pathlib import Path
 from torch import Tensor
 
 from probe.data import fingerprint
-from probe.modes import MODES
 from probe.recordings.checked import AGAIN, RecordingError, defect
 from probe.recordings.disk import inside, reading, sha256_of
 from probe.recordings.foreign import foreign_manifest, foreign_token_ids
 from probe.recordings.format import MANIFEST, Manifest, Recorded, Stored, manifest_from_json, ordered
 from probe.recordings.loading import READERS, dtype_of, load_token_ids, stored_dtype
+from probe.running.modes import MODES
 
 #: What lies beside a recording while it is made, and while it takes the place of another.
 PARTIAL, PREVIOUS = "{}.partial", ".{}.previous"

@@ -10,13 +10,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from probe.calibration import Calibration
-from probe.environment import environment
 from probe.formats import PERCENTILE
-from probe.models.load import Loaded
-from probe.modes import Recipe, apply, find_mode
-from probe.names import look_up
-from probe.overview import calibrate_on
+from probe.models.loading import Loaded
 from probe.recordings.checked import RecordingError
 from probe.recordings.exporting import build
 from probe.recordings.format import LAYOUTS, TOKENS, Layout, Manifest, Recorded, Unfinished
@@ -45,7 +40,12 @@ from probe.recordings.spelling import NPZ
 from probe.recordings.streams import TensorStream
 from probe.recordings.taps import TAPS, Points, points_of
 from probe.recordings.writing import finished, tokens_of, write_tokens
-from probe.runner import NotAppliedError
+from probe.running.calibration import Calibration, calibrate_on
+from probe.running.environment import environment
+from probe.running.measurement import NotAppliedError
+from probe.running.modes import find_mode
+from probe.running.recipes import Recipe, apply
+from probe.words import look_up
 
 
 class Progress(Protocol):

@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.calibration import Calibration
 from probe.data import text_of, token_batches
-from probe.devices import check_device, is_present, is_recorded
-from probe.environment import comparable, differences
-from probe.models.limits import check_positions
-from probe.models.load import Loaded, fingerprint, load_model
+from probe.data.tokenizers import Tokenizer
+from probe.models.loading import Loaded, fingerprint, load_model
 from probe.models.mamba import mamba_blocks
-from probe.models.tokenizers import Tokenizer
-from probe.modes import Recipe
-from probe.overview import check_recipes, recipes_of
+from probe.models.positions import check_positions
 from probe.recordings.checked import RecordingError
 from probe.recordings.format import Calibrated, Layout, Manifest
 from probe.recordings.placing import is_taken
 from probe.recordings.reading import Recording, read_recording
 from probe.recordings.returning import is_compiled, returns_outputs, unwrapped
+from probe.running.calibration import Calibration
+from probe.running.devices import check_device, is_present, is_recorded
+from probe.running.environment import comparable, differences
+from probe.running.recipes import Recipe, check_recipes, recipes_of
 
 
 @dataclass(frozen=True)

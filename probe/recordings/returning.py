@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from probe.names import LOGITS
 from probe.recordings.taps import Points, points_of
-from probe.runner import logits_of
+from probe.running.reference import logits_of
+from probe.words import LOGITS
 
 
 class RecordedOutputs(nn.Module):

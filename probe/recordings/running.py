@@ -7,14 +7,15 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from probe.gate.coverage import watching
-from probe.hooks import UncoveredError, capture, select
-from probe.models.quiet import quietly
-from probe.modes import Recipe
-from probe.names import LOGITS
+from probe.data.transformers_logs import quietly
+from probe.models.layers import select
 from probe.recordings.returning import is_compiled, unwrapped
 from probe.recordings.taps import Points
-from probe.runner import logits_of
+from probe.running.capture import UncoveredError, capture
+from probe.running.coverage import watching
+from probe.running.recipes import Recipe
+from probe.running.reference import logits_of
+from probe.words import LOGITS
 
 Take = Callable[[str, Tensor], None]
 

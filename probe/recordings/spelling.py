@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 
 from probe.formats import FORMATS
-from probe.modes import MODES
-from probe.names import LOGITS
 from probe.recordings.format import ENDS, PARTS
+from probe.running.modes import MODES
+from probe.words import LOGITS
 
 UNSAID = "int8"
 NPZ = "first_layer_io_all_modes.npz"

@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch import nn
 
-from probe.hooks import blocks_of, select
-from probe.names import LOGITS, look_up
+from probe.models.layers import blocks_of, select
+from probe.words import LOGITS, look_up
 
 Side = Literal["input", "output"]
 NORMS = ("norm", "ln_f")

@@ -11,9 +11,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from probe.data import fingerprint
-from probe.environment import environment
-from probe.modes import Recipe, find_mode
-from probe.names import LOGITS
 from probe.recordings.checked import RecordingError
 from probe.recordings.disk import sha256_of, sync_all, writing
 from probe.recordings.format import (
@@ -32,6 +29,10 @@ from probe.recordings.format import (
 from probe.recordings.placing import may_be_overwritten, put
 from probe.recordings.reading import Recording, read_recording
 from probe.recordings.streams import TensorStream
+from probe.running.environment import environment
+from probe.running.modes import find_mode
+from probe.running.recipes import Recipe
+from probe.words import LOGITS
 
 
 def write_recording(

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from probe.formats import Format
-from probe.quantizers.blocks import Blocks
-from probe.quantizers.fast import mx_blocks, plan_for, scales_for
-from probe.quantizers.reference import power
+from probe.numerics.blocks import Blocks
+from probe.numerics.fast import mx_blocks, plan_for, scales_for
+from probe.numerics.reference import power
 from probe.scaling import kernels, reference
 from probe.scaling.figures import Sums
 from probe.scaling.reference import COUNTED_BITS, block_parts

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from probe.formats import Format
-from probe.quantizers.fast import round_elements
+from probe.numerics.fast import round_elements
 from probe.scaling.figures import Sums
 from probe.scaling.levels import Extent
 from probe.scaling.reference import COUNTED_BITS, code_limits, scale_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from probe.quantizers.underflow import HIGH, MODERATE
+from probe.numerics.underflow import HIGH, MODERATE
 from probe.scaling.levels import Extent
 
 

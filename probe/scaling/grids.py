@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from probe.grids import Grid, IntegerGrid
-from probe.quantizers.blocks import Blocks
-from probe.quantizers.fast import round_elements
-from probe.quantizers.integers import IntegerParameters
-from probe.quantizers.narrowing import narrow
-from probe.quantizers.quantize import fake_quantize, round_to
-from probe.quantizers.reference import power
+from probe.numerics.blocks import Blocks
+from probe.numerics.fast import round_elements
+from probe.numerics.grids import Grid, IntegerGrid
+from probe.numerics.integers import IntegerParameters
+from probe.numerics.narrowing import narrow
+from probe.numerics.quantize import fake_quantize, round_to
+from probe.numerics.reference import power
 from probe.scaling import blockwise
 from probe.scaling.advice import recommend
 from probe.scaling.figures import Level

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from probe.formats import FORMATS, Format
-from probe.names import look_up
-from probe.quantizers.narrowing import require_tensor
+from probe.numerics.narrowing import require_tensor
+from probe.words import look_up
 
 #: What `all` stands for; mxint8 can be named beside them.
 ELEMENT_FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8")

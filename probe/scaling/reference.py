@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from probe.formats import Format
-from probe.quantizers.blocks import Blocks
-from probe.quantizers.codes import encode
-from probe.quantizers.reference import mx_blocks, power, round_elements
+from probe.numerics.blocks import Blocks
+from probe.numerics.codes import encode
+from probe.numerics.reference import mx_blocks, power, round_elements
 from probe.scaling.figures import Sums
 
 #: Bits of the formats whose codes are counted.

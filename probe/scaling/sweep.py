@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from probe.formats import Format
-from probe.names import look_up
-from probe.quantizers.blocks import Blocks
-from probe.quantizers.quantize import SCALE_RULES
-from probe.quantizers.reference import exponent_of
+from probe.numerics.blocks import Blocks
+from probe.numerics.quantize import SCALE_RULES
+from probe.numerics.reference import exponent_of
 from probe.scaling import blockwise, fast, reference
 from probe.scaling.figures import Level, level_of
 from probe.scaling.levels import (
@@ -27,6 +26,7 @@ from probe.scaling.levels import (
     min_aligned,
 )
 from probe.scaling.results import ScalingResult
+from probe.words import look_up
 
 Implementation = Literal["fast", "reference"]
 BLOCK_SIZE = 32

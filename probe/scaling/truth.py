@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from probe.formats import Format
-from probe.quantizers.blocks import Blocks
-from probe.quantizers.fast import round_elements
-from probe.quantizers.quantize import SCALE_RULES
-from probe.quantizers.reference import power
+from probe.numerics.blocks import Blocks
+from probe.numerics.fast import round_elements
+from probe.numerics.quantize import SCALE_RULES
+from probe.numerics.reference import power
 from probe.scaling import blockwise
 from probe.scaling.figures import Level, level_of
 from probe.scaling.levels import element_format, largest_exponent

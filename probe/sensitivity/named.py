@@ -4,15 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from probe.data import text_of, token_batches
-from probe.devices import check_device, is_present, is_recorded
 from probe.formats import FORMATS, PERCENTILE
-from probe.grids import is_static
-from probe.hooks import select
-from probe.models.limits import check_positions
-from probe.models.load import load_model
+from probe.models.layers import select
+from probe.models.loading import load_model
 from probe.models.mamba import mamba_blocks
-from probe.modes import Recipe
-from probe.overview import calibrate_on, check_recipes
+from probe.models.positions import check_positions
+from probe.numerics.grids import is_static
+from probe.running.calibration import calibrate_on
+from probe.running.devices import check_device, is_present, is_recorded
+from probe.running.recipes import Recipe, check_recipes
 from probe.sensitivity.ranking import Progress, Sites, rank_layers
 from probe.sensitivity.results import Sensitivity
 

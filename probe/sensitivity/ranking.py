@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from probe.calibration import Calibration
-from probe.hooks import blocks_of
 from probe.metrics import Comparison, LogitComparison
-from probe.models.load import fingerprint
-from probe.modes import Recipe
-from probe.runner import logits_of
+from probe.models.layers import blocks_of
+from probe.models.loading import fingerprint
+from probe.running.calibration import Calibration
+from probe.running.recipes import Recipe
+from probe.running.reference import logits_of
 from probe.sensitivity.advice import advise
 from probe.sensitivity.calls import CannotRestartError
 from probe.sensitivity.restart import rehearse

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.runner import logits_of
+from probe.running.reference import logits_of
 from probe.sensitivity.calls import Call, CannotRestartError, like, tensor_of
 
 Stage = Callable[..., Any]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from probe.runner import logits_of
+from probe.running.reference import logits_of
 from probe.sensitivity.restart import Passage, Rehearsal, Run, passage, restarted
 from probe.sensitivity.threads import at_once
 from probe.sensitivity.units import Unit, by_block, mixed, structure

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from probe.calibration import Calibration, rotated_twin
-from probe.hooks import select
+from probe.models.layers import select
 from probe.models.linear import GridLinear
-from probe.models.mamba import SITES, WEIGHTS, SiteMixer, mamba_blocks
-from probe.modes import Recipe, apply, find_mode
+from probe.models.mamba import SITES, WEIGHTS, SiteMixer, mamba_blocks, rotated_twin
+from probe.running.calibration import Calibration
+from probe.running.modes import find_mode
+from probe.running.recipes import Recipe, apply
 
 #: Read by decode only, so no run over whole sequences can tell whether it is quantized.
 UNSEEN = ("scan.state",)

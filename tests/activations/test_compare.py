@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from probe.activations.compare import compare_runs, ranked
-from probe.cli import main
-from probe.cli.analyze import overrides
+from probe.commands import main
+from probe.commands.analyze import overrides
 from probe.report.activations.comparison import change_pictures, comparison_text
 from probe.report.activations.drawing import Sheet
 from tests.report.browser import open_report

@@ -7,9 +7,9 @@ from pathlib import Path
 import yaml
 
 from probe.activations.configuration import full_key, keys_of
-from probe.cli.analyze import overrides
+from probe.commands.analyze import overrides
 from probe.data.sources import HUB
-from probe.gate.activations import FIGURES, RULES
+from probe.plugin.golden_activations import FIGURES, RULES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "activations.md").read_text()
 

@@ -23,18 +23,18 @@ from probe.activations.prediction import (
 )
 from probe.activations.run import analyze, prepare
 from probe.activations.statistics import LayerStatistics, measure
-from probe.calibration import rotated_twin
 from probe.data import text_of, token_batches
 from probe.formats import FORMATS, GATE_FORMATS
-from probe.grids import activation_grid
-from probe.hooks import capture
 from probe.models.linear import linear_key, linears
-from probe.models.load import load_model
-from probe.modes import Recipe
-from probe.overview import calibrate_on
-from probe.quantizers.quantize import fake_quantize
-from probe.runner import measure as measure_recipe
-from probe.runner import run_reference
+from probe.models.loading import load_model
+from probe.models.mamba import rotated_twin
+from probe.numerics.grids import activation_grid
+from probe.numerics.quantize import fake_quantize
+from probe.running.calibration import calibrate_on
+from probe.running.capture import capture
+from probe.running.measurement import measure as measure_recipe
+from probe.running.recipes import Recipe
+from probe.running.reference import run_reference
 
 
 def known(x: Tensor, kind: Any = "input", module: str = "m") -> LayerStatistics:
@@ -93,7 +93,7 @@ def test_what_becomes_zero_errs_by_its_square() -> None:
 @pytest.mark.parametrize("format", [name for name in FORMATS if FORMATS[name].bits <= 8])
 def test_the_mean_error_of_a_bucket_is_that_of_the_quantizer(format: str) -> None:
     """Against the average over ten thousand numbers in each of many intervals, through the reference's rounding."""
-    from probe.quantizers.reference import round_elements
+    from probe.numerics.reference import round_elements
 
     fmt = FORMATS[format]
     ends = np.exp2(np.arange(-9, fmt.max_exponent + 2, 1 / 16))

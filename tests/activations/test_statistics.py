@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from probe.activations.moments import Moments
-from probe.activations.sizes import count_sizes, edges, quantile_of
-from probe.activations.statistics import PERCENTILE_ERROR, PERCENTILES, LayerStatistics, measure
+from probe.activations.sizes import PERCENTILE_ERROR, count_sizes, edges, quantile_of
+from probe.activations.statistics import PERCENTILES, LayerStatistics, measure
 
 TWINS = pytest.mark.parametrize("fast", [False, True], ids=("reference", "fast"))
 EXACT = (

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.modes import Recipe
 from probe.recordings import Recording, write_recording
+from probe.running.recipes import Recipe
 
 IDS = torch.arange(3 * 8).view(3, 8) % 19
 WIDTH = 24

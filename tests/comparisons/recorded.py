@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probe.modes import Recipe
 from probe.recordings import Recording, write_recording
+from probe.running.recipes import Recipe
 
 SAMPLES, TOKENS, FEATURES = 2, 6, 8
 IDS = torch.arange(SAMPLES * TOKENS).reshape(SAMPLES, TOKENS)

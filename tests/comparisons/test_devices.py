@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from probe import DeviceComparison, Recipe, diff, read_recording
-from probe.cli import main
-from probe.comparisons import device_layers, device_structure
-from probe.comparisons.device_layers import Limits
+from probe.commands import main
+from probe.comparisons.devices import layers as device_layers, structure as device_structure
+from probe.comparisons.devices.layers import Limits
 from probe.recordings import Recording, RecordingError
 from tests.comparisons.device_recordings import IDS, as_scripts_leave_it, network, noisy, recorded
 
@@ -563,7 +563,7 @@ def test_what_a_recording_says_never_reaches_the_terminal_as_a_command(
 ) -> None:
     b = recorded(tmp_path / "b", network())
     evil = dataclasses.replace(b.manifest, device="\x1b[31mred")
-    from probe.report.comparisons.devices_text import device_text
+    from probe.report.devices.text import device_text
 
     text = device_text(diff(a, Recording(b.folder, evil)))
     assert "\x1b" not in text

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from probe.comparisons import device_structure
-from probe.comparisons.device_capture import other_prompt, renamed, sample_order, token_shift
-from probe.comparisons.device_noise import GAIN, ROUNDINGS, SUMS, UNITS, floor_of, own_error_of, unit_of
-from probe.comparisons.device_patterns import is_unstructured, recognise
-from probe.comparisons.device_rows import Look, look
-from probe.comparisons.device_structure import measure_structure
+from probe.comparisons.devices import structure as device_structure
+from probe.comparisons.devices.capture import other_prompt, renamed, sample_order, token_shift
+from probe.comparisons.devices.noise import GAIN, ROUNDINGS, SUMS, UNITS, floor_of, own_error_of, unit_of
+from probe.comparisons.devices.patterns import is_unstructured, recognise
+from probe.comparisons.devices.rows import Look, look
+from probe.comparisons.devices.structure import measure_structure
 
 Array = np.ndarray
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from probe import Health, check
-from probe.comparisons import sides
+from probe.comparisons import selection as sides
 from tests.comparisons.recorded import SHAPE, noisy, plain, recorded
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from probe import ModeComparison, compare
-from probe.comparisons import sides
+from probe.comparisons import selection as sides
 from probe.comparisons.limits import LIMITS, failures
 from probe.recordings import read_recording
 from tests.comparisons.recorded import IDS, SHAPE, noisy, plain, recorded

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from probe.comparisons import samples, sides
-from probe.comparisons.sides import Side
+from probe.comparisons import samples, selection as sides
+from probe.comparisons.selection import Side
 from tests.comparisons.recorded import recorded
 
 

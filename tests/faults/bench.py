@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
-from probe.baselines import Store
-from probe.baselines.anchor_file import render
+from probe.gate.baselines.anchors import render
+from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 from probe.gate.configuration import CalibrationSettings, Settings
 from probe.gate.engine import Gate, Update, store_update

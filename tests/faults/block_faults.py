@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import probe.calibration
-from probe.grids import weight_on_grid
+import probe.running.calibration
 from probe.models.mamba import SiteMixer
-from probe.names import LOGITS
-from probe.quantizers.hadamard import hadamard_transform
-from probe.quantizers.observers import MinMaxObserver, PercentileObserver
-from probe.quantizers.quantize import fake_quantize
+from probe.numerics.grids import weight_on_grid
+from probe.numerics.hadamard import hadamard_transform
+from probe.numerics.observers import MinMaxObserver, PercentileObserver
+from probe.numerics.quantize import fake_quantize
+from probe.words import LOGITS
 from tests.faults.breaking import Damage, Patient, calls, damaged, during, grid, scanning, weight, with_functions
 from tests.faults.catalogue import FP4, FP8, INT8, NOT_APPLIED, NOT_FINITE, UNCOVERED, VALUES, Fault, WideFault
 
@@ -154,7 +154,7 @@ def final_norm_on_grid(patient: Patient) -> None:
 @contextmanager
 def observed(make: Callable[[float], Any]) -> Iterator[None]:
     """Calibration takes its quantiles in another way."""
-    with mock.patch.object(probe.calibration, "PercentileObserver", make):
+    with mock.patch.object(probe.running.calibration, "PercentileObserver", make):
         yield
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import probe.causes  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
-import probe.modes
-from probe.calibration import Calibration
+import probe.diagnosis.causes  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
+import probe.running.modes
 from probe.models import mamba
 from probe.models.mamba import Grid, SiteMixer
 from probe.models.scans import SCANS, Scan
-from probe.modes import Recipe, find_mode
+from probe.running.calibration import Calibration
+from probe.running.modes import find_mode
+from probe.running.recipes import Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ Damage = Callable[[Patient], None]
 @contextmanager
 def damaged(damage: Damage, index: int) -> Iterator[None]:
     """While it lasts, every copy that a recipe makes has this damage; the float reference stays whole."""
-    real = probe.modes.apply
+    real = probe.running.modes.apply
 
     def broken(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
         twin = real(model, recipe, calibration)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from probe.grids import BlockGrid, IntegerGrid, SequenceGrid
-from probe.quantizers.integers import IntegerParameters
-from probe.quantizers.quantize import fake_quantize, round_to
+from probe.numerics.grids import BlockGrid, IntegerGrid, SequenceGrid
+from probe.numerics.integers import IntegerParameters
+from probe.numerics.quantize import fake_quantize, round_to
 from tests.faults.breaking import Patient, grid
 from tests.faults.catalogue import FP4, FP6, FP8, INT8, MXINT8, NOT_FINITE, NVFP4, Fault
 

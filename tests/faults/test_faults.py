@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from probe.causes import WIDTH
+from probe.diagnosis.causes import WIDTH
 from probe.gate.outcomes import Outcome
 from probe.gate.verdicts import strength
 from tests.faults import block_faults, grid_faults

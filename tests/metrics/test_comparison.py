@@ -5,13 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
-from probe.metrics import PERCENTILE_ERROR, Comparison, Metrics
-from probe.metrics import comparison as chosen
-from probe.metrics import reference as readable
+from probe.metrics import PERCENTILE_ERROR, Comparison, Metrics, comparison as chosen, reference as readable
 from tests.metrics.oracles import (
     INF,
     NAN,

@@ -4,12 +4,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
-from probe.metrics import LogitComparison, LogitMetrics
-from probe.metrics import logits as module
+from probe.metrics import LogitComparison, LogitMetrics, logits as module
 
 INF, NAN = math.inf, math.nan
 

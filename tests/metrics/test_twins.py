@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from probe.metrics import Comparison, comparison, fast, kernels
-from probe.metrics import reference as readable
+from probe.metrics import Comparison, comparison, fast, kernels, reference as readable
 from probe.metrics.magnitudes import Magnitudes
 from probe.metrics.tally import Tally
 from tests.metrics.oracles import assert_agrees, pair, seen

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.calibration import rotated_twin
 from probe.data import text_of, token_batches
-from probe.hooks import capture
-from probe.models.load import load_model
-from probe.models.mamba import SITES, SiteMixer, mamba_blocks, with_sites
-from probe.models.quiet import quietly
-from probe.models.tokenizers import ByteTokenizer
+from probe.data.tokenizers import ByteTokenizer
+from probe.data.transformers_logs import quietly
+from probe.models.loading import load_model
+from probe.models.mamba import SITES, SiteMixer, mamba_blocks, rotated_twin, with_sites
+from probe.running.capture import capture
 
 
 @pytest.fixture(scope="module")

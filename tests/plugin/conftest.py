@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from probe.gate import bench
-from probe.modes import MODES
+from probe.running.modes import MODES
 from tests.plugin.project import files
 
 QUIET = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")

@@ -43,7 +43,7 @@ def make():
 
 MODES = '''
 import torch
-from probe.quantizers.quantize import fake_quantize
+from probe.numerics.quantize import fake_quantize
 
 FAULT = {fault!r}
 

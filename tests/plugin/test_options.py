@@ -356,9 +356,9 @@ def test_cases_of_another_test_are_not_obsolete_when_files_are_named(project: Ru
 
 
 def test_the_default_matrix_is_every_mode_layer_and_format_on_the_cpu_and_two_float_modes() -> None:
-    command = [sys.executable, "-m", "pytest", *COLLECT, "-p", "no:cacheprovider", "tests/gate"]
+    command = [sys.executable, "-m", "pytest", *COLLECT, "-p", "no:cacheprovider", "tests/regression"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    start = "tests/gate/test_gate.py::test_matches_baseline"
+    start = "tests/regression/test_gate.py::test_matches_baseline"
     found = [line for line in done.stdout.splitlines() if line.startswith(f"{start}[")]
     modes = ("mode_0", "mode_2_0", "mode_2_1", "mode_2_2", "mode_2_3", "mode_2_4", "mode_3")
     layers = ("layer_0", "layer_1", "layer_2", "layer_3", "logits")

@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from probe.anchors import Anchors
-from probe.baselines import Store, rounded
-from probe.baselines.anchor_file import read_anchors, render
 from probe.gate import sharing
+from probe.gate.baselines.anchors import read_anchors, render
+from probe.gate.baselines.format import rounded
+from probe.gate.baselines.store import Store
 from probe.gate.engine import Update, store_update
 from probe.plugin.scheduling import recipe_of
+from probe.running.anchors import Anchors
 from tests.plugin.conftest import UNUSED, Run
 from tests.plugin.project import files
 from tests.plugin.test_lifecycle import snapshot

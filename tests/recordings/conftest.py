@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from probe.calibration import Calibration
 from probe.data import text_of, token_batches
-from probe.models.load import Loaded, load_model
-from probe.modes import Recipe
-from probe.overview import calibrate_on
-from probe.runner import Reference, run_reference
+from probe.models.loading import Loaded, load_model
+from probe.running.calibration import Calibration, calibrate_on
+from probe.running.recipes import Recipe
+from probe.running.reference import Reference, run_reference
 from tests.recordings.examples import RECIPES, Parts, run, write, write_small
 
 

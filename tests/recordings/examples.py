@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probe.calibration import Calibration
 from probe.data import fingerprint
 from probe.gate.observations import Observation
-from probe.hooks import capture
-from probe.models.load import Loaded
-from probe.modes import Recipe, apply
-from probe.recordings import Recording, observe_recording, write_recording
-from probe.runner import Reference
+from probe.gate.recorded import observe_recording
+from probe.models.loading import Loaded
+from probe.recordings import Recording, write_recording
+from probe.running.calibration import Calibration
+from probe.running.capture import capture
+from probe.running.recipes import Recipe, apply
+from probe.running.reference import Reference
 
 Parts = dict[str, list[Tensor]]
 FLOAT, QUANTIZED, CALIBRATED = Recipe("fp32"), Recipe("2-1", "fp8_e4m3"), Recipe("0", "int8")

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import probe
-from probe.hooks import UncoveredError
-from probe.recordings import RecordingError, read_recording
-from probe.recordings import recorder as recorder_module
+from probe.recordings import RecordingError, read_recording, recorder as recorder_module
+from probe.running.capture import UncoveredError
 from tests.recordings.models import Stack
 
 IDS = [torch.arange(12).view(2, 6), torch.arange(6).view(1, 6)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from probe.cli import _parser
+from probe.commands import _parser
 from probe.recordings.request import DEFAULTS
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from probe.modes import Recipe
 from probe.recordings import RecordingError, read_recording, write_recording
+from probe.running.recipes import Recipe
 from tests.recordings.examples import FLOAT, RECIPE, SMALL_TOKENS, Parts, files, small_parts, write_small
 
 

@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 import probe
-from probe.hooks import UncoveredError
-from probe.models.load import Loaded
-from probe.modes import Recipe, apply
-from probe.recordings import Recording, RecordingError, read_recording
-from probe.recordings import exporting as exporting_module
-from probe.recordings import recorder as recorder_module
-from probe.runner import NotAppliedError
+from probe.models.loading import Loaded
+from probe.recordings import (
+    Recording,
+    RecordingError,
+    exporting as exporting_module,
+    read_recording,
+    recorder as recorder_module,
+)
+from probe.running.capture import UncoveredError
+from probe.running.measurement import NotAppliedError
+from probe.running.recipes import Recipe, apply
 from tests.recordings.examples import files
 from tests.recordings.models import KILL, Deaf, Stack, Twice
 
@@ -192,7 +196,7 @@ def test_how_it_is_batched_does_not_show(tmp_path: Path, ids: list[Tensor]) -> N
 
 
 def test_a_folder_of_weights_is_recorded_under_the_given_name(tmp_path: Path) -> None:
-    weights = Path(probe.models.load.FOLDER) / "tiny-mamba"  # type: ignore[attr-defined]
+    weights = Path(probe.models.loading.FOLDER) / "tiny-mamba"  # type: ignore[attr-defined]
     recording = probe.record(
         tmp_path / "r", model="quamba-130m", pretrained_dir=str(weights), modes=["fp32"], layout="npz", **SMALL
     )
@@ -370,7 +374,7 @@ def what_a_kill_leaves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SIGKILL in the middle of the second of three recipes; a real process, a real signal."""
     root = tmp_path_factory.mktemp("killed")
     (root / KILL).touch()
-    command = [sys.executable, "-m", "probe.cli", "record", "--model", "tests.recordings.models:mortal"]
+    command = [sys.executable, "-m", "probe.commands", "record", "--model", "tests.recordings.models:mortal"]
     command += ["--modes", "fp32", "fp16", "bf16", "--samples", "2", "--seqlen", "8", "--out", "r"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import probe
-from probe.cli import main
+from probe.commands import main
 from tests.recordings.models import Stack
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parent / "seed_snippets.md").read_text(), re.S)

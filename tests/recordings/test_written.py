@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from probe.data import fingerprint, text_of, token_batches
-from probe.models.load import Loaded
-from probe.modes import Recipe
+from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording, write_recording
 from probe.recordings.format import manifest_from_json, manifest_to_json
+from probe.running.recipes import Recipe
 from tests.recordings.examples import (
     FLOAT,
     LAYERS,

@@ -8,7 +8,7 @@ from typing import Any
 
 from probe.gate.cases import Case
 from probe.gate.outcomes import Figure, Outcome
-from probe.names import LOGITS
+from probe.words import LOGITS
 
 #: What a model or a user may call things. Nothing of it may run or break a line.
 NASTY = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>|`@user\n$x^\x1b[31m"

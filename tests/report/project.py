@@ -14,11 +14,11 @@ from dataclasses import replace
 import pytest
 from pytest_html import extras
 
-from probe.report.page import front
-from probe.report.plots import recipe_picture
-from probe.report.recipes import runs
-from probe.report.story import story
-from probe.report.tables import figure_table, name_cell
+from probe.report.gate.page import front
+from probe.report.gate.plots import recipe_picture
+from probe.report.gate.recipes import runs
+from probe.report.gate.story import story
+from probe.report.gate.tables import figure_table, name_cell
 from tests.report import examples
 
 OUTCOMES = {outcomes}

@@ -9,7 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from probe.comparisons.samples import Pairs
-from probe.report.comparisons import figures, modes_plots
+from probe.report import figure as figures
+from probe.report.modes import plots as modes_plots
 from probe.report.ticks import places, plain_log, plain_number
 
 

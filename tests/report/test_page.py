@@ -7,9 +7,9 @@ import pytest
 
 from probe.gate.cases import Case
 from probe.gate.outcomes import Figure, Outcome
-from probe.report.heat import COLOURS, SHADES, cell_text, heat_html, heat_maps, shade_style
-from probe.report.page import front
-from probe.report.tables import figure_table, name_cell
+from probe.report.gate.heat import COLOURS, SHADES, cell_text, heat_html, heat_maps, shade_style
+from probe.report.gate.page import front
+from probe.report.gate.tables import figure_table, name_cell
 from tests.report.examples import ENVIRONMENT, NASTY, OLDER, failing, gate, layer, nasty, recipe
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from probe.gate.cases import Case
 from probe.gate.outcomes import Figure, Outcome
-from probe.report.plots import FAILED, HEIGHT, WIDTH, recipe_picture
+from probe.report.gate.plots import FAILED, HEIGHT, WIDTH, recipe_picture
 from tests.report.examples import failing, logits, nasty, points, recipe
 
 BIG = 1e308
@@ -111,8 +111,8 @@ def test_no_window_system_is_asked_for_and_torch_stays_out() -> None:
     script = (
         "import sys\n"
         "from tests.report.examples import recipe\n"
-        "import probe.report.page, probe.report.summary\n"
-        "from probe.report.plots import recipe_picture\n"
+        "import probe.report.gate.page, probe.report.gate.summary\n"
+        "from probe.report.gate.plots import recipe_picture\n"
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules and 'pytest' not in sys.modules\n"
         "recipe_picture(recipe(), recipe()[0])\n"
         "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules\n"

@@ -3,15 +3,12 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from probe.environment import differences
 from probe.gate.cases import Case
 from probe.gate.outcomes import Figure, Outcome, Verdict
-from probe.report.numbers import change, number, ranked, short
-from probe.report.recipes import layer_names, natural, runs, short_names, totals
-from probe.report.story import (
+from probe.report.gate.recipes import layer_names, natural, runs, short_names, totals
+from probe.report.gate.story import (
     HEADINGS,
     MOST_COLUMNS,
     MOST_LINES,
@@ -23,6 +20,8 @@ from probe.report.story import (
     one_line,
     story,
 )
+from probe.report.numbers import change, number, ranked, short
+from probe.running.environment import differences
 from tests.report.examples import failing, gate, layer, nasty, recipe
 
 DRIFT = """\

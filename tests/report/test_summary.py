@@ -8,7 +8,7 @@ import pytest
 
 from probe.gate.cases import Case
 from probe.gate.outcomes import Figure, Outcome
-from probe.report.summary import MOST_CHARACTERS, code, harmless, markdown, summary
+from probe.report.gate.summary import MOST_CHARACTERS, code, harmless, markdown, summary
 from tests.report.examples import ENVIRONMENT, MODES, NASTY, OLDER, failing, gate, nasty, recipe
 
 RUN: dict[str, Any] = {"environment": ENVIRONMENT, "baseline_environment": OLDER, "exit_status": 1}

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import probe
 from probe import FORMATS, recommend, scaling_sweep
-from probe.modes import apply
+from probe.running.recipes import apply
 from probe.scaling.advice import CRITERIA, normalised
 from probe.scaling.grids import amax_of, grid_of
 from probe.scaling.truth import block_truth
-from tests.quantizers.tensors import assert_same_bits
+from tests.numerics.tensors import assert_same_bits
 from tests.scaling.tensors import FORMATS_OF_THE_SPEC, grid_of_the_format, log_uniform, normal
 
 

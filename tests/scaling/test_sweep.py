@@ -14,7 +14,7 @@ from probe import FORMATS, ScalingResult, scaling_sweep
 from probe.scaling.grids import grid_of
 from probe.scaling.levels import element_format, max_aligned, min_aligned
 from probe.scaling.sweep import Prepared
-from tests.quantizers.tensors import adversarial_blocks, assert_same_bits
+from tests.numerics.tensors import adversarial_blocks, assert_same_bits
 from tests.scaling.tensors import (
     FORMATS_OF_THE_SPEC,
     assert_same_levels,

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.calibration import Calibration
 from probe.data import text_of, token_batches
-from probe.hooks import capture
 from probe.metrics import LogitComparison
-from probe.models.load import Loaded, load_model
-from probe.modes import Recipe, apply, register_mode, unregister_mode
-from probe.overview import calibrate_on
+from probe.models.loading import Loaded, load_model
+from probe.running.calibration import Calibration, calibrate_on
+from probe.running.capture import capture
+from probe.running.modes import register_mode, unregister_mode
+from probe.running.recipes import Recipe, apply
 from probe.sensitivity import Sensitivity, rank_layers
 from probe.sensitivity.restart import rehearse
 from probe.sensitivity.threads import at_once
@@ -198,7 +198,7 @@ def test_forwards_run_at_the_same_time_and_in_the_order_given() -> None:
 
 
 def test_the_model_is_left_as_it_was(mamba: tuple[Loaded, Calibration]) -> None:
-    from probe.models.load import fingerprint
+    from probe.models.loading import fingerprint
 
     loaded, calibration = mamba
     before = [name for name, _ in loaded.model.named_modules()]
@@ -373,7 +373,7 @@ def test_restarting_does_the_work_of_the_layers_that_differ_only(
 
 def test_a_users_mode_is_ranked_and_a_unit_without_effect_is_named() -> None:
     def first_only(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
-        from probe.quantizers.quantize import fake_quantize
+        from probe.numerics.quantize import fake_quantize
 
         changed: Any = model
         changed.layers[0].up.weight.data = fake_quantize(changed.layers[0].up.weight.data, format)

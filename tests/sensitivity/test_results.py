@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from probe.cli import main
-from probe.report.sensitivity import describe, page, picture, table_rows
+from probe.commands import main
+from probe.report.sensitivity.page import describe, page, picture, table_rows
 from probe.sensitivity import Advice, Effect, Figures, Sensitivity
 from probe.sensitivity.advice import advise
 

@@ -9,10 +9,10 @@ import yaml
 from probe.activations.run import Analysis, Prepared
 from probe.activations.settings import Settings
 from probe.activations.statistics import Kind, LayerStatistics
-from probe.messages import said_size
-from probe.models.placing import size_of
+from probe.models.offload import size_of
 from probe.report.activations.page import hardest
 from probe.report.activations.pictures import planned_files
+from probe.words import format_bytes
 
 #: Names that are listed before the rest is counted.
 MOST_NAMES = 20
@@ -26,7 +26,7 @@ def dry_run_text(prepared: Prepared) -> str:
     device, size = prepared.room.device, size_of(prepared.model)
     fits = "fits" if prepared.room.takes(size) else "does not fit: offloaded by accelerate"
     parts = [
-        f"model: {prepared.loaded.name}, {said_size(size)} on {device} ({fits})",
+        f"model: {prepared.loaded.name}, {format_bytes(size)} on {device} ({fits})",
         f"data: {prepared.about_data}: {_counted(settings.data.num_samples, 'sample')}, {_counted(tokens, 'token')} "
         f"in {_counted(len(batches), 'batch', 'batches')}, {padded} of padding",
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from probe.report.plots import FAILED, GREY
+from probe.report.gate.plots import FAILED, GREY
 from probe.scaling.advice import Recommendation
 from probe.scaling.figures import Level
 from probe.scaling.results import ScalingResult

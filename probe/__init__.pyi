@@ -1,0 +1,77 @@
+"""The public names of probe, each with the module it comes from: the one list, which __init__.py reads."""
+
+from probe.comparisons.devices.diff import DeviceComparison as DeviceComparison, diff as diff
+from probe.comparisons.health import Health as Health, check as check
+from probe.comparisons.modes import compare as compare
+from probe.comparisons.results import ModeComparison as ModeComparison
+from probe.data import text_of as text_of, token_batches as token_batches
+from probe.formats import FORMATS as FORMATS, Format as Format
+from probe.metrics import (
+    Comparison as Comparison,
+    LogitComparison as LogitComparison,
+    LogitMetrics as LogitMetrics,
+    Metrics as Metrics,
+)
+from probe.models.layers import select as select
+from probe.models.loading import Loaded as Loaded, load_model as load_model
+from probe.numerics.codes import Quantized as Quantized
+from probe.numerics.hadamard import hadamard_matrix as hadamard_matrix, hadamard_transform as hadamard_transform
+from probe.numerics.integers import (
+    IntegerParameters as IntegerParameters,
+    dequantize_integer as dequantize_integer,
+    dynamic_parameters as dynamic_parameters,
+    fake_quantize_integer as fake_quantize_integer,
+    integer_parameters as integer_parameters,
+    quantize_integer as quantize_integer,
+)
+from probe.numerics.observers import (
+    MinMaxObserver as MinMaxObserver,
+    MSEObserver as MSEObserver,
+    PercentileObserver as PercentileObserver,
+    make_observer as make_observer,
+)
+from probe.numerics.quantize import (
+    fake_quantize as fake_quantize,
+    quantize as quantize,
+    round_to as round_to,
+)
+from probe.numerics.underflow import (
+    Underflow as Underflow,
+    UnderflowWarning as UnderflowWarning,
+    analyze_underflow as analyze_underflow,
+)
+from probe.recordings.checked import RecordingError as RecordingError
+from probe.recordings.reading import Recording as Recording, read_recording as read_recording
+from probe.recordings.recorder import record as record
+from probe.recordings.returning import record_outputs as record_outputs
+from probe.recordings.writing import write_recording as write_recording
+from probe.running.calibration import (
+    Calibration as Calibration,
+    calibrate as calibrate,
+    calibrate_on as calibrate_on,
+    load_calibration as load_calibration,
+)
+from probe.running.capture import (
+    Capture as Capture,
+    UncoveredError as UncoveredError,
+    capture as capture,
+)
+from probe.running.measurement import (
+    Measured as Measured,
+    NotAppliedError as NotAppliedError,
+    check_applied as check_applied,
+    measure as measure,
+    measure_all as measure_all,
+)
+from probe.running.modes import (
+    MODES as MODES,
+    Mode as Mode,
+    register_mode as register_mode,
+    unregister_mode as unregister_mode,
+)
+from probe.running.recipes import Recipe as Recipe, apply as apply
+from probe.running.reference import Reference as Reference, run_reference as run_reference
+from probe.scaling.advice import recommend as recommend
+from probe.scaling.results import ScalingResult as ScalingResult
+from probe.scaling.sweep import scaling_sweep as scaling_sweep
+from probe.sensitivity import Sensitivity as Sensitivity, rank_layers as rank_layers

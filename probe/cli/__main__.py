@@ -1,8 +1,0 @@
-"""`python -m probe.cli`."""
-
-import sys
-
-from probe.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

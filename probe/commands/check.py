@@ -1,0 +1,98 @@
+"""`probe check`: the bad layer in one recording."""
+
+import argparse
+from math import ceil
+from typing import TYPE_CHECKING
+
+from probe.commands.output import json_to, progress_line, say
+from probe.report.files import check_outputs
+
+if TYPE_CHECKING:
+    from probe.comparisons.health import Health
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The parser of the command."""
+    parser = commands.add_parser(
+        "check",
+        help="find the bad layer in a recording: NaN, Inf, large means, jumps",
+        description="Look at every layer of a recording: NaN and Inf, |mean| above 10, adjacent layers that differ by "
+        "more than 10 anywhere, or on average by more than K times the median. Exit 1 if one is suspicious.",
+    )
+    parser.add_argument("recording", metavar="R", help="the folder of a recording, or an .npz")
+    parser.add_argument("--mode", metavar="MODE", help="only this one (default: every mode that was recorded)")
+    parser.add_argument("--format", help="of a mode that was recorded in several")
+    parser.add_argument("--layer", metavar="N", help="write its distribution as a picture, layer_N_analysis.png")
+    parser.add_argument(
+        "--factor", type=float, metavar="K", help="how many times the median change is odd (default: 10)"
+    )
+    parser.add_argument(
+        "--max-mean", "--max_mean", type=float, default=10.0, metavar="X", help="of a layer (default: 10)"
+    )
+    parser.add_argument(
+        "--max-change",
+        "--max_change",
+        type=float,
+        default=10.0,
+        metavar="X",
+        help="largest difference of adjacent layers (default: 10; models with outlier channels need more)",
+    )
+    parser.add_argument("--report", metavar="DIR", help="write check.html there, and the picture of --layer")
+    parser.add_argument("--json", metavar="FILE", help="all of it as JSON; - prints it, and nothing else")
+    parser.add_argument("--verify", action="store_true", help="check every byte against the manifest first (sha256)")
+    parser.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from probe.comparisons.health import FACTOR, check
+    from probe.comparisons.selection import all_sides, find_side
+    from probe.recordings import read_recording
+    from probe.report.health.page import write_health_page, write_layer_picture
+    from probe.report.health.text import health_text
+
+    check_outputs(files=[options.json], folders=[options.report or ("." if options.layer else None)])
+    recording = read_recording(options.recording, verify=options.verify)
+    sides = (
+        [find_side(recording, options.mode, options.format)] if options.mode else all_sides(recording, options.format)
+    )
+    if options.layer and len(sides) > 1:
+        names = ", ".join(side.name for side in sides)
+        raise ValueError(f"--layer shows a layer of one mode, and there are {names}. Say which with --mode.")
+    limits = {
+        "factor": FACTOR if options.factor is None else options.factor,
+        "max_mean": options.max_mean,
+        "max_change": options.max_change,
+    }
+    with progress_line() as progress:
+        checked = [(check(recording, side.recipe, **limits, progress=progress), side) for side in sides]
+    quiet = options.json == "-"
+    for health, _ in checked:
+        if not quiet:
+            say(health_text(health) + "\n")
+        if hint := _only_steps(health, options.max_change):
+            say(f"note: {hint}\n", error=quiet)
+    for note in recording.notes:
+        say(f"note: {note}", error=True)
+    if options.layer:
+        picture = write_layer_picture(options.report or ".", *checked[0], options.layer)
+        say(f"picture: {picture}", error=quiet)
+    if options.report:
+        say(f"report: {write_health_page(options.report, checked)}", error=quiet)
+    if options.json:
+        facts = [health.as_dict() for health, _ in checked]
+        json_to(options.json, facts[0] if len(facts) == 1 else facts)
+    return 1 if any(health.first for health, _ in checked) else 0
+
+
+def _only_steps(health: "Health", limit: float) -> str:
+    """What to think of a recipe whose only problem is --max-change: there are sound models of that kind."""
+    if health.first is None or any(
+        len(layer.problems) > 1 or layer.max_change is None or layer.max_change <= limit for layer in health.suspicious
+    ):
+        return ""
+    largest = max(layer.max_change or 0.0 for layer in health.suspicious)
+    return (
+        f"mode {health.mode}: the only reason is --max-change {limit:g}; the largest step is {largest:.4g}. Outlier "
+        "channels of a trained model may take larger steps with nothing wrong: look at its float recording, and if the "
+        f"steps are there too, give --max-change {ceil(1.1 * largest)}."
+    )

@@ -1,0 +1,69 @@
+"""`probe diff`: two recordings of one model on two devices."""
+
+import argparse
+
+from probe.commands.output import json_to, progress_line, say
+from probe.report.files import check_outputs
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The parser of the command."""
+    parser = commands.add_parser(
+        "diff",
+        help="compare two recordings, e.g. of two devices: where they part, and whether it is noise or a fault",
+        description="Compares recording B with A layer by layer and says whether they are identical, differ by dtype "
+        "noise, by a device fault, or are a mismatched capture, and where it began. Exit code 0: passed; 1: a limit is "
+        "exceeded, or the verdict is a fault or a mismatched capture; 2: bad input.",
+    )
+    parser.add_argument("a", metavar="A", help="folder of a recording (or .npz file)")
+    parser.add_argument("b", metavar="B", help="folder of the other")
+    parser.add_argument("--reference", metavar="R", help="float reference: A is then the emulated recipe, B the device")
+    parser.add_argument(
+        "--recipe", "--mode", nargs="+", metavar="M", help="recipe or mode of both, or one for A and one for B"
+    )
+    parser.add_argument("--format", metavar="F", help="where a mode was recorded in several formats")
+    parser.add_argument("--layers", "--layer-pattern", metavar="P", help="'layer_*', or a regular expression")
+    parser.add_argument("--rtol", type=float, default=1e-3, help="of |A|, for the share within (default: 1e-3)")
+    parser.add_argument("--atol", type=float, default=1e-3, help="default: 1e-3")
+    parser.add_argument("--max-abs", type=float, default=0.01, metavar="X", help="limit (default: 0.01)")
+    parser.add_argument("--mean-abs", type=float, default=0.001, metavar="X", help="limit (default: 0.001)")
+    parser.add_argument("--cosine", type=float, default=0.99, metavar="X", help="limit (default: 0.99)")
+    parser.add_argument("--report", "--report-path", metavar="DIR", help="write DIR/diff.html, diff.json and plots")
+    parser.add_argument("--verify", action="store_true", help="check every byte against the manifests first (sha256)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to FILE; - prints them and nothing else")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from probe.comparisons.devices.diff import diff
+    from probe.comparisons.devices.layers import Limits
+
+    if options.recipe is not None and len(options.recipe) > 2:
+        raise ValueError(f"--recipe has {len(options.recipe)} names. Give one for both, or one for A and one for B.")
+    check_outputs(files=[options.json], folders=[options.report])
+    recipe = None if options.recipe is None else (options.recipe[0], options.recipe[-1])
+    with progress_line() as progress:
+        found = diff(
+            options.a,
+            options.b,
+            recipe=recipe,
+            format=options.format,
+            reference=options.reference,
+            rtol=options.rtol,
+            atol=options.atol,
+            limits=Limits(options.max_abs, options.mean_abs, options.cosine),
+            layers=options.layers,
+            verify=options.verify,
+            progress=progress,
+        )
+    if options.json is not None:
+        json_to(options.json, found.as_dict())
+    if options.json != "-":
+        from probe.report.devices.text import device_text
+
+        say(device_text(found))
+    if options.report:
+        from probe.report.devices.page import write_device_page
+
+        say(f"report: {write_device_page(options.report, found)}", error=True)
+    return 0 if found.passed else 1

@@ -1,0 +1,169 @@
+"""`probe modes`, `probe layers` and `probe errors`: what there is to choose, and what every choice costs."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from probe.commands.options import add_calibration, add_model
+from probe.commands.tables import table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from probe.models.loading import Loaded
+    from probe.running.measurement import Measured
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The parsers of the three commands."""
+    modes = commands.add_parser("modes", help="the modes, as a table")
+    modes.add_argument("--json", action="store_true", help="machine-readable")
+    modes.set_defaults(run=_modes)
+
+    layers = commands.add_parser("layers", help="the modules of a model: names, types, shapes")
+    add_model(layers)
+    layers.add_argument(
+        "pattern", nargs="*", help="index, first, last, all or a regular expression (default: all modules)"
+    )
+    layers.add_argument("--sites", action="store_true", help="with the sites inside Mamba blocks")
+    layers.add_argument("--json", action="store_true", help="machine-readable")
+    layers.set_defaults(run=_layers)
+
+    errors = commands.add_parser(
+        "errors", help="every mode and format against fp32: error by layer, KL, bits per token"
+    )
+    add_model(errors)
+    errors.add_argument("--modes", nargs="+", metavar="MODE", help="modes, or groups: all essential quant_only fp_only")
+    errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
+    errors.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
+    errors.add_argument("--samples", type=int, default=8, metavar="N", help="default: 8")
+    errors.add_argument("--seqlen", type=int, default=256, metavar="N", help="default: 256")
+    errors.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
+    errors.add_argument("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
+    add_calibration(errors)
+    errors.add_argument("--injected", action="store_true", help="feed every layer the reference's input")
+    errors.add_argument("--json", action="store_true", help="machine-readable, all figures")
+    errors.set_defaults(run=_errors)
+
+
+def _modes(options: argparse.Namespace) -> int:
+    rows = mode_rows()
+    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    return 0
+
+
+def _layers(options: argparse.Namespace) -> int:
+    from probe.models.loading import load_model
+
+    loaded = load_model(
+        options.model, allow_download=options.allow_download, trust_remote_code=options.trust_remote_code
+    )
+    rows = layer_rows(loaded, options.pattern, sites=options.sites)
+    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    return 0
+
+
+def _errors(options: argparse.Namespace) -> int:
+    from probe.running.measurement import measure_all
+
+    def progress(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    measured = measure_all(
+        options.model,
+        modes=options.modes,
+        formats=options.formats,
+        layers=options.layers,
+        data=(options.data, options.samples, options.seqlen, options.batch_size),
+        calibration_data=(options.calib_data, options.calib_data_num, options.calib_seqlen),
+        percentile=options.percentile,
+        injected=options.injected,
+        allow_download=options.allow_download,
+        trust_remote_code=options.trust_remote_code,
+        progress=progress,
+    )
+    if options.json:
+        print(json.dumps([one.as_dict() for one in measured], indent=2))
+    else:
+        print(table(measured_rows(measured)))
+        print("\nmse by layer; kl in nats; top-1: share of positions with the same most likely token; bits per token.")
+    return 0
+
+
+def mode_rows() -> list[dict[str, object]]:
+    """The table of modes."""
+    from probe.running.modes import MODES
+
+    return [
+        {
+            "mode": mode.name,
+            "id": mode.id,
+            "kind": mode.kind,
+            "conv1d input": mode.conv_input if mode.kind == "ssm" else "-",
+            "conv1d gives": {"float": "F", "codes": "q", "grid": "s*q"}[mode.conv_gives] if mode.kind == "ssm" else "-",
+            "scan reads": _scan_reads(mode.conv_gives, mode.scan_reads) if mode.kind == "ssm" else "-",
+            "scan": mode.scan if mode.kind in ("ssm", "float") else "-",
+            "what it is": mode.what,
+        }
+        for mode in MODES.values()
+    ]
+
+
+def _scan_reads(gives: str, reads: str) -> str:
+    if reads == "again":
+        return "round(s*q/s)"
+    if reads == "grid":
+        return "round(F/s)"
+    return {"float": "F", "codes": "q", "grid": "s*q"}[gives]
+
+
+def layer_rows(loaded: "Loaded", patterns: Sequence[str], *, sites: bool) -> list[dict[str, object]]:
+    """Name, label, type and parameters of the modules that match, all of them without a pattern."""
+    from probe.models.layers import blocks_of, select
+    from probe.models.mamba import with_sites
+
+    model = with_sites(loaded.model) if sites else loaded.model
+    names = set(select(model, patterns, model_name=loaded.name).values()) if patterns else None
+    labels = {name: f"layer_{index}" for index, name in enumerate(blocks_of(model))}
+    return [
+        {
+            "name": name,
+            "layer": labels.get(name, "-"),
+            "type": type(module).__name__,
+            "parameters": sum(p.numel() for p in module.parameters()),
+            "weight": " x ".join(map(str, getattr(module.weight, "shape", ()))) or "-" if _has_weight(module) else "-",
+        }
+        for name, module in model.named_modules()
+        if name and (names is None or name in names)
+    ]
+
+
+def _has_weight(module: "nn.Module") -> bool:
+    import torch
+
+    return isinstance(getattr(module, "weight", None), torch.Tensor)
+
+
+def measured_rows(measured: "Sequence[Measured]") -> list[dict[str, object]]:
+    """One row a recipe: mse of every layer, then the whole model."""
+    rows = []
+    for one in measured:
+        row: dict[str, object] = {"recipe": str(one.recipe)}
+        for label, metrics in one.layers.items():
+            row[label] = f"{metrics.mse:.3e}" if metrics.mse is not None else "not finite"
+        logits = one.logits
+        row |= {
+            "kl": _rounded(logits.kl),
+            "top-1": _rounded(logits.top1_agreement),
+            "bits": _rounded(logits.bits_per_token),
+            "change": _rounded(logits.change_in_bits),
+        }
+        rows.append(row)
+    return rows
+
+
+def _rounded(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.4f}"

@@ -1,0 +1,67 @@
+"""`probe scaling`: what the choice of a scale costs a tensor, and which to take."""
+
+import argparse
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The parser of the command."""
+    scaling = commands.add_parser(
+        "scaling",
+        help="sweep the scale of tensors from max to min alignment and recommend one",
+        description="Sweeps the scale of every tensor from maximum to minimum alignment, recommends one, and writes "
+        "tables, plots, a log and one page over all. Exit code 1 if a tensor failed; the others are done all the same. "
+        "2 if nothing was analysed because what was given could not be read.",
+    )
+    scaling.add_argument(
+        "input_tensor",
+        nargs="+",
+        help=".pt, .npy, .npz or .safetensors file (file.safetensors:name for one tensor), folder, or recording",
+    )
+    scaling.add_argument("--output-dir", metavar="DIR", help="default: draw/scaling_analysis/{tensor_name}/")
+    scaling.add_argument(
+        "--elem-format",
+        nargs="+",
+        default=["fp8_e4m3"],
+        metavar="FORMAT",
+        help="fp8_e4m3 fp8_e5m2 fp6_e3m2 fp6_e2m3 fp4_e2m1 int8 mxint8, or all (default: fp8_e4m3)",
+    )
+    scaling.add_argument("--scale-bits", type=int, default=8, metavar="N", help="of a scale; 8 is 2^-127 to 2^127")
+    scaling.add_argument("--max-scale-exp", type=float, metavar="E", help="first exponent (default: max alignment)")
+    scaling.add_argument("--min-scale-exp", type=float, metavar="E", help="last exponent (default: min alignment)")
+    scaling.add_argument("--num-levels", type=int, default=21, metavar="N", help="scales that are tried (default: 21)")
+    scaling.add_argument(
+        "--granularity", default="tensor", metavar="KIND", help="tensor: one scale; block: one per block (real MX)"
+    )
+    scaling.add_argument(
+        "--block-size", type=int, metavar="N", help="values that share a scale in blocks (default: 32)"
+    )
+    scaling.add_argument("--no-plots", action="store_true", help="write no pictures")
+    scaling.add_argument("--jobs", type=int, default=1, metavar="N", help="tensors that are worked on at a time")
+    scaling.set_defaults(
+        run=_scaling,
+        interrupted="the files of tensors that are done stay, no page was written. The same command starts again.",
+    )
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from probe.commands.scaling_batch import Request, run_batch
+    from probe.scaling.inputs import sources
+
+    request = Request(
+        formats=tuple(options.elem_format),
+        granularity=options.granularity,
+        num_levels=options.num_levels,
+        max_scale_exp=options.max_scale_exp,
+        min_scale_exp=options.min_scale_exp,
+        scale_bits=options.scale_bits,
+        block_size=options.block_size,
+        plots=not options.no_plots,
+    )
+    output = Path(options.output_dir) if options.output_dir else None
+    return run_batch(sources(options.input_tensor), request, output, jobs=options.jobs, tell=_tell)
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,239 @@
+"""Two recordings of one model on two devices: what differs, where it began, and whether that is noise or a fault."""
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from probe.comparisons.devices.inputs import Inputs, compare_inputs
+from probe.comparisons.devices.layers import LayerDifference, Limits, label_of
+from probe.comparisons.devices.pairs import DeviceSide, Pair, Progress, Seen, against_reference
+from probe.comparisons.devices.verdict import DeviceVerdict, judge, mismatched
+from probe.comparisons.selection import find_side
+from probe.recordings import Recording, RecordingError, read_recording
+
+Recorded = Recording | Path | str
+#: The float recipe that a reference is looked for under.
+FLOAT = "fp32"
+WORST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceComparison:
+    """All that `diff` found. `layers` is empty where the inputs differ: nothing is compared then."""
+
+    a: str
+    b: str
+    reference: str | None
+    recipe_a: str
+    recipe_b: str
+    device_a: str
+    device_b: str
+    inputs: Inputs
+    verdict: DeviceVerdict
+    layers: tuple[LayerDifference, ...]
+    limits: Limits
+    rtol: float
+    atol: float
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Every limit is kept, and the verdict is neither a fault nor a mismatched capture."""
+        fine = self.verdict.kind in ("identical", "dtype noise")
+        return fine and bool(self.layers) and not any(layer.exceeded for layer in self.layers)
+
+    @property
+    def worst_by_max_abs(self) -> tuple[LayerDifference, ...]:
+        """The five largest differences; what is finite on one side only comes first."""
+        key = [(layer.lost > 0, layer.max_abs or 0.0) for layer in self.layers]
+        order = sorted(range(len(self.layers)), key=lambda place: key[place], reverse=True)
+        return tuple(self.layers[place] for place in order[:WORST])
+
+    @property
+    def worst_by_cosine(self) -> tuple[LayerDifference, ...]:
+        """The five lowest cosines; one that is undefined, where the two differ, comes first."""
+        known = [
+            -2.0 if layer.cosine is None and not layer.identical else (layer.cosine or 1.0) for layer in self.layers
+        ]
+        order = sorted(range(len(self.layers)), key=lambda place: known[place])
+        return tuple(self.layers[place] for place in order[:WORST])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: no NaN and no Inf."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "reference": self.reference,
+            "recipe_a": self.recipe_a,
+            "recipe_b": self.recipe_b,
+            "device_a": self.device_a,
+            "device_b": self.device_b,
+            "passed": self.passed,
+            "verdict": self.verdict.as_dict(),
+            "inputs": {"status": self.inputs.status, "said": self.inputs.said},
+            "limits": {"max_abs": self.limits.max_abs, "mean_abs": self.limits.mean_abs, "cosine": self.limits.cosine},
+            "rtol": self.rtol,
+            "atol": self.atol,
+            "layers": {layer.label: layer.as_dict() for layer in self.layers},
+            "worst_by_max_abs": [layer.label for layer in self.worst_by_max_abs],
+            "worst_by_cosine": [layer.label for layer in self.worst_by_cosine],
+            "notes": list(self.notes),
+        }
+
+
+def diff(
+    a: Recorded,
+    b: Recorded,
+    *,
+    recipe: str | tuple[str, str] | None = None,
+    format: str | None = None,
+    reference: Recorded | None = None,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    limits: Limits | None = None,
+    layers: str | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> DeviceComparison:
+    """Compare recording `b` with `a`, tensor by tensor in the order of the data flow, and judge what differs.
+
+    recipe      which recipe or mode of both, or (of A, of B); needed where there are several
+    format      which format, where a mode was recorded in several
+    reference   the float reference: A is then the emulated recipe and B the device, and errors are told in units of
+                the recipe's own
+    rtol, atol  an element is within if |b - a| <= atol + rtol |a|
+    limits      what has to be kept to pass
+    layers      a glob (`layer_*`) or, where that matches nothing, a regular expression of names
+    verify      check every byte of the recordings against their manifests first (sha256)
+    progress    called with a line of text for every tensor
+    """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} is {value!r}. Expected a number, 0 or more.")
+    first, second = (_opened(one, verify=verify) for one in (a, b))
+    recipes = _recipes(first, second, recipe, format)
+    pair = Pair(DeviceSide(first, recipes[0]), DeviceSide(second, recipes[1]), ())
+    names = tuple(name for name in pair.a.names if name in pair.b.names)
+    chosen = _chosen(names, layers)
+    if not chosen:
+        raise RecordingError(
+            f"{first.folder} and {second.folder} have no tensor in common: {', '.join(pair.a.names)} there, "
+            f"{', '.join(pair.b.names)} here. Record the same layers on both."
+        )
+    pair = Pair(pair.a, pair.b, names)
+    third = None if reference is None else _reference(_opened(reference, verify=verify), recipes[0])
+    inputs, verdict = _checked_inputs(pair, third)
+    seen: list[Seen] = []
+    limits = limits or Limits()
+    if verdict is None:
+        own = {} if third is None else against_reference(pair, third, chosen)
+        seen = pair.measure(chosen, rtol=rtol, atol=atol, limits=limits, own=own, progress=progress)
+        verdict = judge(pair, inputs, seen)
+    return DeviceComparison(
+        a=str(first.folder),
+        b=str(second.folder),
+        reference=None if third is None else str(third.recording.folder),
+        recipe_a=recipes[0],
+        recipe_b=recipes[1],
+        device_a=first.manifest.device,
+        device_b=second.manifest.device,
+        inputs=inputs,
+        verdict=verdict,
+        layers=tuple(one.difference for one in seen),
+        limits=limits,
+        rtol=rtol,
+        atol=atol,
+        notes=_notes(pair, third),
+    )
+
+
+def _opened(given: Recorded, *, verify: bool) -> Recording:
+    return given if isinstance(given, Recording) else read_recording(given, verify=verify)
+
+
+def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, format: str | None) -> tuple[str, str]:
+    if recipe is not None:
+        asked = (recipe, recipe) if isinstance(recipe, str) else recipe
+        return find_side(a, asked[0], format).recipe, find_side(b, asked[1], format).recipe
+    if format is not None:
+        raise ValueError(f"format {format!r} is given without a recipe. Give the mode too.")
+    if len(a.recipes) == len(b.recipes) == 1:
+        return a.recipes[0], b.recipes[0]
+    common = [name for name in a.recipes if name in b.recipes]
+    if len(common) == 1:
+        return common[0], common[0]
+    raise RecordingError(
+        f"{a.folder} has {', '.join(a.recipes)}, {b.folder} has {', '.join(b.recipes)}: which are to be compared? "
+        "Give --recipe, one for both or one for each."
+    )
+
+
+def _reference(recording: Recording, recipe: str) -> DeviceSide:
+    """The float recipe of the reference."""
+    if len(recording.recipes) == 1 and recording.recipes[0] != recipe:
+        return DeviceSide(recording, recording.recipes[0])
+    if FLOAT in recording.recipes and recipe != FLOAT:
+        return DeviceSide(recording, FLOAT)
+    raise RecordingError(
+        f"{recording.folder} has {', '.join(recording.recipes)} and {recipe} is compared: there is no float reference "
+        f"of it. Record {FLOAT} into the reference."
+    )
+
+
+def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
+    if pattern is None or not names:
+        return list(names)
+    found = [name for name in names if any(fnmatch.fnmatchcase(text, pattern) for text in (name, label_of(name)))]
+    if not found:
+        try:
+            wanted = re.compile(pattern)
+        except re.error as problem:
+            raise ValueError(
+                f"layers {pattern!r} matches none of {', '.join(map(label_of, names))}, and is no regular expression "
+                f"({problem}). Give a glob such as 'layer_*', or a regular expression."
+            ) from None
+        found = [name for name in names if wanted.search(label_of(name))]
+    if not found:
+        raise ValueError(
+            f"layers {pattern!r} matches none of {', '.join(map(label_of, names))}. "
+            "Give a glob such as 'layer_*', or a regular expression."
+        )
+    return found
+
+
+def _checked_inputs(pair: Pair, reference: DeviceSide | None) -> tuple[Inputs, DeviceVerdict | None]:
+    """What is known of the inputs, and the verdict if they differ, or if tensors have other shapes."""
+    inputs = compare_inputs(pair.a.recording, pair.b.recording)
+    if inputs.status == "different":
+        return inputs, mismatched("the inputs differ", None, inputs.said)
+    if reference is not None:
+        third = compare_inputs(pair.a.recording, reference.recording, names=("A", "the reference"))
+        if third.status == "different":
+            return third, mismatched("the inputs of the reference differ", None, third.said)
+    for one, what in ((pair.b, "B"), (reference, "the reference")):
+        for name in pair.names if one is not None else ():
+            if one is not None and name in one.names and one.shape_of(name) != pair.a.shape_of(name):
+                said = f"{label_of(name)} is {list(pair.a.shape_of(name))} on A, {list(one.shape_of(name))} on {what}"
+                return inputs, mismatched("the shapes differ: nothing is cropped", label_of(name), said)
+    return inputs, None
+
+
+def _notes(pair: Pair, reference: DeviceSide | None) -> tuple[str, ...]:
+    """What a reader should know beside the figures."""
+    notes = []
+    for side, what in ((pair.a, "A"), (pair.b, "B"), *([(reference, "reference")] if reference else [])):
+        notes += [f"{what}: {note}" for note in side.recording.notes]
+    for side, other, what in ((pair.a, pair.b, "A"), (pair.b, pair.a, "B")):
+        alone = [label_of(name) for name in side.names if name not in other.names]
+        if alone:
+            notes.append(f"only {what} has {', '.join(alone)}: not compared")
+    first, second = pair.a.recording.manifest, pair.b.recording.manifest
+    if first.fingerprint and second.fingerprint and first.fingerprint != second.fingerprint:
+        notes.append(
+            f"the weights differ: fingerprint {first.fingerprint} on A, {second.fingerprint} on B "
+            "(of another dtype, or of another model)"
+        )
+    return tuple(notes)

@@ -1,0 +1,101 @@
+"""Text to token ids: the tokenizer of a model, or bytes where it has none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from probe.data.transformers_logs import quietly
+from probe.words import describe_error
+
+BYTES = 256
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("spiece.model", "vocab.json", "vocab.txt"),
+)
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back. No token is added that is not in the text."""
+
+    def encode(self, text: str, /) -> list[int]:
+        """The ids of `text`."""
+
+    def decode(self, tokens: Sequence[int], /) -> str:
+        """The text of `tokens`."""
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8: 256 ids, no special ones."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of `text`."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these bytes; a byte that is not UTF-8 becomes the replacement character."""
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True, eq=False)
+class PretrainedTokenizer:
+    """A tokenizer of transformers, without its begin and end tokens: samples are windows of running text."""
+
+    inner: Any
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`."""
+        return [int(token) for token in self.inner.encode(text, add_special_tokens=False, verbose=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`."""
+        return str(self.inner.decode(list(tokens)))
+
+
+def tokenizer_of_folder(folder: Path, model: nn.Module, trust_remote_code: bool) -> tuple[Tokenizer, tuple[str, ...]]:
+    """The tokenizer beside the weights of a model, or bytes and a note that says so."""
+    if any((folder / file).is_file() for file in TOKENIZER_FILES):
+        with quietly():
+            from transformers import AutoTokenizer
+
+            try:
+                auto: Any = AutoTokenizer
+                inner = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
+            except Exception as problem:
+                raise ValueError(
+                    f"the tokenizer in {str(folder)!r} cannot be loaded: {describe_error(problem)} "
+                    "Copy its files again, or remove them to read text as bytes."
+                ) from problem
+        return PretrainedTokenizer(inner), ()
+    vocabulary = _vocabulary_size(model)
+    if vocabulary is None or vocabulary < BYTES:
+        size = "an unknown vocabulary" if vocabulary is None else f"a vocabulary of {vocabulary}"
+        raise ValueError(
+            f"model folder {str(folder)!r} has no tokenizer files and {size}; text as bytes needs at least "
+            f"{BYTES} ids. Add tokenizer.json, as save_pretrained of the tokenizer writes it."
+        )
+    return ByteTokenizer(), (f"no tokenizer files in {str(folder)!r}: text is read as bytes, ids 0 to 255",)
+
+
+def tokenizer_of_factory(name: str, model: nn.Module) -> tuple[Tokenizer, tuple[str, ...]]:
+    """The attribute `tokenizer` of a model, or bytes and a note that says so."""
+    own = getattr(model, "tokenizer", None)
+    if isinstance(own, Tokenizer):
+        return own, ()
+    vocabulary = _vocabulary_size(model)
+    if vocabulary is not None and vocabulary < BYTES:
+        raise ValueError(
+            f"model {name!r} has no tokenizer and a vocabulary of {vocabulary}; text as bytes needs at least {BYTES} "
+            "ids. Give the model an attribute `tokenizer` with encode(text) and decode(ids)."
+        )
+    return ByteTokenizer(), (f"model {name!r} brings no tokenizer: text is read as bytes, ids 0 to 255",)
+
+
+def _vocabulary_size(model: nn.Module) -> int | None:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) else None

@@ -1,0 +1,271 @@
+"""The steps of a quantized Mamba block, each with what it should have given, in the order of the data flow.
+
+Every expectation is made from the tensors that really entered the step, so that only the step with the fault
+disagrees, and not all that follow. Weights are expected from the float model, sites from their calibrated scale.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from probe.diagnosis.definitions import convolved, rotated, scan, softplus
+from probe.diagnosis.linear_steps import Suspects, grid_step, linear_step, sums_step, weight_step
+from probe.diagnosis.plain_grids import PlainGrid
+from probe.diagnosis.signatures import Replay, Step
+from probe.formats import FORMATS
+from probe.models.mamba import SITES, SiteMixer
+from probe.running.modes import Mode
+from probe.running.recipes import HALF_AWAY
+
+#: These have the scale of conv1d.output, a quantile; scan.u is calibrated with the largest value of the same tensor.
+SHARED = ("conv1d.output", "x_proj.input", "scan.u")
+#: Weights that take up the inverse of a rotation.
+ROTATED = ("in_proj.weight", "out_proj.weight")
+
+
+class NeverRanError(ValueError):
+    """A part of the block that was not called."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A block that ran: its tensors (`conv1d.output.given`, `conv1d.output.made`), itself and its float origin."""
+
+    seen: Mapping[str, Tensor]
+    twin: Any
+    stock: Any
+    mode: Mode
+    format: str
+    amax: Callable[[str], float | None]  # calibrated, by site
+
+    @property
+    def mixer(self) -> SiteMixer:
+        """The quantized mixer."""
+        mixer = self.twin.mixer
+        if not isinstance(mixer, SiteMixer):
+            raise ValueError(f"the mixer is a {type(mixer).__name__}, not a SiteMixer")
+        return mixer
+
+    def given(self, site: str) -> Tensor:
+        """What came into a site; one that never ran is a NeverRanError."""
+        return self._of(site, "given")
+
+    def made(self, site: str) -> Tensor:
+        """What a site passed on."""
+        return self._of(site, "made")
+
+    def _of(self, site: str, side: str) -> Tensor:
+        if f"{site}.{side}" not in self.seen:
+            raise NeverRanError(f"{'site ' if site in SITES else ''}{site}; it never ran")
+        return self.seen[f"{site}.{side}"]
+
+    def weight(self, name: str) -> Tensor:
+        """A weight of the quantized mixer in float64, as it really is."""
+        return self.mixer.get_parameter(name).detach().double()
+
+
+def watched(block: Any) -> dict[str, nn.Module]:
+    """The modules of a block whose inputs and outputs are looked at, by the names that `Block.seen` has."""
+    modules = {"block": block, "norm": block.norm, "mixer": block.mixer}
+    sites = getattr(block.mixer, "sites", None)
+    if isinstance(sites, nn.Module):
+        modules |= {site: sites.get_submodule(site) for site in SITES}
+    return modules
+
+
+def mamba_steps(block: Block) -> Iterator[Step]:
+    """All steps of the block."""
+    yield from _to_in_proj(block)
+    yield from _to_conv1d(block)
+    yield from _to_scan(block)
+    yield from _to_output(block)
+
+
+def _to_in_proj(block: Block) -> Iterator[Step]:
+    h = block.given("block").double()
+    n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + block.stock.norm.variance_epsilon)
+    gamma = block.stock.norm.weight.double()
+    yield sums_step("the norm", block.given("mixer"), n, {"gamma is applied, and folded too": lambda: n * gamma})
+    normed = block.given("mixer").double()
+    left_out = {"the Hadamard rotation is left out": lambda: normed}
+    yield sums_step("rotation before in_proj", block.given("in_proj.input"), rotated(normed), left_out)
+    yield _site(block, "in_proj.input")
+    yield _weight(block, "in_proj.weight")
+    yield _linear(block, "in_proj", block.made("in_proj.input"), block.given("in_proj.output"))
+    yield _site(block, "in_proj.output")
+
+
+def _to_conv1d(block: Block) -> Iterator[Step]:
+    static = block.mode.conv_input == "static"
+    before = block.made("in_proj.output") if static else block.given("in_proj.output")
+    first, second = before.chunk(2, dim=-1)
+    swapped = {"x and z are swapped": lambda: second}
+    yield sums_step("the split into x and z", block.given("conv1d.input"), first, swapped)
+    if not static:
+        yield _site(block, "conv1d.input")
+    yield _weight(block, "conv1d.weight")
+    if block.mixer.conv1d.bias is not None or block.stock.mixer.conv1d.bias is not None:
+        yield _weight(block, "conv1d.bias")
+    x, taps = block.made("conv1d.input").double(), block.weight("conv1d.weight").squeeze(1)
+    bias = None if block.mixer.conv1d.bias is None else block.weight("conv1d.bias")
+    made = convolved(x, taps, bias)
+    replays: Suspects = {
+        "the bias is left out": lambda: functional.silu(convolved(x, taps, None)),
+        "SiLU is left out": lambda: made,
+        "it is one token late": lambda: functional.silu(convolved(x, taps, bias, shift=1)),
+        "it looks one token ahead": lambda: functional.silu(convolved(x, taps, bias, shift=-1)),
+        "its taps are reversed": lambda: functional.silu(convolved(x, taps.flip(-1), bias)),
+    }
+    yield sums_step("conv1d and SiLU", block.given("conv1d.output"), functional.silu(made), replays)
+    yield _site(block, "conv1d.output")
+
+
+def _to_scan(block: Block) -> Iterator[Step]:
+    conv = block.made("conv1d.output")
+    unrounded = {"it reads the unrounded conv1d output": lambda: block.given("conv1d.output")}
+    yield sums_step("input of site scan.u", block.given("scan.u"), conv, unrounded)
+    yield _site(block, "scan.u", unrounded)
+    yield sums_step("input of site x_proj.input", block.given("x_proj.input"), conv, unrounded)
+    yield _site(block, "x_proj.input", unrounded)
+    yield _weight(block, "x_proj.weight")
+    yield _linear(block, "x_proj", block.made("x_proj.input"), block.given("x_proj.output"))
+    yield _site(block, "x_proj.output")
+    dt = block.made("x_proj.output")[..., : block.mixer.time_step_rank]
+    yield _weight(block, "dt_proj.weight")
+    bias = block.weight("dt_proj.bias")
+    product = dt.double() @ block.weight("dt_proj.weight").T
+    yield sums_step(
+        "dt_proj", block.given("dt_proj.output"), product, {"its bias is added too": lambda: product + bias}
+    )
+    yield _site(block, "dt_proj.output")
+    yield _weight(block, "dt_proj.bias")
+    yield _weight(block, "A_log")
+    yield _scan(block)
+
+
+def _scan(block: Block) -> Step:
+    mixer = block.mixer
+    sizes = [mixer.time_step_rank, mixer.state_size, mixer.state_size]
+
+    def parts(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        _, B, C = torch.split(block.made("x_proj.output"), sizes, dim=-1)
+        bias, A_log = block.weight("dt_proj.bias"), block.weight("A_log")
+        step = block.made("dt_proj.output")
+        return tuple(x.to(dtype) for x in (block.made("scan.u"), step, bias, A_log, B, C))
+
+    def run(dtype: torch.dtype) -> Tensor:
+        u, step, bias, A_log, B, C = parts(dtype)
+        return scan(u, softplus(step + bias), -torch.exp(A_log), B, C)
+
+    u, step, bias, A_log, B, C = parts(torch.float32)  # a replay overflows where the real one does
+    delta, A = softplus(step + bias), -torch.exp(A_log)
+    unrounded, D = block.given("conv1d.output").float(), block.weight("D").float()
+    grid = PlainGrid(FORMATS[block.format])
+    replays: Suspects = {
+        "B and C are swapped": lambda: scan(u, delta, A, C, B),
+        "softplus is left out": lambda: scan(u, step + bias, A, B, C),
+        "the bias of dt_proj is left out": lambda: scan(u, softplus(step), A, B, C),
+        "the scan reads the unrounded conv1d output": lambda: scan(unrounded, delta, A, B, C),
+        "A has lost its minus sign": lambda: scan(u, delta, -A, B, C),
+        "A is not -exp(A_log) but -A_log": lambda: scan(u, delta, -A_log, B, C),
+        "A is put on the grid again, after exp": lambda: scan(u, delta, grid(A), B, C),
+        "the state is rounded to bfloat16": lambda: scan(u, delta, A, B, C, state=torch.bfloat16),
+        "the state is rounded to float16": lambda: scan(u, delta, A, B, C, state=torch.float16),
+        "the state is lost every 32 tokens": lambda: scan(u, delta, A, B, C, every=32),
+        "delta is left out of the drive": lambda: scan(u / delta, delta, A, B, C),
+        "D u is added before site scan.y": lambda: run(torch.float32) + D * u,
+    }
+    return sums_step("the scan", block.given("scan.y"), run(torch.float64), replays)
+
+
+def _to_output(block: Block) -> Iterator[Step]:
+    yield _weight(block, "D")
+    y, u, D = block.made("scan.y").double(), block.made("scan.u").double(), block.weight("D")
+    x, z = block.made("in_proj.output").double().chunk(2, dim=-1)
+    z_float = block.given("in_proj.output").double().chunk(2, dim=-1)[1]
+    gate, whole = functional.silu(z), y + D * u
+    replays: Suspects = {
+        "the Hadamard rotation is left out": lambda: whole * gate,
+        "D u is left out": lambda: rotated(y * gate),
+        "the gate SiLU(z) is left out": lambda: rotated(whole),
+        "the gate is z, SiLU is left out": lambda: rotated(whole * z),
+        "the gate is sigmoid(z), not SiLU(z)": lambda: rotated(whole * torch.sigmoid(z)),
+        "the gate is SiLU(x), x and z are swapped": lambda: rotated(whole * functional.silu(x)),
+        "z is not on its grid": lambda: rotated(whole * functional.silu(z_float)),
+        "the gate is applied before D u": lambda: rotated(y * gate + D * u),
+    }
+    yield sums_step("D u, gate and rotation", block.given("out_proj.input"), rotated(whole * gate), replays)
+    yield _site(block, "out_proj.input")
+    yield _weight(block, "out_proj.weight")
+    yield _linear(block, "out_proj", block.made("out_proj.input"), block.made("mixer"))
+    h, added = block.given("block").double(), block.made("mixer").double()
+    skipped = {"the residual is left out": lambda: added, "the mixer's output is left out": lambda: h}
+    yield sums_step("the residual", block.made("block"), h + added, skipped)
+
+
+def _linear(block: Block, name: str, given: Tensor, made: Tensor) -> Step:
+    return linear_step(name, block.mixer.get_submodule(name), given, made)
+
+
+def _site(block: Block, site: str, more: Suspects | None = None) -> Step:
+    grid, given, made = site_grid(block, site), block.given(site), block.made(site)
+    largest = block.amax("scan.u") if site in SHARED and block.amax("conv1d.output") is not None else None
+    if grid is None:
+        source = PlainGrid(FORMATS[block.format], block.amax(_source(site)))
+        more = {**(more or {}), "put on a grid, though values should flow on": lambda: source(given)}
+    return grid_step(f"site {site}", grid, given, made, largest=largest, more=more)
+
+
+def site_grid(block: Block, site: str) -> PlainGrid | None:
+    """The grid of a site, from the row of its mode; None where values flow on as they are."""
+    mode, fmt = block.mode, FORMATS[block.format]
+    absent = {
+        "conv1d.input": mode.conv_input == "static",
+        "conv1d.output": mode.conv_gives == "float",
+        "x_proj.input": mode.conv_gives != "float",  # on the grid already
+        "scan.u": mode.scan_reads == "float",
+        "scan.y": True,
+        "scan.state": fmt.scale != "float32",  # MX formats leave it float
+    }
+    if absent.get(site, False):
+        return None
+    calibrated = fmt.scale in ("float32", "e4m3")
+    source = _source(site)
+    away = source in HALF_AWAY and fmt.scale == "float32"
+    amax = block.amax(source) if calibrated else None
+    return PlainGrid(fmt, amax, site == "conv1d.input", "half_away" if away else "half_even")
+
+
+def _source(site: str) -> str:
+    """The site whose calibration a site uses."""
+    return "in_proj.output" if site == "conv1d.input" else "conv1d.output" if site in SHARED else site
+
+
+def _weight(block: Block, name: str) -> Step:
+    actual, stock = block.mixer.get_parameter(name).detach(), block.stock.mixer
+    grid = PlainGrid(FORMATS[block.format])
+    plain = stock.get_parameter(name).detach()
+    gamma = block.stock.norm.weight.detach()
+    folded = folded_weight(name, plain, gamma)
+    others: dict[str, Replay] = {}
+    if name in ROTATED:
+        unrotated = _scaled_by(plain, gamma) if name == "in_proj.weight" else plain
+        others["the Hadamard rotation is not folded in"] = lambda: grid(unrotated)
+        others["on the grid first, rotated afterwards"] = lambda: rotated(grid(unrotated)).float()
+    if name == "in_proj.weight":
+        others["the norm's gamma is not folded in"] = lambda: grid(rotated(plain).float())
+    return weight_step(name, FORMATS[block.format], folded, actual, others)
+
+
+def folded_weight(name: str, weight: Tensor, gamma: Tensor) -> Tensor:
+    """The float weight as the rotated twin has it, before any grid."""
+    folded = _scaled_by(weight, gamma) if name == "in_proj.weight" else weight
+    return rotated(folded).to(weight.dtype) if name in ROTATED else folded
+
+
+def _scaled_by(weight: Tensor, gamma: Tensor) -> Tensor:
+    return (weight.double() * gamma.double()).to(weight.dtype)

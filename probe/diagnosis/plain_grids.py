@@ -1,0 +1,179 @@
+"""The grids once more, as plain float64 arithmetic in which every choice is a field.
+
+Nothing here is shared with the fast path. With the fields as the spec has them this is what a tensor should have
+become; with one field changed it is what a known fault would have made of it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from probe.formats import FORMATS, Format
+from probe.numerics.blocks import Blocks
+from probe.numerics.reference import exponent_of, power, round_elements, scale_exponent
+
+SMALLEST_INTEGER_SCALE = 1e-6
+SMALLEST_BLOCK_SCALE = 2.0**-9  # of nvfp4: the smallest e4m3 number
+
+ROUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "half_even": torch.round,
+    "half_away": lambda x: torch.copysign(torch.floor(x.abs() + 0.5), x),
+    "toward_zero": torch.trunc,
+    "floor": torch.floor,
+}
+
+
+@dataclass(frozen=True)
+class PlainGrid:
+    """A format with its scale settled. The fields after `rounding` are as the spec says unless a fault is tried."""
+
+    format: Format
+    amax: float | None = None  # calibrated; None: taken from the tensor
+    per_sequence: bool = False  # one scale for each sequence [batch, time, channel]
+    rounding: str = "half_even"
+    factor: float = 1.0  # of the scale
+    block_size: int | None = None
+    axis: int = -1
+    rule: str = "floor"
+    ends: Literal["clamp", "wrap", "open", "infinite"] = "clamp"
+    low: float | None = None  # the first and last element, of int8 -128 and 127
+    high: float | None = None
+    flush: bool = False  # subnormals become zero
+    tensor_scale: float | None = None  # of nvfp4
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` on the grid, in its own dtype."""
+        rows, blocks = self._split(x)
+        return self._join(self._elements(rows) * self._scale(rows), blocks, x)
+
+    def unit(self, x: Tensor) -> Tensor:
+        """The distance between neighbours on the grid, where each element of `x` lies."""
+        rows, blocks = self._split(x)
+        scale = self._scale(rows)
+        if self.format.scale == "float32":
+            return self._join(scale.expand(rows.shape), blocks, x)
+        exponent = exponent_of(rows / scale).clamp(min=self.format.min_exponent, max=self.format.max_exponent)
+        return self._join(power(exponent - self.format.mantissa_bits) * scale, blocks, x)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Blocks]:
+        wide = x.detach().double()
+        if self.per_sequence:
+            wide = wide.reshape(wide.shape[0], -1)
+            blocks = Blocks.of(wide, -1, None)
+        elif self.format.scale == "float32":
+            wide = wide.reshape(-1)
+            blocks = Blocks.of(wide, -1, self.block_size)
+        else:
+            axis = self.axis if -wide.dim() <= self.axis else -1
+            blocks = Blocks.of(wide, axis, self.block_size or self.format.block_size)
+        return blocks.split(wide), blocks
+
+    def _join(self, rows: Tensor, blocks: Blocks, x: Tensor) -> Tensor:
+        return blocks.join(rows.contiguous()).reshape(x.shape).to(x.dtype)
+
+    def _scale(self, rows: Tensor) -> Tensor:
+        """One scale per row; a NaN or Inf spoils the scale that is taken from it."""
+        amax = rows.abs().amax(-1, keepdim=True)
+        amax = torch.where(amax.isfinite(), amax, torch.nan)
+        if self.format.scale == "float32":
+            if self.amax is not None and not self.per_sequence:
+                amax = torch.full_like(amax, torch.tensor(self.amax).item())
+            scale = (amax / self.format.max).clamp(min=SMALLEST_INTEGER_SCALE).float().double()
+        elif self.format.scale == "e4m3":
+            whole = self._second_scale(rows)
+            e4m3 = FORMATS["fp8_e4m3"]
+            block = round_elements(amax / (self.format.max * whole), e4m3, "half_even", None)
+            scale = (block.clamp(min=SMALLEST_BLOCK_SCALE).float() * whole.float()).double()
+        else:
+            some = torch.where(amax.isnan(), 0.0, amax)
+            scale = torch.where(amax.isnan(), torch.nan, power(scale_exponent(some, self.format, self.rule)))
+        return scale * self.factor
+
+    def _second_scale(self, rows: Tensor) -> Tensor:
+        if self.tensor_scale is not None:
+            return torch.tensor(self.tensor_scale, dtype=torch.float32).double()
+        amax = rows[rows.isfinite()].abs().amax() if self.amax is None else torch.tensor(self.amax)
+        return (amax.double() / (FORMATS["fp8_e4m3"].max * self.format.max)).float().double()
+
+    def _elements(self, rows: Tensor) -> Tensor:
+        y = rows / self._scale(rows)
+        fmt = self.format
+        if fmt.scale == "float32":
+            q = ROUND[self.rounding](y)
+            first, last = -(fmt.max + 1), fmt.max
+        else:
+            q = round_elements(y, replace(fmt, max=8 * fmt.max), self.rounding, None)
+            first, last = -fmt.max, fmt.max
+        if self.flush and fmt.min_normal is not None:
+            q = torch.where(q.abs() < fmt.min_normal, 0.0, q)
+        return self._within(q, first if self.low is None else self.low, last if self.high is None else self.high)
+
+    def _within(self, q: Tensor, low: float, high: float) -> Tensor:
+        if self.ends == "open":
+            return q
+        if self.ends == "wrap":
+            return torch.remainder(q - low, high - low + 1) + low
+        if self.ends == "infinite":
+            return torch.where((q < low) | (q > high), torch.copysign(torch.full_like(q, torch.inf), q), q)
+        return q.clamp(low, high)
+
+
+def _ends(grid: PlainGrid) -> dict[str, dict[str, Any]]:
+    """Other first and last elements, one step inside of the right ones."""
+    fmt = grid.format
+    if not fmt.is_integer:
+        return {}
+    step = fmt.min_subnormal
+    top, one_less = round(fmt.max / step), round(fmt.max / step) - 1
+    named: dict[str, dict[str, Any]] = {f"clamped at {one_less} instead of {top}": {"high": fmt.max - step}}
+    if fmt.scale == "float32":
+        named[f"-{top + 1} is lost, codes end at -{top}"] = {"low": -fmt.max}
+        named[f"clamped at -{one_less} and {one_less}"] = {"low": step - fmt.max, "high": fmt.max - step}
+        named["codes wrap around at the ends instead of being clamped"] = {"ends": "wrap"}
+    else:
+        named[f"clamped at -{one_less} and {one_less}"] = {"low": step - fmt.max, "high": fmt.max - step}
+    return named
+
+
+def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Iterator[tuple[str, PlainGrid]]:
+    """The faults of a grid that can be replayed: a sentence, and the grid that has the fault.
+
+    `largest` is the largest |x| of calibration, where the grid should have a quantile.
+    """
+    fmt = grid.format
+    rows: dict[str, dict[str, Any]] = {
+        "rounding looks like floor, not nearest": {"rounding": "floor"},
+        "rounding looks like toward zero, not nearest": {"rounding": "toward_zero"},
+        "ties are rounded away from zero instead of to even": {"rounding": "half_away"},
+        "ties are rounded to even instead of away from zero": {"rounding": "half_even"},
+        **_ends(grid),
+        "not clamped": {"ends": "open"},
+        "Inf where values should saturate": {"ends": "infinite"},
+        "subnormals are flushed to zero": {"flush": True},
+    }
+    if largest is not None:
+        rows["scale from the largest value (minmax) instead of the percentile"] = {"amax": largest}
+    rows |= {f"the scale is off by a factor of 2^{k}": {"factor": 2.0**k} for k in (1, -1, 2, -2, 3, -3)}
+    if fmt.block_size is not None and not grid.per_sequence:
+        sizes = [size for size in (8, 16, 32, 64, 128) if size != fmt.block_size]
+        rows |= {f"blocks of {size} instead of {fmt.block_size}": {"block_size": size} for size in sizes}
+        rows |= {"one block for the whole line": {"block_size": x.shape[-1] or 1}}
+        if x.dim() > 1:
+            rows |= {"blocks run along the wrong axis": {"axis": -2}}
+    if fmt.scale == "e8m0":
+        rows |= {f"the scale rule looks like {rule}, not floor": {"rule": rule} for rule in ("ceil", "even", "rceil")}
+    if fmt.scale == "e4m3":
+        rows["the second scale (of the tensor) is ignored"] = {"tensor_scale": 1.0}
+    if grid.amax is not None:
+        rows["the scale is taken from the live tensor, not from calibration"] = {"amax": None}
+    if grid.per_sequence:
+        rows["one scale for all sequences"] = {"per_sequence": False, "amax": float(x.abs().max())}
+    for sentence, changes in rows.items():
+        if any(getattr(grid, name) != value for name, value in changes.items()):
+            yield sentence, replace(grid, **changes)
+    for other in FORMATS.values():
+        if other.scale in ("e8m0", "float32") and other != fmt:
+            yield f"on the grid of {other.name} instead of {fmt.name}", replace(grid, format=other, amax=None)

@@ -1,0 +1,207 @@
+"""Loading a model by name: embedded, a local folder, a hub id or a factory. transformers loads only when used."""
+
+import hashlib
+import importlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from probe.data.tokenizers import BYTES, ByteTokenizer, Tokenizer, tokenizer_of_factory, tokenizer_of_folder
+from probe.data.transformers_logs import quietly
+from probe.models.checkpoints import from_folder
+from probe.models.offload import Room, state_of
+from probe.words import describe_error, did_you_mean, near
+
+FOLDER = Path(__file__).parent / "embedded"
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]  # no pickles
+FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+WAYS = (
+    "Write a folder as ./path/to/model, a hub model as organization/name, a function that makes the model as "
+    "package.module:factory."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model ready to measure: eval mode, no gradients. `notes` says what a user should know about the loading."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Tokenizer
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A model that comes with the package: trained, in a folder, or random, made of `mamba` settings and a seed."""
+
+    name: str
+    about: str
+    folder: Path | None = None
+    mamba: Mapping[str, int] | None = None
+    seed: int = 0
+
+
+EMBEDDED = {
+    row.name: row
+    for row in (
+        Embedded("tiny-mamba", "0.5 million parameters, trained, byte-level", FOLDER / "tiny-mamba"),
+        Embedded("tiny-llama", "0.6 million parameters, trained, byte-level", FOLDER / "tiny-llama"),
+        Embedded(
+            "mamba-130m-random",
+            "the shape of mamba-130m with a vocabulary of bytes, random weights: for speed, memory and shapes",
+            mamba={"hidden_size": 768, "num_hidden_layers": 24, "state_size": 16, "vocab_size": BYTES},
+        ),
+    )
+}
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype | None = torch.float32,
+    allow_download: bool = False,
+    trust_remote_code: bool = False,
+    room: Room | None = None,
+) -> Loaded:
+    """The model called `name`, in `dtype` (None: as its maker left it). The global CPU random state is untouched.
+
+    Looked up in this order:
+        a name in EMBEDDED        `tiny-mamba`
+        a factory                 `package.module:factory`, called without arguments
+        a folder                  transformers format, weights in safetensors only
+        a hub id                  `organization/name`, from the local cache unless `allow_download`
+
+    Weights of a folder that do not fit in the `room` are never loaded whole: accelerate brings them in to run.
+    Every mistake is a ValueError. Code in a model's folder runs only with `trust_remote_code`.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(
+            f"dtype {dtype} cannot hold weights. Expected a floating-point one, or None to keep the model's."
+        )
+    with torch.random.fork_rng(devices=[]):
+        if name in EMBEDDED:
+            return _from_embedded(EMBEDDED[name], dtype, room)
+        if made := FACTORY.fullmatch(name):
+            model = _from_factory(name, *made.groups()).to(dtype=dtype)
+            return _finish(name, model, *tokenizer_of_factory(name, model))
+        folder = _folder_of(name, allow_download=allow_download)
+        model, notes = from_folder(folder, dtype, trust_remote_code, room)
+        tokenizer, more = tokenizer_of_folder(folder, model, trust_remote_code)
+        return _finish(name, model, tokenizer, (*notes, *more))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """The first 16 hex digits of sha256 over the state: sorted names, each with dtype, shape and bytes.
+
+    Parameters and persistent buffers, tied ones under each of their names. Buffers that a model computes for itself
+    (rotary frequencies) are left out: their last bit may differ from machine to machine.
+    """
+    digest = hashlib.sha256()
+    for name, value in state_of(model):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _finish(name: str, model: nn.Module, tokenizer: Tokenizer, notes: tuple[str, ...]) -> Loaded:
+    model.eval().requires_grad_(False)
+    return Loaded(name, model, tokenizer, fingerprint(model), notes)
+
+
+def _from_embedded(row: Embedded, dtype: torch.dtype | None, room: Room | None) -> Loaded:
+    if row.folder is None:
+        return _finish(row.name, _random_mamba(row).to(dtype=dtype), ByteTokenizer(), ())
+    model, notes = from_folder(row.folder, dtype, trust_remote_code=False, room=room)
+    return _finish(row.name, model, ByteTokenizer(), notes)
+
+
+def _random_mamba(row: Embedded) -> nn.Module:
+    with quietly():
+        from transformers import MambaConfig, MambaForCausalLM
+
+        torch.default_generator.manual_seed(row.seed)
+        config = MambaConfig(**cast(Any, row.mamba), **cast(Any, NO_SPECIAL_TOKENS), use_cache=False)
+        return cast(nn.Module, cast(Any, MambaForCausalLM)(config))
+
+
+def _from_factory(name: str, module_name: str, attribute: str) -> nn.Module:
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as problem:
+        raise ValueError(
+            f"model {name!r}: module {module_name!r} cannot be imported: {describe_error(problem)} "
+            "Expected package.module:factory with the module installed or on PYTHONPATH."
+        ) from problem
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        close = near(attribute, public, count=1)
+        hint = f" Did you mean '{module_name}:{close[0]}'?" if close else ""
+        wrong = "has no" if factory is None else "has an uncallable"
+        raise ValueError(
+            f"model {name!r}: module {module_name!r} {wrong} {attribute!r}; "
+            f"expected a function that returns the model.{hint}"
+        )
+    try:
+        model = factory()
+    except Exception as problem:
+        raise ValueError(
+            f"model {name!r}: the factory failed: {describe_error(problem)} "
+            f"It is called without arguments; try: python -c 'import {module_name}; {module_name}.{attribute}()'"
+        ) from problem
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model {name!r}: the factory returned a {type(model).__name__}; expected a torch.nn.Module.")
+    return model
+
+
+def _folder_of(name: str, *, allow_download: bool) -> Path:
+    folder = Path(os.path.expanduser(name))  # leaves an unknown ~user as it is, Path.expanduser raises
+    if name and folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ValueError(f"model {name!r} is a file. Expected the folder that holds config.json and the weights.")
+    if HUB_ID.fullmatch(name):
+        return _hub_snapshot(name, allow_download=allow_download)
+    if "/" in name or name.startswith((".", "~")):
+        raise ValueError(
+            f"model folder {name!r} does not exist (looked for {folder.absolute()}). "
+            "Expected a folder with config.json and safetensors weights."
+        )
+    raise ValueError(f"unknown model {name!r}.{did_you_mean(name, EMBEDDED)} Embedded: {', '.join(EMBEDDED)}. {WAYS}")
+
+
+def _hub_snapshot(name: str, *, allow_download: bool) -> Path:
+    """The folder in the hub cache. Only top-level files of the kinds in HUB_FILES are ever fetched."""
+    with quietly():
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(
+                snapshot_download(
+                    name,
+                    allow_patterns=HUB_FILES,
+                    ignore_patterns=["*/*", "consolidated*"],
+                    local_files_only=not allow_download,
+                )
+            )
+        except Exception as problem:
+            if allow_download:
+                raise ValueError(
+                    f"hub model {name!r} could not be downloaded: {describe_error(problem)} "
+                    "Check the name, the network and, "
+                    "for a gated model, your login (hf auth login)."
+                ) from problem
+            raise ValueError(
+                f"hub model {name!r} is not in the local cache, and no folder has that name. Downloading is off: "
+                "allow it with --allow-download (allow_download=True in Python), or give the path of a folder."
+            ) from problem

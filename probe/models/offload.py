@@ -1,0 +1,209 @@
+"""Where a model runs. What does not fit is placed by accelerate: on the CPU or on disk, brought in layer by layer."""
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from probe.words import format_bytes
+
+#: Where what is free is not known.
+ENOUGH = 2**63
+#: The part of what is free that weights may take.
+SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many bytes of weights a device may hold, and where the rest is kept."""
+
+    device: torch.device
+    limit: int | None = None
+    """None: what is free."""
+    elsewhere: Literal["cpu", "disk"] = "disk"
+    may_offload: bool = True
+
+    @property
+    def size(self) -> int:
+        """The limit, or nine tenths of what is free."""
+        return _free(self.device) if self.limit is None else self.limit
+
+    def takes(self, size: int) -> bool:
+        """Whether so many bytes of weights fit; if not, and they cannot be offloaded either, an error."""
+        if size <= self.size:
+            return True
+        limit = (
+            f"{self.device} has room for {format_bytes(self.size)}"
+            if self.limit is None
+            else f"memory.max_memory is {format_bytes(self.limit)}"
+        )
+        if not self.may_offload:
+            raise ValueError(
+                f"the model has {format_bytes(size)} of weights and {limit}. "
+                "Allow memory.auto_offload, raise the limit, "
+                "or take model.dtype bfloat16."
+            )
+        if self.device.type == self.elsewhere:
+            raise ValueError(
+                f"the model has {format_bytes(size)} of weights and {limit}, "
+                "but memory.device and memory.offload_device "
+                f"are both {self.device.type}. Take memory.offload_device disk, or raise the limit."
+            )
+        try:
+            import accelerate  # noqa: F401
+        except ImportError:
+            raise ValueError(
+                f"the model has {format_bytes(size)} of weights, {self.device} takes {format_bytes(self.size)}, and "
+                "offloading needs the package accelerate, which is not installed: pip install 'quant-probe[offload]'."
+            ) from None
+        return False
+
+    @property
+    def name(self) -> Any:
+        """What accelerate calls the device."""
+        return self.device.type if self.device.type == "cpu" else self.device.index or 0
+
+    def by_device(self) -> dict[Any, int]:
+        """`max_memory` of accelerate."""
+        return {self.name: self.size, **({"cpu": 2**62} if self.elsewhere == "cpu" and self.name != "cpu" else {})}
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A model that can run: inputs go to `device`; `note` says what lies elsewhere."""
+
+    model: nn.Module
+    device: torch.device
+    note: str = ""
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name, `auto` is the accelerator if there is one; one that is not there is an error."""
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except Exception as problem:
+        said = str(problem).strip().split("\n")[0].rstrip(".")
+        raise ValueError(
+            f"memory.device {name!r} cannot be used here: {said}. Expected cpu, auto"
+            f"{', cuda' if torch.cuda.is_available() else ''} or another device that torch has."
+        ) from None
+    if device.type == "meta":
+        raise ValueError("memory.device 'meta' holds no numbers. Expected cpu, auto or a device that torch has.")
+    return device
+
+
+def size_of(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, tied ones once."""
+    return _size(_tensors(model))
+
+
+def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
+    return {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+
+
+def _size(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * SHARE)
+    if device.type == "cpu":
+        with suppress(OSError, StopIteration):
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            return int(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024 * SHARE)
+    return ENOUGH
+
+
+def place(model: nn.Module, room: Room) -> Placed:
+    """The model on its device, with what does not fit offloaded by accelerate: when it was loaded, or now."""
+    if hasattr(model, "hf_device_map"):  # placed already
+        return _placed(model, room)
+    return _placed(model.to(room.device), room) if room.takes(size_of(model)) else offload(model, room)
+
+
+def offload(model: nn.Module, room: Room) -> Placed:
+    """The first layers that fit in the room on its device, the rest elsewhere; accelerate brings them in to run."""
+    import accelerate
+
+    places = accelerate.infer_auto_device_map(
+        model,
+        max_memory=room.by_device(),
+        no_split_module_classes=sorted({type(block).__name__ for block in _stack(model)}),
+    )
+    folder = tempfile.mkdtemp(prefix="probe-offload-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    if places.keys() != {""}:
+        accelerate.dispatch_model(model, places, main_device=room.name, offload_dir=folder, force_hooks=True)
+    elif room.elsewhere == "disk":  # not one layer fits
+        accelerate.disk_offload(model, folder, execution_device=room.device)
+    else:
+        accelerate.cpu_offload(model, execution_device=room.device)
+    return _placed(model, room)
+
+
+def _placed(model: nn.Module, room: Room) -> Placed:
+    away = _size(t for t in _tensors(model) if t.is_meta)
+    what = f"{format_bytes(away)} of {format_bytes(size_of(model))} of weights"
+    return Placed(model, room.device, f"{what} are kept on {room.elsewhere} and brought in to run" if away else "")
+
+
+def _stack(model: nn.Module) -> list[nn.Module]:
+    from probe.models.layers import blocks_of
+
+    return [model.get_submodule(name) for name in blocks_of(model)]
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of `state_dict` by name, in the order of their names; what is kept elsewhere is brought in."""
+    for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if not value.is_meta:
+            yield name, value
+            continue
+        owner, _, last = name.rpartition(".")
+        with at_hand(model.get_submodule(owner)):
+            yield name, getattr(model.get_submodule(owner), last)
+
+
+class NumbersOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, an operation of a tensor with numbers and one without them is an error.
+
+    Weights that accelerate keeps elsewhere have no numbers until their module is called. A model that reads them
+    without a call would go on with whatever lies in memory: F.linear of a tensor on the CPU and a weight on `meta`
+    gives just that.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, unless it mixes."""
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if any(value.is_meta for value in tensors) and any(not value.is_meta and value.dim() for value in tensors):
+            shape = next(list(value.shape) for value in tensors if value.is_meta)
+            raise RuntimeError(f"{func} reads a weight {shape} that was not brought in")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def at_hand(module: nn.Module) -> Iterator[None]:
+    """The weights of an offloaded module are there while the block runs."""
+    if not any(t.device.type == "meta" for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        yield
+        return
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        yield

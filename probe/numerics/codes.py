@@ -1,0 +1,108 @@
+"""Codes: what a quantized tensor is in memory, one element to a byte, and back to numbers."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from probe.formats import FORMATS, Format
+from probe.numerics.blocks import Blocks
+from probe.numerics.narrowing import narrow
+from probe.numerics.nvfp4 import combined_scale
+from probe.numerics.reference import BYTE_BIAS, NAN_BYTE, power
+
+_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A tensor as codes and scales; `dequantize()` gives what `fake_quantize` gives, bit for bit.
+
+    codes         of the tensor's shape. uint8 for float elements (sign, exponent, mantissa in the low bits),
+                  int8 for integers, and the 16-bit pattern as int16 for bf16 and fp16
+    scales        one per block: uint8 E8M0 bytes (2^(byte - 127), 255 is NaN) of the MX formats, uint8 E4M3
+                  codes of nvfp4, float32 of plain integers, None for the casts
+    tensor_scale  nvfp4's second, float32 scale; None for the others
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    tensor_scale: Tensor | None
+    format: Format
+    blocks: Blocks
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def axis(self) -> int:
+        """The axis that the blocks lie along, counted from the front."""
+        return self.blocks.axis
+
+    @property
+    def block_size(self) -> int:
+        """Elements that share a scale."""
+        return self.blocks.size
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The grid values in the dtype of the original, or in another.
+
+        Each is the exact product of element and scale, rounded once to the dtype and saturating there:
+        no finite grid value becomes Inf.
+        """
+        target = self.dtype if dtype is None else dtype
+        elements = decode(self.codes, self.format)
+        if self.scales is None:
+            return narrow(elements, target)
+        values = narrow(self.blocks.split(elements) * self._scale_rows(), target)
+        return self.blocks.join(values).reshape(self.shape)
+
+    def _scale_rows(self) -> Tensor:
+        assert self.scales is not None
+        scales = self.blocks.split_scales(self.scales)
+        if self.format.scale == "e8m0":
+            return scale_values(scales)
+        if self.format.scale == "e4m3":
+            assert self.tensor_scale is not None
+            return combined_scale(decode(scales, FORMATS["fp8_e4m3"]), self.tensor_scale)
+        return scales.to(torch.float64)
+
+
+def scale_values(bytes_: Tensor) -> Tensor:
+    """2^(byte - 127) in float64; byte 255 is NaN."""
+    exponents = bytes_.to(torch.int64) - BYTE_BIAS
+    return torch.where(exponents == NAN_BYTE - BYTE_BIAS, torch.nan, power(exponents))
+
+
+@cache
+def _values(fmt: Format) -> Tensor:
+    """The value of every code, by code."""
+    return torch.tensor([fmt.decode(code) for code in range(2**fmt.bits)], dtype=torch.float64)
+
+
+def decode(codes: Tensor, fmt: Format) -> Tensor:
+    """Element values, float64, of codes as `encode` makes them."""
+    if fmt.bits == 16:
+        return codes.view(_word_dtype(fmt)).to(torch.float64)
+    if fmt.is_integer:
+        return codes.to(torch.float64) * 2.0**-fmt.mantissa_bits
+    return _values(fmt).to(codes.device)[codes.to(torch.int64)]
+
+
+def encode(elements: Tensor, fmt: Format) -> Tensor:
+    """The codes of values that lie on the element grid; NaN becomes the NaN code where there is one."""
+    if fmt.bits == 16:
+        return elements.to(_word_dtype(fmt)).view(torch.int16)
+    if fmt.is_integer:
+        return (elements * 2.0**fmt.mantissa_bits).to(torch.int8)
+    top = 2 ** (fmt.bits - 1)
+    values = _values(fmt)[:top]  # of the non-negative codes: ascending, the special ones last
+    numbers = values[values.isfinite()].to(elements.device)
+    magnitude = torch.searchsorted(numbers, elements.to(torch.float64).abs().contiguous())
+    magnitude = torch.where(elements.isnan(), top - 1, magnitude)
+    codes: Tensor = magnitude + top * torch.signbit(elements)
+    return codes.to(torch.uint8)
+
+
+def _word_dtype(fmt: Format) -> torch.dtype:
+    return next(dtype for dtype, name in _WORDS.items() if name == fmt.name)

@@ -1,0 +1,103 @@
+"""A grid for a tensor inside a model: a format with its scale settled, as something that can be called.
+
+Integers need a scale from calibration (`amax`), nvfp4 its second scale, MX formats nothing. NaN and Inf flow
+through and stay visible. `by_codes` goes through the stored codes and back, which gives the same bits another way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probe.formats import FORMATS, Format
+from probe.numerics.integers import (
+    IntegerParameters,
+    dequantize_integer,
+    fake_quantize_integer,
+    integer_parameters,
+    quantize_integer,
+)
+from probe.numerics.nvfp4 import tensor_scale_of
+from probe.numerics.quantize import fake_quantize, quantize
+
+Grid = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerGrid:
+    """One static symmetric scale for the tensor."""
+
+    parameters: IntegerParameters
+    rounding: str = "half_even"
+    by_codes: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` on the grid."""
+        if self.by_codes and not bool(x.isnan().any()):
+            codes = quantize_integer(x, self.parameters, rounding=self.rounding)
+            return dequantize_integer(codes, self.parameters, x.dtype)
+        return fake_quantize_integer(x, parameters=self.parameters, rounding=self.rounding)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGrid:
+    """A block format, along the last axis; nvfp4 with its tensor scale."""
+
+    format: str
+    tensor_scale: Tensor | None = None
+    by_codes: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` on the grid."""
+        if self.by_codes:
+            return quantize(x, self.format, tensor_scale=self.tensor_scale).dequantize()
+        return fake_quantize(x, self.format, tensor_scale=self.tensor_scale)
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGrid:
+    """A scale from the live tensor, one for each sequence [batch, time, channel], whatever the format."""
+
+    format: str
+    tensor_scale: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` on the grid."""
+        lines = x.reshape(x.shape[0], -1)
+        size = max(1, lines.shape[1])
+        return fake_quantize(lines, self.format, block_size=size, tensor_scale=self.tensor_scale).reshape(x.shape)
+
+
+def is_static(fmt: Format) -> bool:
+    """Whether activations of this format need an amax from calibration."""
+    return fmt.scale in ("float32", "e4m3")
+
+
+def activation_grid(
+    format: str, amax: float | None, *, rounding: str = "half_even", by_codes: bool = False
+) -> IntegerGrid | BlockGrid:
+    """The grid of an activation; `rounding` is for integers, MX and nvfp4 round half to even."""
+    fmt = FORMATS[format]
+    if not is_static(fmt):
+        return BlockGrid(format, by_codes=by_codes)
+    if amax is None:
+        raise ValueError(
+            f"format {format} needs calibrated scales and none were given. "
+            "Make them with probe.calibrate_on(loaded, 'calibration', 16, 256) and pass calibration=."
+        )
+    if fmt.scale == "e4m3":
+        return BlockGrid(format, tensor_scale_of(torch.tensor(amax)), by_codes)
+    limit = torch.tensor(amax)
+    return IntegerGrid(integer_parameters(-limit, limit, bits=fmt.bits), rounding, by_codes)
+
+
+def sequence_grid(format: str, amax: float | None) -> SequenceGrid:
+    """The dynamic grid of mode 3; nvfp4 keeps its calibrated tensor scale."""
+    grid = activation_grid(format, amax)
+    return SequenceGrid(format, grid.tensor_scale if isinstance(grid, BlockGrid) else None)
+
+
+def weight_on_grid(weight: Tensor, format: str) -> Tensor:
+    """A weight on the grid, its scales taken from itself: per tensor for integers, blocks along the last axis."""
+    return fake_quantize(weight, format)

@@ -1,0 +1,376 @@
+"""Plain integer grids of 2 to 8 bits: codes, scales and zero points, with no hidden state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probe.numerics.narrowing import FLOAT_DTYPES, narrow, require_tensor
+from probe.numerics.rounding import draw_noise, round_integer
+from probe.words import look_up
+
+#: No scale taken from data is below this (the float32 nearest to it).
+SMALLEST_SCALE = 1e-6
+
+
+def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
+    """The first and last code: -2^(b-1) .. 2^(b-1)-1 if symmetric, else 0 .. 2^b-1."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
+        raise ValueError(f"bits is {bits!r}. An integer grid has from 2 to 8 bits: give a whole number from 2 to 8.")
+    if not isinstance(symmetric, bool):
+        raise ValueError(f"symmetric is {symmetric!r}. Give True or False.")
+    return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerParameters:
+    """The grid scale * (code - zero_point); `scale` and `zero_point` broadcast against the tensor."""
+
+    scale: Tensor
+    """float32, finite and above 0."""
+    zero_point: Tensor
+    """int32, of the shape of `scale`: the code of 0.0; zeros if symmetric."""
+    bits: int
+    symmetric: bool
+
+    def __post_init__(self) -> None:
+        low, high = code_range(self.bits, self.symmetric)
+        if self.scale.dtype != torch.float32 or self.zero_point.dtype != torch.int32:
+            raise ValueError(
+                f"scale is {self.scale.dtype} and zero_point is {self.zero_point.dtype}. "
+                "Give a float32 scale and an int32 zero_point, as integer_parameters does."
+            )
+        if self.scale.shape != self.zero_point.shape:
+            raise ValueError(
+                f"scale has shape {list(self.scale.shape)} and zero_point {list(self.zero_point.shape)}. "
+                "Give both the same shape."
+            )
+        wrong = int((~(self.scale.isfinite() & (self.scale > 0))).sum())
+        if wrong:
+            raise ValueError(
+                f"{wrong} of {self.scale.numel()} scales are not finite numbers above 0. "
+                "Take them with integer_parameters from data that fits float32."
+            )
+        first, last = (0, 0) if self.symmetric else (low, high)
+        wrong = int(((self.zero_point < first) | (self.zero_point > last)).sum())
+        if wrong:
+            kind = "symmetric" if self.symmetric else "asymmetric"
+            raise ValueError(
+                f"{wrong} of {self.zero_point.numel()} zero points are outside {first} .. {last}, "
+                f"the range of {kind} grids of {self.bits} bits. Take them with integer_parameters."
+            )
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The first and last code."""
+        return code_range(self.bits, self.symmetric)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """int8 for symmetric grids, uint8 for asymmetric ones, whatever the bits."""
+        return torch.int8 if self.symmetric else torch.uint8
+
+
+def integer_parameters(minimum: Tensor, maximum: Tensor, *, bits: int = 8, symmetric: bool = True) -> IntegerParameters:
+    """The grid that just holds the range `minimum` .. `maximum`, element by element.
+
+        symmetric    scale = max(|minimum|, |maximum|) / (2^(b-1) - 1),  zero_point = 0
+        asymmetric   lo = min(minimum, 0), hi = max(maximum, 0)
+                     scale = (hi - lo) / (2^b - 1)
+                     zero_point = clip(round_half_even(-lo / scale), 0, 2^b - 1)
+
+    Computed in float64; the scale is rounded once to float32 and is never below 1e-6 nor above the largest
+    float32. 0.0 is always on the grid. A range of zeros gives the smallest scale. NaN and Inf are refused.
+    """
+    low, high = code_range(bits, symmetric)
+    require_tensor(minimum)
+    require_tensor(maximum)
+    if minimum.shape != maximum.shape:
+        raise ValueError(
+            f"minimum has shape {list(minimum.shape)} and maximum {list(maximum.shape)}. Give both the same shape."
+        )
+    lo, hi = minimum.detach().double(), maximum.detach().double()
+    wrong = int((~(lo.isfinite() & hi.isfinite())).sum())
+    if wrong:
+        raise ValueError(
+            f"{wrong} of {lo.numel()} ranges have an end that is NaN or Inf, which give no scale. Observe finite data."
+        )
+    wrong = int((lo > hi).sum())
+    if wrong:
+        raise ValueError(
+            f"{wrong} of {lo.numel()} ranges have a minimum above their maximum. "
+            "Pass the minimum first and the maximum second."
+        )
+    if symmetric:
+        scale = _scale(torch.maximum(lo.abs(), hi.abs()), high)
+        return IntegerParameters(scale, torch.zeros_like(scale, dtype=torch.int32), bits, True)
+    lo, hi = lo.clamp(max=0.0), hi.clamp(min=0.0)
+    scale = _scale(hi - lo, high)
+    zero_point = torch.round(-lo / scale.double()).clamp(low, high).to(torch.int32)
+    return IntegerParameters(scale, zero_point, bits, False)
+
+
+def _scale(extent: Tensor, steps: int) -> Tensor:
+    return (extent / steps).clamp(SMALLEST_SCALE, torch.finfo(torch.float32).max).to(torch.float32)
+
+
+def quantize_integer(
+    x: Tensor,
+    parameters: IntegerParameters,
+    *,
+    rounding: str = "half_even",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The codes of `x`, int8 if symmetric and uint8 if not.
+
+        code = clip(round(x / scale) + zero_point, first code, last code)
+
+    What is rounded is the exact quotient. It is taken in float64, where the quotient of two numbers of
+    24 bits that is not a tie (or an integer) but lies among the codes is at least 2^-26 away from it, far
+    more than the 2^-44 by which float64 may err there. A float64 `x` has 53 bits and can come closer; its
+    quotient is moved off a tie it does not deserve (see `_off_false_ties`).
+
+    Inf goes to the last code, -Inf to the first. -0.0 and 0.0 share one code. NaN has none: ValueError.
+    """
+    _check_float(x)
+    missing = int(x.isnan().sum())
+    if missing:
+        raise ValueError(
+            f"x has {missing} NaN among {x.numel()} values and integer codes cannot hold NaN. "
+            "Find where they come from, or replace them with torch.nan_to_num first."
+        )
+    return _codes(x, parameters, rounding, generator).to(parameters.code_dtype)
+
+
+def _codes(x: Tensor, parameters: IntegerParameters, rounding: str, generator: torch.Generator | None) -> Tensor:
+    """The codes as float64 numbers; NaN stays NaN."""
+    if not isinstance(parameters, IntegerParameters):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}, expected IntegerParameters. "
+            "Make them with integer_parameters, dynamic_parameters or an observer."
+        )
+    _check_broadcast(parameters.scale, x)
+    noise = draw_noise(x, rounding, generator)
+    wide, scale = x.detach().double(), parameters.scale.double()
+    quotient = wide / scale
+    if x.dtype == torch.float64:
+        quotient = _off_false_ties(quotient, wide, scale)
+    code = round_integer(quotient, rounding, noise) + parameters.zero_point
+    return code.clamp_(*parameters.code_range)
+
+
+def _off_false_ties(quotient: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """Where the float64 quotient landed on half an integer by rounding, the next float64 on its true side.
+
+    For a multiple of 1/2 among the codes, quotient * scale is exact (at most 10 + 24 bits), so comparing
+    it with x tells an exact quotient from a rounded one. Beyond the codes the clip decides anyway.
+    """
+    back = quotient * scale
+    on_half = torch.round(2 * quotient) == 2 * quotient
+    toward = torch.where(x > back, torch.inf, -torch.inf).to(quotient.dtype)
+    return torch.where(on_half & (back != x), torch.nextafter(quotient, toward), quotient)
+
+
+def dequantize_integer(codes: Tensor, parameters: IntegerParameters, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The grid values of `codes`, rounded once to `dtype`.
+
+        value = scale * (code - zero_point)
+
+    The product (24 bits times 9) is exact in float64 and then narrowed with a single rounding. Values
+    beyond the range of `dtype` saturate at its largest finite value. Zero comes out as +0.0.
+    """
+    if codes.dtype != parameters.code_dtype:
+        raise ValueError(
+            f"codes are {codes.dtype}, but these parameters go with {parameters.code_dtype}. "
+            "Pass the codes that quantize_integer gave for the same parameters."
+        )
+    _check_broadcast(parameters.scale, codes)
+    low, high = parameters.code_range
+    outside = int(((codes < low) | (codes > high)).sum()) if parameters.bits < 8 else 0
+    if outside:
+        raise ValueError(
+            f"{outside} of {codes.numel()} codes are outside {low} .. {high}, the range of "
+            f"{parameters.bits} bits. Pass the codes that quantize_integer gave for the same parameters."
+        )
+    steps = codes.to(torch.int32) - parameters.zero_point
+    return narrow(steps.double() * parameters.scale.double(), dtype)
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Which elements share one scale."""
+
+    axis: int | None
+    """The axis meant when none is named; None if there is none to mean."""
+    axis_is_free: bool
+    """True if another axis may be named."""
+    sharing: Callable[[int, int], tuple[int, ...]]
+    """(number of dimensions, axis) -> the dimensions along which one scale is shared."""
+    grouped: bool = False
+    """True if `axis` is cut into groups first, each followed by its elements as one more dimension."""
+
+
+#: A new granularity is a new row.
+GRANULARITIES: dict[str, Granularity] = {
+    "tensor": Granularity(None, False, lambda ndim, axis: tuple(range(ndim))),
+    "channel": Granularity(0, True, lambda ndim, axis: tuple(d for d in range(ndim) if d != axis)),
+    "token": Granularity(-1, False, lambda ndim, axis: (axis,)),
+    "group": Granularity(-1, True, lambda ndim, axis: (axis + 1,), grouped=True),
+}
+
+
+def dynamic_parameters(
+    x: Tensor,
+    *,
+    bits: int = 8,
+    symmetric: bool = True,
+    granularity: str = "tensor",
+    axis: int | None = None,
+    group_size: int | None = None,
+) -> IntegerParameters:
+    """The grids that just hold `x` itself; their shape always broadcasts against `x`.
+
+        tensor    one scale                                            shape [1, ..., 1]
+        channel   one per index along `axis` (0 unless given)          shape [1, ..., n, ..., 1]
+        token     one per vector along the last axis                   shape [..., 1]
+        group     one per `group_size` neighbours along `axis` (-1 unless given), a shorter last group
+                  being a group of its own; repeated per element       shape of x
+
+    The formula is that of `integer_parameters`. A slice of zeros, or of nothing, gets the smallest scale.
+    NaN and Inf are refused: they have no scale.
+    """
+    _check_float(x)
+    row = look_up("granularity", granularity, GRANULARITIES)
+    if axis is not None and not row.axis_is_free:
+        raise ValueError(
+            f"axis={axis} was given, but granularity {granularity!r} does not choose its axis. "
+            "Leave axis out, or ask for granularity='channel' or 'group'."
+        )
+    if row.grouped != (group_size is not None):
+        raise ValueError(
+            f"group_size={group_size} was given, but granularity {granularity!r} has no groups. "
+            "Leave group_size out, or ask for granularity='group'."
+            if group_size is not None
+            else f"granularity {granularity!r} needs a group_size: none was given. Pass e.g. group_size=32."
+        )
+    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1):
+        raise ValueError(f"group_size is {group_size!r}. A group holds a whole number of values, 1 or more.")
+    wrong = int((~x.isfinite()).sum())
+    if wrong:
+        raise ValueError(
+            f"x has {wrong} NaN or Inf among {x.numel()} values and no scale can be taken from those. "
+            "Find where they come from, or pass parameters= from calibration (Inf then saturates)."
+        )
+    chosen = row.axis if axis is None else axis
+    place = 0 if chosen is None else resolve_axis(chosen, x.ndim)
+    shared = _grouped(x.detach(), place, group_size) if group_size is not None else x.detach()
+    minimum, maximum = _extremes(shared, row.sharing(x.ndim, place))
+    parameters = integer_parameters(minimum, maximum, bits=bits, symmetric=symmetric)
+    if group_size is None:
+        return parameters
+    scale = _ungrouped(parameters.scale, place, group_size, x.shape[place])
+    zero_point = _ungrouped(parameters.zero_point, place, group_size, x.shape[place])
+    return IntegerParameters(scale, zero_point, bits, symmetric)
+
+
+def _grouped(x: Tensor, axis: int, size: int) -> Tensor:
+    """`axis` as two, [groups, size]. The padding is zeros, which every range contains anyway."""
+    groups = -(-x.shape[axis] // size)
+    padding = [0, 0] * (x.ndim - 1 - axis) + [0, groups * size - x.shape[axis]]
+    padded = torch.nn.functional.pad(x, padding)
+    return padded.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
+
+
+def _ungrouped(per_group: Tensor, axis: int, size: int, length: int) -> Tensor:
+    """From [..., groups, 1, ...] to one value per element along `axis`."""
+    return per_group.squeeze(axis + 1).repeat_interleave(size, dim=axis).narrow(axis, 0, length)
+
+
+def _extremes(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    if not dims:  # torch would read () as "all of them"
+        return x, x
+    if x.numel() == 0:
+        nothing = x.new_zeros([1 if d in dims else n for d, n in enumerate(x.shape)])
+        return nothing, nothing
+    return x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+
+
+def fake_quantize_integer(
+    x: Tensor,
+    *,
+    bits: int | None = None,
+    symmetric: bool | None = None,
+    granularity: str | None = None,
+    axis: int | None = None,
+    group_size: int | None = None,
+    parameters: IntegerParameters | None = None,
+    rounding: str = "half_even",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`x` on the grid, in its own shape and dtype: dequantize(quantize(x)).
+
+    Static if `parameters` are given. Otherwise dynamic, with `dynamic_parameters` of `x`; bits, symmetric
+    and granularity are then 8, True and "tensor" unless given. They default to None only so that giving
+    one next to `parameters`, which would ignore it, is an error.
+
+    -0.0 becomes +0.0: integers have one zero. On static grids Inf saturates and NaN stays NaN; a dynamic
+    scale cannot be taken from either, so both are refused.
+    An empty tensor gives an empty tensor. The result carries no gradient.
+    """
+    options = {
+        "bits": bits,
+        "symmetric": symmetric,
+        "granularity": granularity,
+        "axis": axis,
+        "group_size": group_size,
+    }
+    ignored = [name for name, value in options.items() if value is not None]
+    if parameters is None:
+        parameters = dynamic_parameters(
+            x,
+            bits=8 if bits is None else bits,
+            symmetric=True if symmetric is None else symmetric,
+            granularity="tensor" if granularity is None else granularity,
+            axis=axis,
+            group_size=group_size,
+        )
+    elif ignored:
+        raise ValueError(
+            f"parameters were given together with {', '.join(ignored)}, which the parameters already decide. "
+            "Leave one or the other out."
+        )
+    _check_float(x)
+    steps = _codes(x, parameters, rounding, generator) - parameters.zero_point
+    return narrow(steps * parameters.scale.double(), x.dtype)
+
+
+def resolve_axis(axis: int, ndim: int) -> int:
+    """`axis` counted from the front, or a ValueError that says which there are."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise ValueError(f"axis is {axis!r}. Give one whole number.")
+    if -ndim <= axis < ndim:
+        return axis % ndim
+    raise ValueError(
+        f"axis {axis} is out of range for a tensor of {ndim} dimensions. "
+        + (f"Give one from {-ndim} to {ndim - 1}." if ndim else "A single number has no axis.")
+    )
+
+
+def _check_float(x: Tensor) -> None:
+    require_tensor(x)
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"x is {x.dtype}. Integer quantization takes {', '.join(map(str, FLOAT_DTYPES))}. "
+            "Convert first, e.g. x.float()."
+        )
+
+
+def _check_broadcast(scale: Tensor, x: Tensor) -> None:
+    try:
+        scale.expand(x.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"the parameters have shape {list(scale.shape)}, which does not broadcast to the tensor's "
+            f"{list(x.shape)}. Take them from data of that shape."
+        ) from None

@@ -1,0 +1,370 @@
+"""Watching calibration data go by, batch after batch, to choose the range of an integer grid.
+
+What an observer answers depends on the values it has seen and on nothing else: not on their order, not on
+how they were cut into batches, not on how partial observers were merged.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from probe.formats import PERCENTILE
+from probe.numerics.integers import IntegerParameters, code_range, integer_parameters, resolve_axis
+from probe.numerics.narrowing import FLOAT_DTYPES, require_tensor
+from probe.words import look_up
+
+#: Buckets per octave are 2^10: a value differs from the middle of its bucket by at most 2^-11 of itself.
+BUCKET_BITS = 10
+#: Bits of the float64 mantissa that a bucket does not look at, and the bucket number of 2^-127.
+_SHIFT = 52 - BUCKET_BITS
+_FIRST = (1023 - 127) << BUCKET_BITS
+_BUCKETS = 255 << BUCKET_BITS
+
+#: How many of the largest magnitudes a PercentileObserver keeps exactly.
+KEPT = 2**18
+
+
+class Observer(ABC):
+    """Extremes of all data seen, and the interface of the others. Tensors inside are float64 on the CPU."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many values were seen."""
+        self._minimum = torch.tensor(torch.inf, dtype=torch.float64)
+        self._maximum = torch.tensor(-torch.inf, dtype=torch.float64)
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The options it was made with; only observers of equal settings merge."""
+
+    @property
+    @abstractmethod
+    def amax(self) -> Tensor:
+        """The largest magnitude its grid should hold, float64."""
+
+    def update(self, x: Tensor) -> None:
+        """Take in one more batch. An empty one changes nothing; NaN and Inf are refused."""
+        require_tensor(x)
+        if x.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"x is {x.dtype}. Observers take {', '.join(map(str, FLOAT_DTYPES))}. Convert first, e.g. x.float()."
+            )
+        wrong = int((~x.isfinite()).sum())
+        if wrong:
+            raise ValueError(
+                f"x has {wrong} NaN or Inf among {x.numel()} values, which belong to no range. "
+                "Find where they come from before calibrating."
+            )
+        if x.numel():
+            self._take(x.detach())
+            self.count += x.numel()
+
+    def merge(self, other: "Observer") -> Self:
+        """Take in everything that `other` has seen; returns itself. `other` is left as it was."""
+        if type(other) is not type(self) or other.settings != self.settings:
+            raise ValueError(
+                f"cannot merge {other!r} into {self!r}: what they have kept is not comparable. "
+                "Merge observers of one kind, made with the same options."
+            )
+        if other.count:
+            self._take_from(other)
+            self.count += other.count
+        return self
+
+    def parameters(self, *, bits: int = 8, symmetric: bool = True) -> IntegerParameters:
+        """The grid for the data seen: its range, cut to -amax .. amax, given to `integer_parameters`."""
+        limit = self.amax
+        if symmetric:
+            return integer_parameters(-limit, limit, bits=bits)
+        lo, hi = self._minimum.clamp(-limit, limit), self._maximum.clamp(-limit, limit)
+        return integer_parameters(lo, hi, bits=bits, symmetric=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything it knows as tensors and plain values; `from_state` reads it back."""
+        state = {"name": self.name, "count": self.count, **self.settings}
+        return {**state, "minimum": self._minimum.clone(), "maximum": self._maximum.clone(), **self._kept()}
+
+    def __repr__(self) -> str:
+        options = "".join(f"{name}={value!r}, " for name, value in self.settings.items())
+        return f"{type(self).__name__}({options}count={self.count})"
+
+    def _take(self, x: Tensor) -> None:
+        self._widen(x.min().double().cpu(), x.max().double().cpu())
+
+    def _take_from(self, other: Self) -> None:
+        self._widen(other._minimum, other._maximum)
+
+    def _widen(self, minimum: Tensor, maximum: Tensor) -> None:
+        self._minimum = torch.minimum(self._minimum, minimum)
+        self._maximum = torch.maximum(self._maximum, maximum)
+
+    def _largest(self) -> Tensor:
+        if self.count == 0:
+            raise ValueError(f"{self!r} has seen no values, so it has no range. Call update(x) with data first.")
+        return torch.maximum(self._minimum.abs(), self._maximum.abs())
+
+    def _kept(self) -> dict[str, Tensor]:
+        """What a kind of observer saves beyond count and extremes."""
+        return {}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`, but for the settings."""
+        self.count = int(state["count"])
+        self._minimum, self._maximum = state["minimum"].clone(), state["maximum"].clone()
+
+
+class MinMaxObserver(Observer):
+    """amax = max |x|, over everything or, with `axis`, per index along that axis.
+
+    With an axis the answers have shape [n, 1, ..., 1], a one for each dimension after it, so that they
+    broadcast against the data; all batches must agree on n and on those dimensions.
+    """
+
+    name = "minmax"
+
+    def __init__(self, *, axis: int | None = None) -> None:
+        super().__init__()
+        self.axis = axis
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The axis."""
+        return {"axis": self.axis}
+
+    @property
+    def amax(self) -> Tensor:
+        """max(|minimum|, |maximum|)."""
+        return self._largest()
+
+    def _take(self, x: Tensor) -> None:
+        if self.axis is None:
+            super()._take(x)
+            return
+        axis = resolve_axis(self.axis, x.ndim)
+        rows = x.movedim(axis, 0).reshape(x.shape[axis], -1)
+        shape = (x.shape[axis], *[1] * (x.ndim - 1 - axis))
+        self._widen(rows.amin(1).double().cpu().reshape(shape), rows.amax(1).double().cpu().reshape(shape))
+
+    def _widen(self, minimum: Tensor, maximum: Tensor) -> None:
+        if self.count and minimum.shape != self._minimum.shape:
+            raise ValueError(
+                f"{self!r} has seen ranges of shape {list(self._minimum.shape)} and now gets "
+                f"{list(minimum.shape)}. Use one observer per tensor, or count the axis from the end."
+            )
+        super()._widen(minimum, maximum)
+
+
+class PercentileObserver(Observer):
+    """amax = the quantile `alpha` of |x| over all data seen, as numpy's `linear` method defines it.
+
+        v = sorted |x|,  h = alpha * (count - 1)
+        amax = v[floor h] + (h - floor h) * (v[ceil h] - v[floor h])
+
+    The KEPT = 2^18 largest magnitudes are kept, so the answer is exact, equal to numpy's in float64, while
+    (1 - alpha) * count is below 2^18 - 2: up to 5 * 10^8 values for alpha = 0.9995, and always up to 2^18
+    values. Beyond that it is read from counts in buckets of 2^-10 relative width, and is within 2^-11 of
+    the exact answer, relatively (within 2^-126 absolutely, for answers below that).
+
+    Asymmetric grids get the observed minimum .. maximum, cut to -amax .. amax.
+    """
+
+    name = "percentile"
+
+    def __init__(self, alpha: float = PERCENTILE) -> None:
+        super().__init__()
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
+            raise ValueError(f"alpha is {alpha!r}. A quantile is above 0 and at most 1: give e.g. 0.9995.")
+        self.alpha = float(alpha)
+        self._top = torch.empty(0, dtype=torch.float64)
+        self._counts = torch.zeros(_BUCKETS, dtype=torch.int64)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Alpha."""
+        return {"alpha": self.alpha}
+
+    @property
+    def amax(self) -> Tensor:
+        """The quantile."""
+        largest = self._largest()
+        position = self.alpha * (self.count - 1)
+        below, part = int(position), position - int(position)
+        top = self._top.sort().values
+        ends = [self._ranked(min(rank, self.count - 1), top, largest) for rank in (below, below + 1)]
+        # numpy's own order of operations, so that the two agree to the last bit
+        step = ends[1] - ends[0]
+        return ends[1] - step * (1 - part) if part >= 0.5 else ends[0] + step * part
+
+    def _ranked(self, rank: int, top: Tensor, largest: Tensor) -> Tensor:
+        """The magnitude with `rank` others before it in ascending order."""
+        place = rank - (self.count - top.numel())
+        if place >= 0:
+            return top[place]
+        bucket = torch.searchsorted(self._counts.cumsum(0), rank, right=True)
+        return torch.minimum(_middle(bucket), largest)
+
+    def _take(self, x: Tensor) -> None:
+        magnitude = x.abs().flatten()
+        self._counts += _bucket_counts(magnitude)
+        super()._take(x)
+        self._keep(magnitude)
+
+    def _take_from(self, other: Self) -> None:
+        super()._take_from(other)
+        self._counts = self._counts + other._counts
+        self._keep(other._top)
+
+    def _keep(self, magnitude: Tensor) -> None:
+        if self._top.numel() == KEPT:
+            magnitude = magnitude[magnitude > self._top.min().to(magnitude.device)]
+        if magnitude.numel() > KEPT:
+            magnitude = magnitude.topk(KEPT, sorted=False).values
+        merged = torch.cat([self._top, magnitude.double().cpu()])
+        self._top = merged.topk(KEPT, sorted=False).values if merged.numel() > KEPT else merged
+
+    def _kept(self) -> dict[str, Tensor]:
+        return {"top": self._top.sort().values, **_sparse(self._counts)}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self._top, self._counts = state["top"].clone(), _dense(state["buckets"], state["counts"])
+
+
+class MSEObserver(Observer):
+    """amax = the clipping range whose symmetric grid of `bits` bits has the least squared error on the data.
+
+        candidates   max|x| * 2^(-j / 32),  j = 0 .. 320  (down to max|x| / 1024)
+        error(c)     sum over buckets of count * (m - grid_c(m))^2,  m = the middle of the bucket
+        grid_c       scale = c / (2^(b-1) - 1), nearest of the codes -2^(b-1) .. 2^(b-1) - 1
+        amax         the candidate of least error, the largest of equals
+
+    Positive and negative values are counted apart, because the grid has one more negative code; values
+    below 2^-127 count as 0. Each m is within 2^-11 of the values it stands for, relatively, and the
+    distance to a grid changes no faster than the value, so the root mean square error of the chosen grid
+    on the data itself is within 2^-10 * rms(x) of the best among the candidates.
+    """
+
+    name = "mse"
+    _octaves: ClassVar[Tensor] = torch.arange(321, dtype=torch.float64) / 32
+
+    def __init__(self, *, bits: int = 8) -> None:
+        super().__init__()
+        code_range(bits, True)
+        self.bits = bits
+        self._counts = torch.zeros(2 * _BUCKETS, dtype=torch.int64)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The bits."""
+        return {"bits": self.bits}
+
+    @property
+    def amax(self) -> Tensor:
+        """The best clipping range."""
+        candidates = self._largest() * torch.exp2(-self._octaves)
+        scales = integer_parameters(-candidates, candidates, bits=self.bits).scale.double()
+        filled = self._counts.nonzero().squeeze(1)
+        counts, negative = self._counts[filled].double(), filled >= _BUCKETS
+        middle = _middle(filled % _BUCKETS)
+        values = torch.where(negative, -middle, middle)
+        low, high = code_range(self.bits, True)
+        errors = [
+            (counts * (values - scale * torch.round(values / scale).clamp(low, high)).square()).sum()
+            for scale in scales
+        ]
+        return candidates[torch.stack(errors).argmin()]
+
+    def parameters(self, *, bits: int | None = None, symmetric: bool = True) -> IntegerParameters:
+        """The grid of least error; `bits` may be left out, and must be those of the observer if given."""
+        if bits not in (None, self.bits) or not symmetric:
+            asked = f"bits={self.bits if bits is None else bits}, symmetric={symmetric}"
+            raise ValueError(
+                f"{self!r} has chosen for a symmetric grid of {self.bits} bits, not for {asked}. "
+                "Make an MSEObserver with those bits, or use 'minmax' or 'percentile' for asymmetric grids."
+            )
+        return super().parameters(bits=self.bits)
+
+    def _take(self, x: Tensor) -> None:
+        flat = x.flatten()
+        self._counts += torch.cat([_bucket_counts(flat[flat >= 0].abs()), _bucket_counts(-flat[flat < 0])])
+        super()._take(x)
+
+    def _take_from(self, other: Self) -> None:
+        super()._take_from(other)
+        self._counts = self._counts + other._counts
+
+    def _kept(self) -> dict[str, Tensor]:
+        return _sparse(self._counts)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self._counts = _dense(state["buckets"], state["counts"], size=2 * _BUCKETS)
+
+
+#: name -> class; a new observer is a new row.
+OBSERVERS: dict[str, type[Observer]] = {
+    observer.name: observer for observer in (MinMaxObserver, PercentileObserver, MSEObserver)
+}
+
+
+def make_observer(name: str, **options: Any) -> Observer:
+    """A fresh observer of that name: `make_observer("percentile", alpha=0.9999)`."""
+    kind = look_up("observer", name, OBSERVERS)
+    known = dict(inspect.signature(kind).parameters)
+    for option in options:
+        look_up(f"option of observer {name!r}:", option, known)
+    return kind(**options)
+
+
+def from_state(state: Mapping[str, Any]) -> Observer:
+    """The observer whose `state_dict` this is, ready for more data."""
+    kind = look_up("observer", state.get("name"), OBSERVERS)
+    blank = kind().state_dict()
+    wrong = sorted(blank.keys() ^ state.keys())
+    if wrong:
+        raise ValueError(
+            f"the state of observer {kind.name!r} has missing or unknown entries: {', '.join(wrong)}. "
+            f"Expected exactly: {', '.join(blank)}. Pass what state_dict() gave."
+        )
+    observer = kind(**{name: state[name] for name in inspect.signature(kind).parameters})
+    observer._restore(state)
+    return observer
+
+
+def _bucket_counts(magnitude: Tensor) -> Tensor:
+    """How many of the magnitudes fall into each bucket.
+
+    A bucket is what float64 numbers with the same exponent and first 10 bits of mantissa have in common,
+    from 2^-127 (the first bucket also holds everything below) to 2^128 (beyond which float32 ends).
+    """
+    bucket = (magnitude.double().view(torch.int64) >> _SHIFT) - _FIRST
+    beyond = int((bucket >= _BUCKETS).sum())
+    if beyond:
+        raise ValueError(
+            f"x has {beyond} values of magnitude 2^128 or more, which float32 cannot hold. "
+            "Use the 'minmax' observer, or find where they come from."
+        )
+    return torch.bincount(bucket.clamp(min=0), minlength=_BUCKETS).cpu()
+
+
+def _middle(bucket: Tensor) -> Tensor:
+    """The value that stands for a bucket; 0.0 for the first, where the zeros are."""
+    lower = ((bucket + _FIRST) << _SHIFT).view(torch.float64)
+    upper = ((bucket + _FIRST + 1) << _SHIFT).view(torch.float64)
+    return torch.where(bucket == 0, 0.0, (lower + upper) / 2)
+
+
+def _sparse(counts: Tensor) -> dict[str, Tensor]:
+    filled = counts.nonzero().squeeze(1)
+    return {"buckets": filled, "counts": counts[filled]}
+
+
+def _dense(buckets: Tensor, counts: Tensor, *, size: int = _BUCKETS) -> Tensor:
+    return torch.zeros(size, dtype=torch.int64).index_put((buckets,), counts)

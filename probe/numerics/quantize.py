@@ -1,0 +1,342 @@
+"""`fake_quantize` and `quantize`: any float tensor, any format of the table."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from probe.formats import FORMATS, Format
+from probe.numerics import compiled, fast, reference
+from probe.numerics.blocks import Blocks
+from probe.numerics.codes import Quantized, encode, scale_values
+from probe.numerics.integers import dynamic_parameters, quantize_integer
+from probe.numerics.narrowing import FLOAT_DTYPES, narrow, require_tensor
+from probe.numerics.nvfp4 import combined_scale, nvfp4_blocks, tensor_scale_of
+from probe.numerics.rounding import check_rounding, draw_noise
+from probe.words import look_up
+
+Implementation = Literal["auto", "reference", "eager", "compiled"]
+
+#: How the power-of-two scale of a block follows from its largest magnitude; formulas in `reference.py`.
+SCALE_RULES: dict[str, str] = {
+    "floor": "floor(log2 amax) - max_exponent: OCP MX v1.0; the largest values may saturate",
+    "ceil": "ceil(log2 amax) - max_exponent: never saturates",
+    "even": "as floor, after rounding amax to the mantissa bits of the format",
+    "rceil": "the smallest exponent at which amax fits: ceil(log2(amax / max)), exact",
+    "mse": "of floor and its two neighbours, the one with the smallest squared error of the block",
+}
+IMPLEMENTATIONS: dict[str, str] = {
+    "auto": "eager for small jobs, compiled once a job is large enough to pay for the compiler",
+    "reference": "the readable definition",
+    "eager": "the fast twin, operation by operation",
+    "compiled": "the fast twin through torch.compile",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A checked request: every option is known to be valid and to have an effect."""
+
+    x: Tensor
+    format: Format
+    blocks: Blocks
+    rows: Tensor  # x cut into blocks
+    rule: str
+    rounding: str
+    generator: torch.Generator | None
+    tensor_scale: Tensor | None
+    implementation: str
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Rows in the shape of x."""
+        joined = self.blocks.join(rows)
+        return joined if joined.shape == self.x.shape else joined.reshape(self.x.shape)
+
+    @property
+    def plan(self) -> fast.Plan:
+        """The constants of the fast twin."""
+        return fast.plan_for(self.format, self.x.dtype, self.rule)
+
+    def draw_noise(self) -> Tensor | None:
+        """Uniform numbers for stochastic rounding, one per element of the rows."""
+        return draw_noise(self.rows, self.rounding, self.generator)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Rows on the grid: float64 elements times float64 scales, and the scales as they are stored."""
+
+    elements: Tensor
+    scales: Tensor | None
+    stored_scales: Tensor | None
+
+    @property
+    def values(self) -> Tensor:
+        """The products, exact in float64."""
+        return self.elements if self.scales is None else self.elements * self.scales
+
+
+def fake_quantize(
+    x: Tensor,
+    format: str,
+    *,
+    axis: int = -1,
+    block_size: int | None = None,
+    scale_rule: str = "floor",
+    rounding: str = "half_even",
+    generator: torch.Generator | None = None,
+    tensor_scale: Tensor | float | None = None,
+    implementation: Implementation = "auto",
+    out: Tensor | None = None,
+    check_underflow: bool = False,
+) -> Tensor:
+    """`x` on the grid of `format`, in its own shape and dtype: quantize and dequantize in one go.
+
+        MX formats   value = 2^e * element,  e shared by blocks of 32 along `axis`
+        nvfp4        value = element * e4m3 scale of a block of 16 * float32 scale of the tensor
+        int8 ...     value = code * amax / max, one scale for the tensor (or per block, if block_size is given)
+        bf16, fp16   a cast
+
+    `block_size` replaces the block size of the format. `tensor_scale` is nvfp4's second scale (calibrated; by
+    default it is taken from `x`). `generator` goes with rounding="stochastic". `out` receives the result.
+    `check_underflow` runs analyze_underflow first: a pass more, and a warning above 0.1 % lost.
+    docs/numerics.md says what happens to every special value. The result carries no gradient.
+    """
+    job = check_job(
+        x,
+        format,
+        axis=axis,
+        block_size=block_size,
+        scale_rule=scale_rule,
+        rounding=rounding,
+        generator=generator,
+        tensor_scale=tensor_scale,
+        implementation=implementation,
+    )
+    if check_underflow:
+        _analyze_underflow(job)
+    if out is not None:
+        require_tensor(out)
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
+        raise ValueError(
+            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}, but the result is {x.dtype} of shape "
+            f"{tuple(x.shape)} on {x.device}. Pass torch.empty_like(x), or leave out away."
+        )
+    if x.numel() == 0:
+        return x.detach().clone() if out is None else out
+    if job.format.scale == "e8m0" and job.implementation != "reference":
+        result = _fast_mx(job, out)
+    else:
+        result = job.whole(narrow(on_grid(job).values, x.dtype))
+    if out is None or result is out:
+        return result
+    return out.copy_(result)
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    *,
+    axis: int = -1,
+    block_size: int | None = None,
+    scale_rule: str = "floor",
+    rounding: str = "half_even",
+    generator: torch.Generator | None = None,
+    tensor_scale: Tensor | float | None = None,
+    implementation: Implementation = "auto",
+    check_underflow: bool = False,
+) -> Quantized:
+    """The codes and scales of `x`, options as in `fake_quantize`; `.dequantize()` equals that bit for bit."""
+    job = check_job(
+        x,
+        format,
+        axis=axis,
+        block_size=block_size,
+        scale_rule=scale_rule,
+        rounding=rounding,
+        generator=generator,
+        tensor_scale=tensor_scale,
+        implementation=implementation,
+    )
+    if implementation == "compiled":
+        raise ValueError(
+            "implementation 'compiled' is for fake_quantize only; codes are made eagerly. Leave implementation out."
+        )
+    if check_underflow:
+        _analyze_underflow(job)
+    grid = on_grid(job)
+    codes = job.whole(encode(grid.elements, job.format))
+    stored = None if grid.stored_scales is None else job.blocks.join_scales(grid.stored_scales)
+    return Quantized(codes, stored, job.tensor_scale, job.format, job.blocks, x.dtype, x.shape)
+
+
+def round_to(
+    x: Tensor,
+    format: str,
+    *,
+    rounding: str = "half_even",
+    generator: torch.Generator | None = None,
+    implementation: Literal["reference", "eager"] = "eager",
+) -> Tensor:
+    """The nearest value of the element grid, no scale at all, saturating; same shape and dtype.
+
+    The formula is that of `reference.round_elements`. NaN stays NaN and Inf saturates, except in bf16 and
+    fp16, which are IEEE casts.
+    """
+    fmt = _format(format)
+    _check_tensor(x)
+    if fmt.scale == "float32":
+        raise ValueError(
+            f"{format} is nothing without a scale. Use fake_quantize(x, {format!r}), or torch.round for scale 1."
+        )
+    look_up("implementation", implementation, {name: IMPLEMENTATIONS[name] for name in ("reference", "eager")})
+    rounder = reference.round_elements if implementation == "reference" else fast.round_elements
+    return narrow(rounder(x.detach(), fmt, rounding, draw_noise(x, rounding, generator)), x.dtype)
+
+
+def _format(name: str) -> Format:
+    return look_up("format", name, FORMATS, see="List them with: probe formats")
+
+
+def _check_tensor(x: Tensor) -> None:
+    require_tensor(x)
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"x is {x.dtype}; formats take {', '.join(map(str, FLOAT_DTYPES))}. Convert it first, e.g. x.float()."
+        )
+
+
+def check_job(
+    x: Tensor,
+    format: str,
+    *,
+    axis: int = -1,
+    block_size: int | None = None,
+    scale_rule: str = "floor",
+    rounding: str = "half_even",
+    generator: torch.Generator | None = None,
+    tensor_scale: Tensor | float | None = None,
+    implementation: str = "auto",
+) -> Job:
+    """Check everything; refuse an option that this format would ignore."""
+    fmt = _format(format)
+    _check_tensor(x)
+    look_up("scale rule", scale_rule, SCALE_RULES)
+    look_up("implementation", implementation, IMPLEMENTATIONS)
+    check_rounding(rounding, generator)
+    if fmt.scale != "e8m0":
+        if scale_rule != "floor":
+            raise ValueError(
+                f"scale_rule {scale_rule!r} was given, but {format} has no power-of-two scale to choose. "
+                f"Leave it out; it applies to {', '.join(f.name for f in FORMATS.values() if f.scale == 'e8m0')}."
+            )
+        if implementation == "compiled":
+            raise ValueError(
+                f"there is no compiled implementation of {format}. Use implementation='eager' or leave it out."
+            )
+    if implementation == "compiled" and x.dtype == torch.float64:
+        raise ValueError(
+            "there is no compiled implementation for float64: torch 2.13 miscompiles the 64-bit integer steps. "
+            "Use implementation='eager' or leave it out."
+        )
+    if fmt.scale is None and block_size is not None:
+        raise ValueError(f"block_size {block_size} was given, but {format} is a cast without blocks. Leave it out.")
+    x = x.detach()
+    if fmt.scale is None or (fmt.scale == "float32" and block_size is None):
+        if axis != -1:
+            raise ValueError(
+                f"axis {axis!r} was given, but {format} has no blocks here. "
+                "Leave it out, or give a block_size to int8, int4 or int2."
+            )
+        blocks = Blocks((max(1, x.numel()),) if x.numel() else (0,), 0, max(1, x.numel()))
+    else:
+        blocks = Blocks.of(x, axis, fmt.block_size if block_size is None else block_size)
+    return Job(
+        x,
+        fmt,
+        blocks,
+        blocks.split(x),
+        scale_rule,
+        rounding,
+        generator,
+        _tensor_scale(x, fmt, tensor_scale),
+        implementation,
+    )
+
+
+def _tensor_scale(x: Tensor, fmt: Format, given: Tensor | float | None) -> Tensor | None:
+    if fmt.scale != "e4m3":
+        if given is not None:
+            raise ValueError(f"tensor_scale was given, but {fmt.name} has no second scale. It belongs to nvfp4.")
+        return None
+    if given is None:
+        return tensor_scale_of(x)
+    if not isinstance(given, int | float | Tensor) or isinstance(given, bool):
+        raise TypeError(f"tensor_scale is a {type(given).__name__}, expected a number or a 0-d tensor.")
+    scale = torch.as_tensor(given, dtype=torch.float32, device=x.device)
+    if scale.ndim != 0 or not bool(scale.isfinite()) or not bool(scale > 0):
+        raise ValueError(
+            f"tensor_scale is {given!r}; nvfp4 takes one finite number above 0. "
+            "Use amax / (448 * 6) of calibration data."
+        )
+    return scale
+
+
+def _analyze_underflow(job: Job) -> None:
+    from probe.numerics.underflow import analyze_job  # which builds on this module
+
+    analyze_job(job, stacklevel=4)
+
+
+def on_grid(job: Job) -> Grid:
+    """The rows of a job on their grid, for every kind of scale."""
+    rounder = reference.round_elements if job.implementation == "reference" else fast.round_elements
+    if job.format.scale == "e8m0":
+        if job.implementation == "reference":
+            _, elements, bytes_ = reference.mx_blocks(job.rows, job.format, job.rule, job.rounding, job.draw_noise())
+        else:
+            elements, bytes_ = fast.mx_blocks(job.rows, job.plan, job.rounding, job.draw_noise())
+        return Grid(elements.to(torch.float64), scale_values(bytes_), bytes_.to(torch.uint8))
+    if job.format.scale == "e4m3":
+        assert job.tensor_scale is not None
+        elements, scales = nvfp4_blocks(job.rows, job.tensor_scale, job.format, job.rounding, job.draw_noise(), rounder)
+        stored = encode(scales, FORMATS["fp8_e4m3"])
+        return Grid(elements, combined_scale(scales, job.tensor_scale), stored)
+    if job.format.scale == "float32":
+        finite = job.rows.isfinite().all(-1, keepdim=True)
+        rows = torch.where(finite, job.rows, torch.zeros_like(job.rows))
+        parameters = dynamic_parameters(rows, bits=job.format.bits, granularity="token")
+        codes = quantize_integer(rows, parameters, rounding=job.rounding, generator=job.generator)
+        scales = torch.where(finite, parameters.scale, torch.nan)
+        return Grid(codes.to(torch.float64), scales.to(torch.float64), scales)
+    return Grid(rounder(job.rows, job.format, job.rounding, job.draw_noise()), None, None)
+
+
+def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
+    """The fast twin: eager in pieces, or compiled; straight into `out` where its memory is in rows."""
+    noise = job.draw_noise()
+    if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
+        values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
+        return job.whole(values)
+    size = job.rows.shape[-1]
+    direct = out is not None and job.blocks.in_rows and out.is_contiguous() and not _share_memory(out, job.x)
+    target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)
+    if not _compiled_mx(job, target, noise):
+        fast.fake_quantize_rows(job.rows, target, job.plan, job.rounding, noise)
+    return out if out is not None and direct else job.whole(target)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _compiled_mx(job: Job, target: Tensor, noise: Tensor | None) -> bool:
+    """Run the compiled kernel if it was asked for, or if it pays; False if it was not run."""
+    forced = job.implementation == "compiled"
+    if not forced and (job.implementation != "auto" or job.rows.numel() < compiled.LARGE):
+        return False
+    key = compiled.KernelKey(job.format, job.rule, job.rounding, job.rows.shape[-1], job.x.dtype, job.x.device.type)
+    if not forced and not compiled.worth_compiling(key, job.rows.numel()):
+        return False
+    return compiled.run(key, job.rows, target, noise, required=forced)

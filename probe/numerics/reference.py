@@ -1,0 +1,112 @@
+"""The definition: block quantization as a few lines of float64 arithmetic that read as the formulas.
+
+`fast.py` does the work; tests hold the two bit-identical. Powers of two scale exactly in float64 and a
+float32 input has 24 bits, so the rounding to an integer is the only rounding here.
+"""
+
+import torch
+from torch import Tensor
+
+from probe.formats import Format
+from probe.numerics.blocks import tree_sum
+from probe.numerics.rounding import round_integer
+
+NAN_BYTE = 255
+BYTE_BIAS = 127
+
+
+def exponent_of(x: Tensor) -> Tensor:
+    """floor(log2 |x|) from the representation, never from a logarithm; of zero: 0."""
+    return torch.frexp(x).exponent.to(torch.int64) - (x != 0).to(torch.int64)
+
+
+def power(exponent: Tensor) -> Tensor:
+    """2^exponent in float64."""
+    return torch.ldexp(torch.ones(exponent.shape, dtype=torch.float64, device=exponent.device), exponent)
+
+
+def round_elements(y: Tensor, fmt: Format, rounding: str, noise: Tensor | None) -> Tensor:
+    """The value of the element grid for `y`, saturating at +-max. NaN stays NaN.
+
+        e    = max(floor(log2 |y|), min_exponent)
+        step = 2^(e - mantissa_bits)
+        q    = clip(step * round(y / step), -max, max)
+
+    A format with Inf and no scale (bf16, fp16) overflows as IEEE says: to Inf where the rounding goes
+    away from zero, to max where it goes toward zero.
+    """
+    y = y.to(torch.float64)
+    ceiling = 4 * fmt.max
+    bounded = y.clamp(-ceiling, ceiling)
+    step = power(exponent_of(bounded).clamp(min=fmt.min_exponent) - fmt.mantissa_bits)
+    q = step * round_integer(bounded / step, rounding, noise)
+    limit = torch.full_like(y, fmt.max)
+    if overflows_to_infinity(fmt):
+        inward = torch.tensor(rounding == "toward_zero") | ((y > 0) & (rounding == "floor"))
+        limit = torch.where(inward & y.isfinite(), limit, torch.inf)
+    q = torch.where(q.abs() > fmt.max, torch.copysign(limit, y), q)
+    return signed_zero(q, y, fmt)
+
+
+def overflows_to_infinity(fmt: Format) -> bool:
+    """Formats without a scale are casts and follow IEEE; every scaled format saturates."""
+    return fmt.scale is None and fmt.specials == "ieee"
+
+
+def signed_zero(q: Tensor, y: Tensor, fmt: Format) -> Tensor:
+    """Zeros take the sign of `y`, except on integer grids, which have no code for -0."""
+    zero = torch.zeros_like(y) if fmt.is_integer else torch.copysign(torch.zeros_like(y), y)
+    return torch.where(q == 0, zero, q)
+
+
+def scale_exponent(amax: Tensor, fmt: Format, rule: str) -> Tensor:
+    """The exponent of the shared scale for blocks whose largest magnitude is amax = F * 2^E, 1 <= F < 2.
+
+        floor   E - max_exponent                                     OCP MX v1.0; may saturate
+        ceil    ceil(log2 amax) - max_exponent                       never saturates
+        even    floor(log2(amax rounded to mantissa_bits)) - max_exponent
+        rceil   the smallest e with amax <= max * 2^e                ceil of the exact ratio
+        mse     see `mx_blocks`; starts from floor
+
+    clamped to -127 .. 127; amax = 0 gives -127.
+    """
+    e = exponent_of(amax)
+    fraction = amax / power(e)
+    carry = {
+        "floor": fraction >= 2,
+        "mse": fraction >= 2,
+        "ceil": fraction > 1,
+        "even": torch.floor(fraction * 2**fmt.mantissa_bits + 0.5) >= 2 ** (fmt.mantissa_bits + 1),
+        "rceil": fraction > fmt.max / 2.0**fmt.max_exponent,
+    }[rule]
+    exponent = (e + carry.to(e.dtype) - fmt.max_exponent).clamp(-BYTE_BIAS, BYTE_BIAS)
+    return torch.where(amax == 0, -BYTE_BIAS, exponent)
+
+
+def mx_blocks(x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize rows of one block each: (values, elements, scale bytes).
+
+        value = 2^(byte - 127) * element,   element = round_elements(x / 2^(byte - 127))
+
+    A NaN or Inf makes its whole block NaN, with scale byte 255. Rule `mse` takes, of the floor
+    exponent, one above and one below, the first with the smallest sum of squared errors.
+    """
+    x = x.to(torch.float64)
+    amax = x.abs().amax(-1, keepdim=True)
+    finite = amax.isfinite()
+    x = torch.where(finite, x, torch.zeros_like(x))
+    first = scale_exponent(torch.where(finite, amax, torch.zeros_like(amax)), fmt, rule)
+    exponent, elements, best = first, None, None
+    for shift in (0, 1, -1) if rule == "mse" else (0,):
+        tried = (first + shift).clamp(-BYTE_BIAS, BYTE_BIAS)
+        rounded = round_elements(x / power(tried), fmt, rounding, noise)
+        error = tree_sum(((x / power(first)) - rounded * power(tried - first)) ** 2)
+        if elements is None or best is None:
+            elements, best = rounded, error
+            continue
+        better = error < best
+        exponent, best = torch.where(better, tried, exponent), torch.where(better, error, best)
+        elements = torch.where(better, rounded, elements)
+    assert elements is not None
+    values = torch.where(finite, elements * power(exponent), torch.nan)
+    return values, elements, torch.where(finite, exponent + BYTE_BIAS, NAN_BYTE)

@@ -1,0 +1,110 @@
+"""What a format would do to a tensor before it is done: overflow, coarse and lost values, counted."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from probe.formats import Format
+from probe.numerics import fast
+from probe.numerics.quantize import Job, check_job, on_grid
+
+#: Shares above these, of the finite elements, are worth a word; the first also warns.
+MODERATE, HIGH = 0.001, 0.01
+
+
+class UnderflowWarning(UserWarning):
+    """More than 0.1 % of a tensor would overflow, or fall below the smallest number of the format."""
+
+
+@dataclass(frozen=True)
+class Underflow:
+    """Counts over the elements of a tensor; y is an element divided by the scale it would get.
+
+    overflow     |y| > max: would saturate
+    subnormal    0 < |y| < smallest normal: kept, on a coarse grid (includes underflow; none for integers)
+    underflow    0 < |y| < smallest subnormal (one step, for integers)
+    flushed      0 < |y| <= half of that: becomes zero when rounded half to even
+    nonfinite    NaN or Inf, and the elements whose block they spoil; in no other count
+    """
+
+    format: str
+    elements: int
+    zeros: int
+    overflow: int
+    subnormal: int
+    underflow: int
+    flushed: int
+    nonfinite: int
+
+    def share(self, count: int) -> float:
+        """A count as a share of the elements that are finite."""
+        return count / max(1, self.elements - self.nonfinite)
+
+    @property
+    def severity(self) -> str:
+        """high above 1 % overflow or underflow, moderate above 0.1 %, else none."""
+        worst = self.share(max(self.overflow, self.underflow))
+        return "high" if worst > HIGH else "moderate" if worst > MODERATE else "none"
+
+
+def analyze_underflow(
+    x: Tensor, format: str, *, axis: int = -1, block_size: int | None = None, scale_rule: str = "floor"
+) -> Underflow:
+    """Count what quantizing `x` would lose, in one pass, changing nothing; warns above 0.1 %."""
+    return analyze_job(check_job(x, format, axis=axis, block_size=block_size, scale_rule=scale_rule))
+
+
+def analyze_job(job: Job, *, stacklevel: int = 3) -> Underflow:
+    """The same for a job of the quantizers, which run it with check_underflow=True."""
+    x, format = job.x, job.format.name
+    counts = dict.fromkeys(("zeros", "overflow", "subnormal", "underflow", "flushed", "nonfinite"), 0)
+    if x.numel():
+        rows = max(1, fast.CHUNK // job.rows.shape[-1])
+        scales = _scales(job)
+        for start in range(0, job.rows.shape[0], rows):
+            piece = slice(start, start + rows)
+            _count(job.rows[piece].to(scales.dtype).abs(), scales[piece], job.format, counts)
+        padding = job.blocks.count * job.blocks.size - job.blocks.shape[job.blocks.axis]  # of each last block
+        spoiled = padding * int(scales.reshape(-1, job.blocks.count)[:, -1].isnan().sum())
+        counts["nonfinite"] -= spoiled
+        counts["zeros"] -= job.rows.numel() - x.numel() - spoiled
+    found = Underflow(format, x.numel(), **counts)
+    if found.severity != "none":
+        warnings.warn(
+            f"{format}: {found.share(found.overflow):.2%} of the elements would saturate and "
+            f"{found.share(found.underflow):.2%} lie below the smallest number ({found.share(found.flushed):.2%} "
+            "become zero). Try another scale_rule, a smaller block_size or a format with more exponent bits.",
+            UnderflowWarning,
+            stacklevel=stacklevel,
+        )
+    return found
+
+
+def _scales(job: Job) -> Tensor:
+    """One positive scale per row, NaN where the row has a NaN or Inf; float64 where it is not a power of two."""
+    if job.format.scale is None:
+        return torch.ones(job.rows.shape[0], 1, dtype=torch.float64, device=job.x.device)
+    if job.format.scale != "e8m0" or job.rule == "mse":
+        scales = on_grid(job).scales
+        assert scales is not None
+        return scales
+    amax = job.rows.abs().amax(-1, keepdim=True).to(job.plan.machine.dtype)
+    return fast.scales_for(amax, job.plan) + (amax - amax)
+
+
+def _count(magnitude: Tensor, scale: Tensor, fmt: Format, counts: dict[str, int]) -> None:
+    """Add to the counts; an element counts by itself, not by a quotient that may have underflowed to zero."""
+    y = magnitude / scale
+    finite = y.isfinite()
+    some = finite & (magnitude > 0)
+    normal = fmt.min_normal
+    counts["nonfinite"] += int((~finite).sum())
+    counts["zeros"] += int((finite & (magnitude == 0)).sum())
+    # a plain integer up to half a step beyond is the last code itself: amax / scale may be an ulp above max
+    limit = fmt.max + 0.5 if fmt.scale == "float32" else fmt.max
+    counts["overflow"] += int((some & (y > limit)).sum())
+    counts["subnormal"] += int((some & (y < normal)).sum()) if normal is not None else 0
+    counts["underflow"] += int((some & (y < fmt.min_subnormal)).sum())
+    counts["flushed"] += int((some & (y <= fmt.min_subnormal / 2)).sum())

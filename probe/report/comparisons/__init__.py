@@ -1,1 +1,0 @@
-"""What comparisons of recordings look like: text, pictures and pages."""

@@ -1,0 +1,1 @@
+"""The report of the gate: stories, heat maps, tables, plots and summaries."""

@@ -1,0 +1,293 @@
+"""A failing recipe as text: where it began, how it grew, what it was before, and the commands that come next."""
+
+import re
+import shlex
+import textwrap
+from collections.abc import Sequence
+from itertools import pairwise
+from urllib.parse import quote
+
+from probe.formats import FORMATS
+from probe.gate.outcomes import Figure, Outcome
+from probe.report.gate.recipes import Run, got_worse, is_inherited, is_own
+from probe.report.numbers import change, number, ranked, tolerance
+
+MOST_LINES = 22
+MOST_COLUMNS = 118
+MOST_FIGURES = 5
+
+HEADINGS = {
+    "missing": "has no baseline",
+    "obsolete": "has a baseline, but the matrix no longer produces it",
+    "uncovered": "was not covered",
+    "not applied": "was not applied",
+    "not finite": "is not finite",
+    "over the limit": "is over its limit",
+    "drift": "drifted from its baseline",
+    "changed values": "gives other values than its baseline, though its figures agree",
+}
+
+#: What cannot be accepted, and what to do instead.
+NEXT = {
+    "uncovered": "cannot be stored as a baseline: select layers that run on both sides. List them with: probe layers",
+    "not applied": "cannot be stored as a baseline: first make the recipe change the output. See: probe modes",
+    "not finite": "cannot be stored as a baseline: mend the first layer that is not finite, then rerun",
+    "over the limit": "a new baseline lifts no limit: lower the error, or change the limit in [tool.probe]",
+}
+
+Row = tuple[str, str]
+
+
+def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Sequence[str] = ()) -> list[str]:
+    """The story of one recipe on one device, of all its outcomes in the order of the model; empty if none failed.
+
+    At most MOST_LINES lines of MOST_COLUMNS characters. `report` is the HTML report as the user would open it;
+    `environment` says how this environment differs from that of the baseline, a line each.
+    """
+    run = Run(tuple(outcomes))
+    if not run.failing:
+        return []
+    first = run.failing[0]
+    figures = _figure_rows(first)
+    room = _room(figures)
+    before = [*figures, *_wrapped("what", first.message, room)]
+    after = [
+        *_first_seen(first, room),
+        *_growth(run, room),
+        *_who_failed(run, room),
+        *_whole_model(run),
+        *([("baseline", first.baseline_file)] if first.baseline_file else []),
+        *_environment(environment, room),
+        *([("look", f"{report}#{quote(run.recipe)}")] if report else []),
+        *_commands(run.failing, selection(run.failing[0])),
+    ]
+    left = min(3, MOST_LINES - 1 - len(before) - len(after))
+    details = [("", text) for text in _first_few(first.details, left, room)]
+    return [plain(heading(first)), *_table([*before, *details, *after])]
+
+
+def case_text(outcome: Outcome) -> list[str]:
+    """One case in at most 10 lines: what moved, what is wrong with it and the likely cause."""
+    figures = _figure_rows(outcome)
+    room = _room(figures)
+    rows = [*figures, *_wrapped("what", outcome.message, room), *_wrapped("likely cause", outcome.cause, room)]
+    return [plain(heading(outcome)), *_table(rows)]
+
+
+def held_story(outcome: Outcome) -> list[str]:
+    """The story of a case that is held by itself, without a recipe. Its commands are never cut short.
+
+    Where its settings are not those of the baseline, they are told in the place of figures that say nothing.
+    """
+    figures = _figure_rows(outcome)
+    room = _room(figures)
+    rows = [
+        *figures,
+        *_wrapped("what", outcome.message, room),
+        *[("" if index or outcome.verdict else "changed", text) for index, text in enumerate(outcome.details)],
+        *_wrapped("likely cause", outcome.cause, room),
+        *([("baseline", outcome.baseline_file)] if outcome.baseline_file else []),
+    ]
+    width = _width(rows)
+    commands = [
+        plain(f"  {label:<{width}}{text}", most=10_000) for label, text in _commands([outcome], case_selection(outcome))
+    ]
+    return [plain(heading(outcome)), *_table(rows), *commands]
+
+
+def one_line(outcome: Outcome, *, told_by: str = "") -> str:
+    """A failing case whose recipe's story was told already, with the case `told_by`."""
+    moved = ranked(outcome.figures, moved=True)
+    what = f"{moved[0][0]} {_figure(moved[0][1])}" if moved else outcome.message or heading(outcome)
+    text = f"{outcome.verdict or 'failed'}: {what.rstrip('.')}"
+    return plain(f"{text}; the story is with {told_by}" if told_by else text)
+
+
+def heading(outcome: Outcome) -> str:
+    """mode_2_1-layer_0-cpu-fp8_e4m3 drifted from its baseline."""
+    return f"{outcome.case} {HEADINGS.get(outcome.verdict or '', outcome.status)}"
+
+
+def plain(text: str, *, most: int = MOST_COLUMNS) -> str:
+    """One line of at most `most` printable characters: names and messages come from models."""
+    clean = "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))
+    return clean if len(clean) <= most else clean[: most - 3] + "..."
+
+
+def tail(text: str, *, most: int) -> str:
+    """The end of a long name: where layers differ."""
+    clean = plain(text, most=len(text) + 3)
+    return clean if len(clean) <= most else "..." + clean[3 - most :]
+
+
+def names_in_order(names: Sequence[str], order: Sequence[str], *, most: int) -> str:
+    """layer_0, layer_2 .. layer_23: stretches of `order` by their ends; beyond `most` characters, how many more."""
+    place = {name: index for index, name in enumerate(order)}
+    stretches: list[list[str]] = []
+    for name in names:
+        if stretches and place[name] == place[stretches[-1][-1]] + 1:
+            stretches[-1].append(name)
+        else:
+            stretches.append([name])
+    parts = [(f"{s[0]} .. {s[-1]}", len(s)) if len(s) > 2 else (", ".join(s), len(s)) for s in stretches]
+    for shown in range(len(parts), 0, -1):
+        left = sum(count for _, count in parts[shown:])
+        text = ", ".join(part for part, _ in parts[:shown]) + (f" and {left} more" if left else "")
+        if len(text) <= most:
+            return text
+    return f"{len(names)} layers"
+
+
+def selection(outcome: Outcome) -> str:
+    """The command that runs this recipe and no other: -k matches parts of names, and int8 is a part of mxint8."""
+    mode, format = outcome.case.mode, outcome.case.format
+    parts = [mode if re.fullmatch(r"mode_\d(_\d)?", mode) else f"{mode}-"]
+    if format:
+        part_of_another = format not in FORMATS or any(format in other and format != other for other in FORMATS)
+        parts.append(f"{outcome.case.device}-{format}" if part_of_another else format)
+    return f'pytest -k "{" and ".join(parts)}"'
+
+
+def case_selection(outcome: Outcome) -> str:
+    """The command that runs this case and no other: by its id, or, where -k cannot spell that, by the test's name."""
+    name = f"[{outcome.case}]"
+    spelled = re.fullmatch(r"[\w:+./\[\]-]+", name, re.ASCII)
+    return f'pytest -k "{name}"' if spelled else f"pytest {shlex.quote(outcome.nodeid)}"
+
+
+def _figure_rows(outcome: Outcome) -> list[Row]:
+    """What moved; if nothing did, the two that matter most. None where nothing could be compared."""
+    if outcome.status == "failed" and not outcome.verdict:
+        return []
+    shown = ranked(outcome.figures, moved=True)[:MOST_FIGURES] or ranked(outcome.figures)[:2]
+    cells = [change(figure.old, figure.new) for _, figure in shown]
+    old, new = (max((len(cell[side]) for cell in cells), default=0) for side in (0, 1))
+    rows = []
+    for (name, figure), cell in zip(shown, cells, strict=True):
+        if figure.old is None and not figure.moved:
+            rows.append((plain(name, most=26), number(figure.new)))
+            continue
+        limit = f"(tolerance {tolerance(figure)})" if tolerance(figure) else ""
+        text = f"{cell[0]:<{old}} -> {cell[1]:<{new}}   {limit:<19}   {figure.direction}"
+        rows.append((plain(name, most=26), text.rstrip()))
+    return rows
+
+
+def _first_seen(outcome: Outcome, room: int) -> list[Row]:
+    """The layer and the likely cause; where nothing moved (no baseline, only a limit), nothing was first seen."""
+    only_limited = outcome.verdict == "over the limit" and not any(one.moved for one in outcome.figures.values())
+    if outcome.verdict in ("missing", "obsolete") or only_limited:
+        return []
+    return _wrapped("first seen", "; ".join(part for part in (outcome.case.layer, outcome.cause) if part), room)
+
+
+def _figure(figure: Figure) -> str:
+    """2.31e-04 -> 5.02e-04 (tolerance 4.6e-06)."""
+    limit = f" (tolerance {tolerance(figure)})" if tolerance(figure) else ""
+    return " -> ".join(change(figure.old, figure.new)) + limit
+
+
+def _growth(run: Run, room: int) -> list[Row]:
+    """The mse from the first failing layer on: as many layers as fit in two lines, evenly chosen."""
+    names = [outcome.case.layer for outcome in run.layers]
+    known: list[tuple[int, str]] = []
+    for outcome in run.layers:
+        figure = outcome.figures.get("propagated.mse") or outcome.figures.get("injected.mse")
+        if figure and figure.new is not None and (known or outcome.status == "failed"):
+            old, new = change(figure.old, figure.new)
+            text = f"{new}" if figure.old is None else f"{old} -> {new}"
+            known.append((names.index(outcome.case.layer), f"{outcome.case.layer} {text}"))
+    if len(known) < 2:
+        return []
+    for count in range(min(len(known), 8), 1, -1):
+        chosen = [known[round(step * (len(known) - 1) / (count - 1))] for step in range(count)]
+        lines = [chosen[0][1]]
+        for (before, _), (index, part) in pairwise(chosen):
+            lines[-1] += "," if index == before + 1 else " .."
+            if len(lines[-1]) + len(part) < room - 3:
+                lines[-1] += f" {part}"
+            else:
+                lines.append(part)
+        if len(lines) <= 2:
+            return [("mse by layer", lines[0]), *(("", line) for line in lines[1:])]
+    return []
+
+
+def _who_failed(run: Run, room: int) -> list[Row]:
+    """How many layers failed, which of them by themselves, and which verdicts there were beside the first."""
+    order = [outcome.case.layer for outcome in run.layers]
+    failing = [outcome for outcome in run.layers if outcome.status == "failed"]
+    if len(order) < 2 or not failing:
+        return []
+    groups = {
+        "own": [outcome.case.layer for outcome in failing if is_own(outcome)],
+        "inherited": [outcome.case.layer for outcome in failing if is_inherited(outcome)],
+    }
+    if not any(groups.values()):
+        groups = {"which": [outcome.case.layer for outcome in failing]}
+    shown = [(name, names) for name, names in groups.items() if names]
+    each = (room - 32) // len(shown)
+    parts = [f"{name}: {names_in_order(names, order, most=each)}" for name, names in shown]
+    rows = [("failing", f"{len(failing)} of {len(order)} layers; " + "; ".join(parts))]
+    others: dict[str, list[str]] = {}
+    for outcome in failing:
+        if outcome.verdict != run.failing[0].verdict:
+            others.setdefault(outcome.verdict or "failed", []).append(outcome.case.layer)
+    if others:
+        each = room // len(others) - 16
+        rows.append(("also", "; ".join(f"{v}: {names_in_order(n, order, most=each)}" for v, n in others.items())))
+    return rows
+
+
+def _whole_model(run: Run) -> list[Row]:
+    """The worst figure of the logits, if they failed too."""
+    if run.whole is None or run.whole.status != "failed" or run.whole is run.failing[0]:
+        return []
+    moved = ranked(run.whole.figures, moved=True)
+    text = f"{moved[0][0]} {_figure(moved[0][1])} {moved[0][1].direction}" if moved else run.whole.message
+    return [("whole model", text or heading(run.whole))]
+
+
+def _environment(lines: Sequence[str], room: int) -> list[Row]:
+    return [("environment" if not index else "", text) for index, text in enumerate(_first_few(lines, 2, room))]
+
+
+def _commands(failing: Sequence[Outcome], command: str) -> list[Row]:
+    verdicts = [outcome.verdict or "" for outcome in failing]
+    if set(verdicts) == {"obsolete"}:
+        return [("accept", "pytest --update-baselines   (of all cases, without -k: it drops what is obsolete)")]
+    refused = next((NEXT[verdict] for verdict in verdicts if verdict in NEXT), None)
+    if refused:
+        return [("rerun", command), ("next", refused)]
+    reason = ' --allow-worse "REASON"' if got_worse(failing) else ""
+    label = "create" if verdicts[0] == "missing" else "accept"
+    return [("rerun", command), (label, f"{command} --update-baselines{reason}")]
+
+
+def _width(rows: Sequence[Row]) -> int:
+    """Of the column of labels."""
+    return max([13, *(len(label) for label, _ in rows)]) + 2
+
+
+def _room(figures: Sequence[Row]) -> int:
+    """For the text beside the labels, of which those of the figures are the longest."""
+    return MOST_COLUMNS - 2 - _width(figures)
+
+
+def _wrapped(label: str, text: str, room: int) -> list[Row]:
+    """At most two lines; --options stay whole."""
+    lines = textwrap.wrap(plain(text, most=10_000), room, max_lines=2, placeholder=" ...", break_on_hyphens=False)
+    return [(label if not index else "", line) for index, line in enumerate(lines)]
+
+
+def _first_few(lines: Sequence[str], most: int, room: int) -> list[str]:
+    """Of too many, the last says how many are not shown."""
+    if len(lines) <= most or most < 1:
+        return list(lines[: max(most, 0)])
+    left = len(lines) - most
+    return [*lines[: most - 1], f"{plain(lines[most - 1], most=room - 16)} (and {left} more)"]
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    width = _width(rows)
+    return [plain(f"  {label:<{width}}{text}").rstrip() for label, text in rows]

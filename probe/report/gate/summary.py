@@ -1,0 +1,171 @@
+"""The run for machines (JSON) and for a pull request (Markdown), and the one function that writes files."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from probe.gate.outcomes import Outcome
+from probe.report.gate.heat import HeatMap, cell_text, heat_maps
+from probe.report.gate.recipes import Run, is_inherited, is_own, runs, totals
+from probe.report.gate.story import plain, selection
+from probe.report.numbers import change, finite, ranked, tolerance
+from probe.running.environment import differences
+from probe.version import VERSION
+
+#: Of the layout of summary.json; it goes up when a key changes its meaning or disappears.
+LAYOUT = 1
+#: GitHub takes 65536 characters in a comment.
+MOST_CHARACTERS = 60_000
+
+
+def summary(
+    outcomes: Sequence[Outcome],
+    *,
+    environment: Mapping[str, str],
+    baseline_environment: Mapping[str, str] | None,
+    exit_status: int,
+) -> dict[str, Any]:
+    """Everything but the sampled values, as plain JSON: what is NaN or Inf is null."""
+    found = runs(outcomes)
+    return {
+        "version": LAYOUT,
+        "probe": VERSION,
+        "exit_status": exit_status,
+        "totals": totals(outcomes),
+        "environment": dict(environment),
+        "baseline_environment": None if baseline_environment is None else dict(baseline_environment),
+        "recipes": [_recipe(run) for run in found],
+        "cases": [_case(outcome) for run in found for outcome in run.outcomes],
+    }
+
+
+def markdown(
+    outcomes: Sequence[Outcome],
+    *,
+    environment: Mapping[str, str],
+    baseline_environment: Mapping[str, str] | None,
+    exit_status: int,
+) -> str:
+    """For a comment on a pull request. Never longer than MOST_CHARACTERS: what is left out is said."""
+    found = runs(outcomes)
+    failing = [run for run in found if run.failing]
+    counts = ", ".join(f"**{count}** {name}" for name, count in totals(outcomes).items()) or "no case was judged"
+    passed = exit_status == 0 and not failing
+    text = f"### probe: {'passed' if passed else 'failed'}\n\n{counts} in {len(found)} recipes.\n"
+    changed = differences(baseline_environment, environment)
+    if changed and failing:
+        listed = "; ".join(harmless(line, most=100) for line in changed[:8])
+        more = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
+        text += f"\nThe environment is not that of the baselines: {listed}{more}.\n"
+    if failing:
+        text += "\n| recipe | first layer | verdict | worst figure | tolerance | likely cause |\n"
+        text += "|---|---|---|---|---|---|\n"
+        text += _as_fits([_row(run) for run in failing], MOST_CHARACTERS // 2, "failing recipes")
+        command = selection(failing[0].failing[0])
+        if len(text) + len(command) < MOST_CHARACTERS // 2 + 5000:
+            text += f"\nRerun the first with: {code(command)}\n"
+    tables = [_heat_table(heat) for heat in heat_maps(outcomes)]
+    if tables:
+        head, foot = "\n<details><summary>Error by mode and layer</summary>\n\n", "\n</details>\n"
+        text += head + _as_fits(tables, MOST_CHARACTERS - len(text) - len(head) - len(foot), "tables") + foot
+    return text
+
+
+def harmless(text: str, *, most: int = 120) -> str:
+    """Text that Markdown, HTML and GitHub's links to people, issues and pages leave alone."""
+    written = _literal(plain(text, most=most))
+    return written.replace("@", "@\u200b").replace("&num;", "&num;\u200b").replace("://", ":\u200b//")
+
+
+def code(text: str, *, most: int = 120) -> str:
+    """The same as code, in which GitHub makes no links."""
+    return f"<code>{_literal(plain(text, most=most))}</code>"
+
+
+def _literal(text: str) -> str:
+    """What Markdown and HTML take for marks, by the names of the characters."""
+    return "".join(_ENTITIES.get(c, c) for c in text)
+
+
+_ENTITIES = {c: f"&#{ord(c)};" for c in "\\`*_{}[]()<>|~!&"} | {"#": "&num;"}
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    failing = run.failing
+    return {
+        "model": run.model,
+        "device": run.device,
+        "mode": run.mode,
+        "format": run.format,
+        "recipe": run.recipe,
+        "totals": totals(run.outcomes),
+        "first_failing_layer": failing[0].case.layer if failing else None,
+        "verdict": failing[0].verdict if failing else None,
+        "cause": failing[0].cause if failing else "",
+        "own": [outcome.case.layer for outcome in failing if is_own(outcome)],
+        "inherited": [outcome.case.layer for outcome in failing if is_inherited(outcome)],
+    }
+
+
+def _case(outcome: Outcome) -> dict[str, Any]:
+    figures = {
+        name: {
+            "new": finite(figure.new),
+            "old": finite(figure.old),
+            "tolerance": finite(figure.tolerance),
+            "moved": figure.moved,
+            "direction": figure.direction,
+            "reason": figure.reason,
+        }
+        for name, figure in outcome.figures.items()
+    }
+    known = {key: x for key, x in outcome.as_dict().items() if key not in ("points", "case", "figures")}
+    return {
+        "id": str(outcome.case),
+        **outcome.as_dict()["case"],
+        **known,
+        "details": list(outcome.details),
+        "figures": figures,
+    }
+
+
+def _row(run: Run) -> str:
+    first = run.failing[0]
+    worst = ranked(first.figures, moved=True)[:1] if first.verdict else []  # without one, nothing was compared
+    figures = "; ".join(f"{name} {' → '.join(change(f.old, f.new))} {f.direction}" for name, f in worst)
+    cells = [
+        code(run.recipe),
+        code(first.case.layer),
+        harmless(f"{first.verdict or 'failed'} ({len(run.failing)} of {len(run.outcomes)} cases)"),
+        harmless(figures or first.message),
+        tolerance(worst[0][1]) if worst else "",
+        harmless(first.cause),
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _heat_table(heat: HeatMap) -> str:
+    labels = [harmless(label, most=30) for label in heat.labels]
+    lines = [
+        f"**{harmless(heat.title)}**: propagated mse\n",
+        f"| layer | {' | '.join(labels)} |",
+        "|---" * (len(labels) + 1) + "|",
+    ]
+    for label, cells in heat.rows:
+        texts = [
+            "" if cell is None else f"**✗ {cell_text(cell)}**" if cell.status == "failed" else cell_text(cell)
+            for cell in cells
+        ]
+        lines.append(f"| {code(label)} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def _as_fits(parts: Sequence[str], room: int, name: str) -> str:
+    """As many of the parts as fit, and how many did not."""
+    kept = 0
+    note = "\n{} more {} are left out: GitHub has no room for them. They are in the report.\n"
+    left = room - len(note) - len(name) - 8
+    while kept < len(parts) and len(parts[kept]) <= left:
+        left -= len(parts[kept])
+        kept += 1
+    rest = len(parts) - kept
+    return "".join(parts[:kept]) + (note.format(rest, name) if rest else "")

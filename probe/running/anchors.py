@@ -1,0 +1,71 @@
+"""Anchors: what lets every machine feed a layer the very same bits, so that its figures move only by its own doing.
+
+Two machines add in another order, so their float references differ in the last bits, and so do the inputs that
+layers are fed and the scales that calibration finds. Rounding inputs to bfloat16 takes nearly all of that away; what
+is left are the few elements so near a tie that the noise decides. Their golden values are kept, and the calibrated
+amax likewise, once per model. A value within the noise of its golden one is taken to be it; one further away is left
+alone: then something real has changed, and must be seen.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from probe.running.calibration import Calibration
+
+#: An element is near a tie if it is closer to it than this part of the rms of the layer's input. Instruction sets,
+#: oneDNN and one-ulp jitter were seen to move inputs by up to 2^-17.1 of it.
+NEAR = 2.0**-17
+#: An amax within this part of the golden one is the golden one; the same changes moved it by up to 1.2e-6.
+SAME_SCALE = 2e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Anchors:
+    """Golden choices, by layer: places in the stream of its input, and the bfloat16 values there; and amax by site."""
+
+    places: dict[str, Tensor] = field(default_factory=dict)  # int32, ascending
+    values: dict[str, Tensor] = field(default_factory=dict)  # bfloat16
+    amax: dict[str, float] = field(default_factory=dict)
+
+
+def near_ties(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Places and bfloat16 values of the elements that lie so near a tie of two that noise could decide."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in inputs]).float()
+    rounded = flat.bfloat16().float()
+    outward = torch.where(flat.abs() > rounded.abs(), 1 << 16, -(1 << 16)).int()  # the next bfloat16 on the other side
+    neighbour = (rounded.view(torch.int32) + outward).view(torch.float32)
+    tie = (rounded + neighbour) / 2
+    rms = flat.double().square().mean().sqrt().float()
+    places = ((flat - tie).abs() <= NEAR * rms).nonzero().reshape(-1)
+    return places.int(), rounded[places].bfloat16()
+
+
+def narrowed(label: str, inputs: Sequence[Tensor], anchors: Anchors | None) -> list[Tensor]:
+    """The inputs of a layer in bfloat16, where a tie was near: as the anchors say."""
+    if not all(tensor.is_floating_point() for tensor in inputs):
+        return list(inputs)
+    rounded = [tensor.bfloat16() for tensor in inputs]
+    if anchors is None or label not in anchors.places:
+        return rounded
+    places, golden = anchors.places[label].long(), anchors.values[label]
+    flat = torch.cat([tensor.reshape(-1) for tensor in rounded])
+    places, golden = places[places < flat.numel()], golden[places < flat.numel()]
+    here = flat[places]
+    steps = (here.view(torch.int16).int() - golden.view(torch.int16).int()).abs()
+    noise = 2 * NEAR * flat.double().square().mean().sqrt().float()  # near zero it spans many steps
+    same = (steps <= 1) | ((here.float() - golden.float()).abs() <= noise)
+    flat[places] = torch.where(same, golden, here)
+    parts = torch.split(flat, [tensor.numel() for tensor in rounded])
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, rounded, strict=True)]
+
+
+def anchored(calibration: Calibration, amax: Mapping[str, float]) -> Calibration:
+    """The calibration with every amax that is a golden one but for noise replaced by it."""
+    kept = {
+        name: amax[name] if name in amax and abs(value - amax[name]) <= SAME_SCALE * abs(amax[name]) else value
+        for name, value in calibration.amax.items()
+    }
+    return replace(calibration, amax=kept)

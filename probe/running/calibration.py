@@ -1,0 +1,168 @@
+"""Calibration: the largest (or a quantile of the) magnitude at every site over a text, kept with its provenance."""
+
+import json
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probe.data.batches import fingerprint, token_batches
+from probe.data.texts import text_of
+from probe.formats import PERCENTILE
+from probe.models.linear import NEVER_CALLED, linear_key, linears
+from probe.models.loading import Loaded
+from probe.models.mamba import Site, mamba_blocks, rotated_twin, with_sites
+from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
+from probe.words import nearest
+
+#: Sites whose scale is a quantile of |x| over all calibration data; all others take the largest |x|.
+PERCENTILE_SITES = ("conv1d.output", "scan.state")
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """amax by site (`backbone.layers.0.mixer.conv1d.output`) and linear (`linear model.layers.0.mlp.up_proj.input`).
+
+    Sites are those of the rotated twin, linear inputs those of the plain float model.
+    """
+
+    amax: dict[str, float]
+    model: str  # fingerprint of the weights
+    data: str  # fingerprint of the tokens
+    percentile: float
+    tokens: int
+
+    def amax_of(self, name: str) -> float:
+        """The amax of a site; a site that was never observed is an error, not a default."""
+        if name not in self.amax:
+            near = ", ".join(nearest(name, self.amax))
+            raise ValueError(f"the calibration has no scale for {name}. Nearest: {near}. Calibrate this model again.")
+        return self.amax[name]
+
+    def save(self, path: Path | str) -> None:
+        """Write `path`.safetensors (the figures) and `path`.json (where they come from)."""
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures = {name: torch.tensor(value, dtype=torch.float64) for name, value in sorted(self.amax.items())}
+        facts = {key: value for key, value in asdict(self).items() if key != "amax"} | {"version": VERSION}
+        writers: dict[str, Callable[[Path], Any]] = {
+            ".safetensors": lambda to: save_file(figures, to),
+            ".json": lambda to: to.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n"),
+        }
+        for suffix, write in writers.items():
+            final = path.with_name(path.name + suffix)
+            partial = final.with_name(final.name + ".partial")
+            write(partial)
+            partial.replace(final)
+
+
+def load_calibration(path: Path | str, *, model: str, data: str | None = None) -> Calibration:
+    """Read a calibration; one of another model, or of other data than `data`, is refused."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    facts_file, figures_file = (path.with_name(path.name + suffix) for suffix in (".json", ".safetensors"))
+    for file in (facts_file, figures_file):
+        if not file.is_file():
+            raise ValueError(f"there is no {file}. A calibration is two files, .json and .safetensors: make it again.")
+    try:
+        facts = json.loads(facts_file.read_text())
+        figures = {name: float(value) for name, value in load_file(figures_file).items()}
+        calibration = Calibration(
+            figures, facts["model"], facts["data"], float(facts["percentile"]), int(facts["tokens"])
+        )
+        version = facts["version"]
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError, SafetensorError) as problem:
+        raise ValueError(f"{path} is not a calibration that can be read ({problem}). Make it again.") from None
+    if version != VERSION:
+        raise ValueError(f"{facts_file} has version {version}; this probe reads {VERSION}. Make it again.")
+    if calibration.model != model:
+        raise ValueError(
+            f"{path} belongs to a model with fingerprint {calibration.model}, this one has {model}: the weights "
+            "changed or it is another model. Make the calibration again."
+        )
+    if data is not None and calibration.data != data:
+        raise ValueError(
+            f"{path} was made from data with fingerprint {calibration.data}, expected {data}. Make it again."
+        )
+    return calibration
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    *,
+    model_fingerprint: str,
+    data_fingerprint: str,
+    percentile: float = PERCENTILE,
+    progress: Callable[[int], Any] | None = None,
+) -> Calibration:
+    """Run the float model over `batches` and observe every linear input, and every site if it is a Mamba."""
+    batches = list(batches)
+    if not 0 < percentile <= 1:
+        raise ValueError(f"percentile is {percentile}; expected a share above 0 and at most 1, such as 0.9995 (alpha).")
+    if not batches:
+        raise ValueError("there is no calibration data: not one batch was given. Pass at least one.")
+    observers: dict[str, Observer] = {}
+    runs: list[tuple[nn.Module, dict[str, Any]]] = [(model, {})]
+    with ExitStack() as hooks, torch.no_grad():
+        if any(True for _ in mamba_blocks(model)):
+            plain, rotated = with_sites(model, scan="fast"), rotated_twin(model, scan="fast")
+            runs = [(plain, {}), (rotated, {"use_cache": True})]  # the state leaves a block only into a cache
+            for name, module in rotated.named_modules():
+                if isinstance(module, Site):
+                    site = name.replace(".sites.", ".")
+                    quantile = site.endswith(PERCENTILE_SITES)
+                    observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
+                    hooks.callback(module.register_forward_hook(_after(observers[site])).remove)
+        for name, linear in linears(runs[0][0]).items():
+            if not name.endswith(NEVER_CALLED):
+                observer = observers[linear_key(name)] = MinMaxObserver()
+                hooks.callback(linear.register_forward_pre_hook(_before(observer)).remove)
+        for done, batch in enumerate(batches):
+            for running, options in runs:
+                running(batch, **options)
+            if progress is not None:
+                progress(done + 1)
+    silent = [name for name, observer in observers.items() if not observer.count]
+    if silent:
+        raise ValueError(f"{len(silent)} sites never fired during calibration, first {silent[0]}. Nothing was kept.")
+    amax = {name: float(observer.amax) for name, observer in observers.items()}
+    tokens = sum(batch.numel() for batch in batches)
+    return Calibration(amax, model_fingerprint, data_fingerprint, percentile, tokens)
+
+
+def _after(observer: Observer) -> Callable[[nn.Module, Any, Tensor], None]:
+    def observe(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        observer.update(output)
+
+    return observe
+
+
+def _before(observer: Observer) -> Callable[[nn.Module, Any], None]:
+    def observe(module: nn.Module, inputs: Any) -> None:
+        observer.update(inputs[0])
+
+    return observe
+
+
+def calibrate_on(
+    loaded: Loaded, source: str, samples: int, seqlen: int, *, percentile: float = PERCENTILE, batch_size: int = 8
+) -> Calibration:
+    """Calibrate a model on a text."""
+    batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
+    return calibrate(
+        loaded.model,
+        batches,
+        model_fingerprint=loaded.fingerprint,
+        data_fingerprint=fingerprint(batches),
+        percentile=percentile,
+    )

@@ -1,0 +1,130 @@
+"""Was the recipe applied? Seen from the values alone: whatever a mode must put on a grid has to look like it.
+
+What lies on a grid is told without knowing its scale, so that a wrong scale is drift and only a missing grid is
+"not applied":
+
+    block floats, mxint8   the scale is a power of two, so no element has more significant bits than the format
+    int8                   at most 2^8 different values in a tensor (of conv1d.input in mode 3: in a sequence)
+    nvfp4                  at most 8 different magnitudes in a block of 16
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from probe.formats import FORMATS
+from probe.models.linear import GridLinear
+from probe.models.mamba import WEIGHTS, SiteMixer
+from probe.running.modes import find_mode
+from probe.running.recipes import Recipe
+
+#: Sites whose values lie on a grid in every mode of the table; the last two differ between the modes.
+ALWAYS = ("in_proj.input", "in_proj.output", "x_proj.input", "x_proj.output", "dt_proj.output", "out_proj.input")
+#: Elements looked at of each tensor: enough to tell 256 values from all different ones.
+LOOKED_AT = 4096
+#: A tensor is off its grid when more than this share of what was looked at is.
+STRAY = 0.5
+
+
+def significant_bits(format: str) -> int:
+    """Bits of the significand, the leading one included; of integers, those of the largest magnitude."""
+    fmt = FORMATS[format]
+    return fmt.bits - 1 if fmt.is_integer else fmt.mantissa_bits + 1
+
+
+def off_grid(x: Tensor, format: str) -> float:
+    """Share of the elements of `x` [..., last axis] that cannot lie on a grid of the format."""
+    fmt = FORMATS[format]
+    x = x.detach().float().cpu()
+    if fmt.scale == "float32":
+        few = x.reshape(-1)[:LOOKED_AT]
+        different: int = torch.unique(few).numel()
+        levels = 1 << fmt.bits
+        return float(max(0, different - levels)) / max(1, few.numel() - levels)
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    rows = rows[: max(1, LOOKED_AT // rows.shape[1])]
+    if fmt.scale == "e4m3":
+        size = fmt.block_size or 1
+        blocks = [block.abs() for block in torch.split(rows, size, dim=-1) if block.shape[-1] == size]
+        if not blocks:
+            return 0.0
+        ordered = torch.cat(blocks).sort(dim=-1).values
+        kinds = 1 + (ordered.diff(dim=-1) > 1e-6 * ordered[:, 1:]).sum(-1)
+        return float((kinds > 8).float().mean())
+    mantissa = torch.frexp(rows).mantissa * 2.0 ** significant_bits(format)
+    return float((mantissa != mantissa.round()).float().mean())
+
+
+def expected_on_grid(recipe: Recipe) -> tuple[str, ...]:
+    """The sites of a Mamba mixer whose values this recipe puts on a grid."""
+    mode = find_mode(recipe.mode)
+    if mode.kind != "ssm":
+        return ()
+    convolved = mode.conv_gives != "float"
+    return (
+        *ALWAYS,
+        *(("conv1d.output",) if convolved else ()),
+        *(("scan.u",) if convolved or mode.scan_reads != "float" else ()),
+        "conv1d.input",
+    )
+
+
+@contextmanager
+def watching(twin: nn.Module, recipe: Recipe) -> Iterator[dict[str, str]]:
+    """Looks at weights at once and at sites while the block runs: module name -> what of it is not on its grid."""
+    found: dict[str, str] = {}
+    if recipe.format is None or find_mode(recipe.mode).kind == "user":
+        yield found
+        return
+    format = recipe.format
+    with ExitStack() as hooks:
+
+        def watch(name: str, module: nn.Module) -> None:
+            looked: list[bool] = []  # the first call is enough
+
+            def look(module: nn.Module, args: Any, output: Tensor) -> None:
+                if not looked:
+                    looked.append(True)
+                    _note(found, name, output[:1], format)
+
+            hooks.callback(module.register_forward_hook(look).remove)
+
+        for name, module in twin.named_modules():
+            if isinstance(module, SiteMixer) and find_mode(recipe.mode).kind == "ssm":
+                parameters = dict(module.named_parameters())
+                for weight in WEIGHTS:
+                    if weight in parameters:
+                        _note(found, f"{name}.{weight}", parameters[weight], format)
+                for site in expected_on_grid(recipe):
+                    watch(f"{name}.{site}", module.site(site))
+            elif isinstance(module, GridLinear):
+                _note(found, f"{name}.weight", module.weight, format)
+                if find_mode(recipe.mode).inputs and not name.endswith(".dt_proj"):
+                    watch(f"{name}.input", module.input)
+        yield found
+
+
+def _note(found: dict[str, str], name: str, x: Tensor, format: str) -> None:
+    share = off_grid(x, format)
+    if share > STRAY:
+        found[name] = f"{name} is not on a grid of {format} ({share:.0%} of what was looked at)"
+
+
+def rounding_bound(recipe: Recipe, change: float) -> float:
+    """The mse below which the layer cannot have been rounded; `change` is the mean square of output - input.
+
+        bound = 0.01 * 2^(-2 p) / 12 * change,      p = significant bits
+
+    A value with p bits has a relative error of up to 2^-p, evenly spread: 2^(-2p) / 12 in the mean square at the
+    least. One such rounding on the way through the layer gives more than this; 0.01 is a margin.
+    """
+    mode = find_mode(recipe.mode)
+    if mode.kind == "user" or mode.name == "fp32":
+        return 0.0
+    bits = {torch.float16: 11, torch.bfloat16: 8}.get(mode.dtype) if recipe.format is None else None
+    p = bits if bits is not None else significant_bits(str(recipe.format))
+    return 0.01 * math.ldexp(change, -2 * p) / 12

@@ -1,0 +1,121 @@
+"""Modes as a table: where grids are applied and which scan runs; and how a recipe turns a float model into its copy.
+
+No environment variables and no global state: a mode works on a copy, and the model it was given stays as it was.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from probe.models.libraries import torchao_int8
+from probe.running.calibration import Calibration
+from probe.words import look_up
+
+Value = Literal["float", "codes", "grid", "again"]
+Build = Callable[[nn.Module, str, Calibration | None], nn.Module]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A row: what the mode is, and where its grids lie.
+
+    conv_input   static: x lies on the grid of in_proj.output; dynamic: on one of its own, a scale per sequence
+    conv_gives   codes: quantized and decoded; grid: fake-quantized; float: the unrounded result F
+    scan_reads   float: what conv1d gives; grid: F rounded for the scan; again: the grid value rounded once more
+    """
+
+    name: str
+    what: str
+    kind: Literal["float", "ssm", "linear", "user"] = "ssm"
+    conv_input: Literal["static", "dynamic"] = "static"
+    conv_gives: Value = "float"
+    scan_reads: Value = "float"
+    scan: str = "sequential"
+    dtype: torch.dtype = torch.float32
+    inputs: bool = False  # of linear modes: whether inputs are on the grid too
+    build: Build | None = None  # of user modes
+
+    @property
+    def id(self) -> str:
+        """The spelling of test ids and file names: 2-1 is mode_2_1."""
+        return f"mode_{self.name.replace('-', '_')}" if self.name[0].isdigit() else self.name
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the mode takes a format."""
+        return self.kind != "float"
+
+
+def _torchao_weights(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+    return torchao_int8(model, format, dynamic=False)
+
+
+def _torchao_dynamic(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+    return torchao_int8(model, format, dynamic=True)
+
+
+MODES: dict[str, Mode] = {
+    m.name: m
+    for m in (
+        Mode("fp32", "the reference: the float model, nothing quantized", "float"),
+        Mode("fp16", "the float model in float16", "float", dtype=torch.float16),
+        Mode("bf16", "the float model in bfloat16", "float", dtype=torch.bfloat16),
+        Mode("0", "baseline, all on the grid", conv_gives="codes", scan="fast"),
+        Mode("2-0", "dequantize, then requantize", conv_gives="grid", scan_reads="again", scan="fast"),
+        Mode("2-1", "grid straight through, reference scan", conv_gives="codes"),
+        Mode("2-2", "grid values in float arithmetic", conv_gives="grid"),
+        Mode("2-3", "unrounded conv, requantized for the scan", scan_reads="grid"),
+        Mode("2-4", "unrounded conv and unrounded scan input"),
+        Mode("3", "hybrid: conv1d input on a dynamic scale, the rest as 2-4", conv_input="dynamic", scan="fast"),
+        Mode("linear_w", "weights of every nn.Linear", "linear"),
+        Mode("linear_wa", "weights and inputs of every nn.Linear", "linear", inputs=True),
+        Mode("torchao_w", "torchao's int8 weights (extra: torchao)", "user", build=_torchao_weights),
+        Mode("torchao_wa", "torchao's int8 weights and dynamic inputs", "user", build=_torchao_dynamic),
+    )
+}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "all": ("0", "2-0", "2-1", "2-2", "2-3", "2-4", "3"),
+    "essential": ("fp32", "0", "2-1", "2-2", "2-4"),
+    "quant_only": ("0", "2-0", "2-1", "2-2", "2-3", "2-4", "3"),
+    "fp_only": ("fp32",),
+}
+
+
+def find_mode(name: str) -> Mode:
+    """The row of a mode in either spelling, `2-1` or `mode_2_1`."""
+    plain = name.removeprefix("mode_").replace("_", "-") if name.startswith("mode_") else name
+    return look_up("mode", plain if plain in MODES else name, MODES, see="List them with: probe modes")
+
+
+def expand_modes(names: list[str]) -> list[Mode]:
+    """Modes and groups, in order, each mode once."""
+    plain = [mode for name in names for mode in GROUPS.get(name, (name,))]
+    return list(dict.fromkeys(find_mode(name) for name in plain))
+
+
+def register_mode(name: str, build: Build, *, what: str = "a user's mode") -> Mode:
+    """Add a mode of one's own: `build(model, format, calibration)` returns the quantized model.
+
+    It is given a float copy, which it may change and return; Mamba mixers are SiteMixers in it.
+    """
+    taken = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
+    if name in taken or f"mode_{name}" in taken:
+        raise ValueError(f"there is a mode {name!r} already. Choose another name, or unregister_mode({name!r}) first.")
+    if not callable(build):
+        raise ValueError(
+            f"mode {name!r} was given a {type(build).__name__}, expected a function of model, format, calibration."
+        )
+    if not name or not all(part.isalnum() for part in name.replace("-", "_").split("_")):
+        raise ValueError(f"mode name {name!r} cannot be part of a test id. Use letters, digits, '_' and '-'.")
+    MODES[name] = Mode(name, what, "user", build=build)
+    return MODES[name]
+
+
+def unregister_mode(name: str) -> None:
+    """Take a user's mode out again."""
+    if find_mode(name).kind != "user" or name.startswith("torchao"):
+        raise ValueError(f"mode {name!r} is built in and stays.")
+    del MODES[name]

@@ -1,0 +1,154 @@
+"""A recipe: a mode with a format, and how it turns the float model into its quantized copy."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from probe.formats import FORMATS, GATE_FORMATS
+from probe.models.linear import grid_linears
+from probe.models.loading import Loaded, fingerprint
+from probe.models.mamba import WEIGHTS, SiteMixer, mamba_blocks, rotated_twin, with_sites
+from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
+from probe.running.calibration import Calibration
+from probe.running.modes import Mode, expand_modes, find_mode
+from probe.words import look_up
+
+#: Quamba's CUDA kernels round these integers half away from zero, all others half to even.
+HALF_AWAY = ("conv1d.output", "out_proj.input")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A mode and, if it quantizes, a format: everything that turns the float model into the quantized one."""
+
+    mode: str
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        row = find_mode(self.mode)
+        object.__setattr__(self, "mode", row.name)
+        if row.is_quantized and self.format is None:
+            raise ValueError(f"mode {row.name} quantizes and needs a format. Known: {', '.join(FORMATS)}.")
+        if not row.is_quantized and self.format is not None:
+            raise ValueError(f"mode {row.name} is a float mode and takes no format, but {self.format} was given.")
+        if self.format is not None:
+            look_up("format", self.format, FORMATS, see="List them with: probe formats")
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it has static scales; modes of users may look at a calibration as well."""
+        static = self.format is not None and FORMATS[self.format].scale in ("float32", "e4m3")
+        return static or find_mode(self.mode).kind == "user"
+
+    def __str__(self) -> str:
+        row = find_mode(self.mode)
+        return row.id if self.format is None else f"{row.id}-{self.format}"
+
+
+def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Recipe]:
+    """The cross product: float modes once, every other mode with every format; every name is checked."""
+    chosen = list(formats) if formats else list(GATE_FORMATS)
+    for format in chosen:
+        look_up("format", format, FORMATS)
+    recipes = []
+    for mode in expand_modes(list(modes)):
+        if mode.is_quantized:
+            own = ["int8"] if mode.name.startswith("torchao") and not formats else chosen
+            recipes += [Recipe(mode.name, format) for format in own]
+        else:
+            recipes.append(Recipe(mode.name))
+    return list(dict.fromkeys(recipes))
+
+
+def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
+    """Find what cannot work before anything is run."""
+    is_mamba = any(True for _ in mamba_blocks(loaded.model))
+    for recipe in recipes:
+        if find_mode(recipe.mode).kind == "ssm" and not is_mamba:
+            raise ValueError(
+                f"{recipe} quantizes Mamba-1 blocks and {loaded.name} has none. "
+                "Modes for other models: fp16, bf16, linear_w, linear_wa."
+            )
+        if recipe.mode.startswith("torchao") and recipe.format != "int8":
+            raise ValueError(
+                f"{recipe}: torchao's modes take the format int8 only. Leave the format out, or give int8."
+            )
+
+
+def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
+    """A copy of the float `model` under the recipe, ready to run; the model itself is not touched."""
+    mode = find_mode(recipe.mode)
+    if calibration is not None and calibration.model != fingerprint(model):
+        raise ValueError(
+            f"the calibration belongs to a model with fingerprint {calibration.model}, this one has "
+            f"{fingerprint(model)}: the weights changed or it is another model. Use probe.calibrate_on again."
+        )
+    if mode.kind == "float":
+        return _float_twin(model).to(mode.dtype)
+    assert recipe.format is not None
+    if mode.kind == "user":
+        assert mode.build is not None
+        built = mode.build(_float_twin(model), recipe.format, calibration)
+        if not isinstance(built, nn.Module):
+            raise ValueError(
+                f"mode {mode.name!r} returned a {type(built).__name__}, expected the quantized torch.nn.Module. "
+                "Return the model from the function given to register_mode."
+            )
+        return built.eval()
+    if mode.kind == "linear":
+        return grid_linears(_float_twin(model), recipe.format, _amax_of(calibration), inputs=mode.inputs)
+    return _ssm(model, mode, recipe.format, calibration)
+
+
+def _float_twin(model: nn.Module) -> nn.Module:
+    """The float copy that every mode but the SSM ones starts from, and the reference itself: a mode that does
+    nothing to it gives the very bits of the reference, and is found out."""
+    has_blocks = any(True for _ in mamba_blocks(model))
+    return with_sites(model) if has_blocks else copy.deepcopy(model).eval()
+
+
+def _ssm(model: nn.Module, mode: Mode, format: str, calibration: Calibration | None) -> nn.Module:
+    twin = rotated_twin(model, scan=mode.scan)
+    for name, block in mamba_blocks(twin):
+        mixer = block.mixer
+        assert isinstance(mixer, SiteMixer)
+        _put_weights_on_grid(mixer, format)
+        _put_sites_on_grid(mixer, mode, format, _amax_of(calibration, f"{name}.mixer."))
+    return twin
+
+
+def _amax_of(calibration: Calibration | None, prefix: str = "") -> Callable[[str], float | None]:
+    return lambda site: None if calibration is None else calibration.amax_of(f"{prefix}{site}")
+
+
+@torch.no_grad()
+def _put_weights_on_grid(mixer: SiteMixer, format: str) -> None:
+    tensors = dict(mixer.named_parameters())
+    for name in WEIGHTS:
+        if name in tensors:  # a convolution may have no bias
+            tensors[name].copy_(weight_on_grid(tensors[name], format))
+
+
+def _put_sites_on_grid(mixer: SiteMixer, mode: Mode, format: str, amax: Callable[[str], float | None]) -> None:
+    """The rows of the table as grids at sites. One scale serves conv1d.output, x_proj.input and scan.u."""
+
+    def put(site: str, *, like: str | None = None, by_codes: bool = False) -> None:
+        source = like or site
+        rounding = "half_away" if source in HALF_AWAY else "half_even"
+        mixer.site(site).grid = activation_grid(format, amax(source), rounding=rounding, by_codes=by_codes)
+
+    for site in ("in_proj.input", "in_proj.output", "x_proj.output", "dt_proj.output", "out_proj.input"):
+        put(site)
+    if FORMATS[format].scale == "float32":
+        put("scan.state")  # what decode carries on; MX formats leave the state float
+    if mode.conv_input == "dynamic":
+        mixer.site("conv1d.input").grid = sequence_grid(format, amax("in_proj.output"))
+    if mode.conv_gives == "float":
+        put("x_proj.input", like="conv1d.output")
+    else:
+        put("conv1d.output", by_codes=mode.conv_gives == "codes")
+    if mode.scan_reads != "float":
+        put("scan.u", like="conv1d.output")

@@ -1,0 +1,136 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from probe.commands import main
+from tests.comparisons.recorded import noisy, plain, recorded
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    reference = plain(layers=5)
+    broken = noisy(reference, 0.01)
+    broken["layer_3.output"][1, 2, 3] = math.nan
+    return recorded(tmp_path / "r", {"fp32": reference, "2-1-int8": broken}).folder
+
+
+def test_every_layer_has_its_mark_and_the_first_bad_one_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "r", "--mode", "2-1"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Mode 2-1 of r"
+    assert [line[:9] for line in lines if line[:1] in "✓⚠❌" and "layer_" in line[:9]] == [
+        *("✓ layer_0", "✓ layer_1", "✓ layer_2", "❌ layer_3", "✓ layer_4"),
+    ]
+    assert "    1 NaN and 0 Inf, the first at (1, 2, 3)" in lines
+    assert lines[-2] == "❌ 1 layer looks wrong. The first is layer_3."
+
+
+def test_a_sound_mode_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "r", "--mode", "fp32"]) == 0
+    assert "✓ All 5 outputs look normal\n" in capsys.readouterr().out
+
+
+def test_without_a_mode_all_are_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "r"]) == 1
+    out = capsys.readouterr().out
+    assert "Mode fp32 of r\n" in out
+    assert "Mode 2-1 of r\n" in out
+
+
+@pytest.mark.parametrize("mode", [[], ["--mode", "2-1"]])
+def test_json_on_a_pipe_is_all_that_is_printed(
+    folder: Path, mode: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "r", *mode, "--json", "-", *(["--report", "page"] if mode else [])]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    last = facts if mode else facts[-1]
+    assert last["first_suspicious"] == "layer_3"
+    assert last["layers"]["layer_3"]["first_nonfinite"] == [1, 2, 3]
+
+
+def test_factor_and_limits_reach_the_library(folder: Path) -> None:
+    assert main(["check", "r", "--mode", "fp32", "--factor", "1.0001"]) == 1
+    assert main(["check", "r", "--mode", "fp32", "--max-change", "0.01"]) == 1
+    assert main(["check", "r", "--mode", "fp32", "--max-mean", "1e-9"]) == 1
+
+
+@pytest.mark.parametrize("layer", ["3", "layer_3"])
+def test_the_distribution_of_a_layer_is_a_picture(folder: Path, layer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "r", "--mode", "2-1", "--layer", layer]) == 1
+    assert Path("layer_3_analysis.png").read_bytes().startswith(PNG)
+    assert "picture: layer_3_analysis.png\n" in capsys.readouterr().out
+    main(["check", "r", "--mode", "2-1", "--layer", layer, "--report", "page"])
+    assert Path("page/layer_3_analysis.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.full((2, 6, 8), math.nan), torch.zeros(2, 6, 8), torch.full((2, 6), 3.0)],
+    ids=["nan", "zero", "flat"],
+)
+def test_a_layer_of_one_value_or_none_is_drawn_too(
+    values: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorded(tmp_path / "r", {"fp32": {"layer_0.output": values}})
+    main(["check", "r", "--layer", "0", "--report", "page"])
+    assert Path("page/layer_0_analysis.png").read_bytes().startswith(PNG)
+
+
+def test_the_page_names_the_first_and_shows_it(folder: Path) -> None:
+    assert main(["check", "r", "--report", "page"]) == 1
+    page = Path("page/check.html").read_text()
+    assert "1 of 5 look wrong. The first is layer_3: 1 NaN and 0 Inf, the first at (1, 2, 3)" in page
+    assert page.count("data:image/png;base64,") == 3
+    assert "5 outputs look normal." in page
+    assert page.count("<tr class=bad>") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["r", "--mode", "0"], "r has no mode '0'. It has: fp32, 2-1."),
+        (["r", "--layer", "3"], "--layer shows a layer of one mode, and there are fp32, 2-1. Say which with --mode."),
+        (["r", "--mode", "2-1", "--layer", "9"], "unknown layer 'layer_9'."),
+        (["r", "--factor", "0"], "factor is 0.0. Expected how many times the median change is odd"),
+        (["nowhere"], "there is no folder nowhere."),
+    ],
+)
+def test_bad_input_is_one_message_and_two(
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"probe: error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_steps_alone_are_told_with_their_limit_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = plain(layers=5)
+    for index in range(5):
+        reference[f"layer_{index}.output"][:, :, 2] += 20.0 * (-1) ** index  # an outlier channel
+    folder = str(recorded(tmp_path / "steps", {"fp32": reference}).folder)
+    assert main(["check", folder]) == 1
+    note = capsys.readouterr().out.splitlines()[-2]
+    assert note.startswith("note: mode fp32: the only reason is --max-change 10; the largest step is 4")
+    assert "a trained model may take larger steps with nothing wrong" in note
+    advised = note.rpartition("--max-change ")[2].rstrip(".")
+    assert main(["check", folder, "--max-change", advised]) == 0
+    assert "note:" not in capsys.readouterr().out
+    assert main(["check", folder, "--json", "-"]) == 1
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert "note: mode fp32: the only reason is --max-change 10" in captured.err
+    reference["layer_3.output"][1, 2, 3] = math.nan
+    assert main(["check", str(recorded(tmp_path / "broken", {"fp32": reference}).folder)]) == 1
+    assert "the only reason" not in capsys.readouterr().out

@@ -1,0 +1,296 @@
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from probe import ModeComparison, compare
+from probe.commands import main
+from probe.commands.compare import LIMITS as OPTIONS
+from probe.comparisons.limits import LIMITS
+from tests.comparisons.recorded import noisy, plain, recorded
+
+SEED = """\
+================================================================================
+Layer 0 - Comparison Results
+================================================================================
+
+📊 FP32 Reference Statistics:
+  Mean:       0.125000
+  Std:        1.000000
+  Range:     [-1.234567,  2.345678]
+
+📊 Mode Output Statistics:
+  Mean:       0.125000
+  Std:        1.000000
+  Range:     [-1.234567,  2.345678]
+
+📏 Difference (Mode - FP32):
+  Mean Diff:         0.000006
+  Std Diff:          0.000007
+  Mean Abs Diff:     0.012345
+  Max Abs Diff:      0.123456
+
+❌ Error Metrics:
+  MSE:               1.234567e-04
+  RMSE:              0.011111
+  MAE:               0.012345
+
+📈 Relative Metrics:
+  Relative MSE:      1.234567e-03 ( 0.123%)
+  Relative MAE:      5.678901e-03 ( 0.568%)
+  Correlation:       0.999999
+  Cosine:            0.999999
+
+📊 Absolute Difference Percentiles:
+  50th (Median):     0.008765
+  90th:              0.023456
+  95th:              0.034567
+  99th:              0.056789
+
+  Label:             excellent
+================================================================================"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recording where the command looks for one."""
+    monkeypatch.chdir(tmp_path)
+    reference = plain(layers=2)
+    modes = {"fp32": reference, "0-int8": noisy(reference, 0.1, seed=2), "2-1-int8": noisy(reference, 0.004)}
+    return recorded(tmp_path / "layer_outputs", modes).folder
+
+
+def masked(text: str) -> list[str]:
+    """Every digit alike: what is left is the form."""
+    return [re.sub(r"\d", "9", re.sub(r"(?<=[\s\[])-(?=\d)", " ", line)).rstrip() for line in text.splitlines()]
+
+
+def test_a_layer_is_printed_line_by_line_as_in_the_document_of_users(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "2-1", "--layers", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "Mode 2-1 vs fp32 (layer_outputs)"
+    block = out[out.index("=" * 80) :].rstrip()
+    wanted = masked(SEED)
+    for found, line in zip(masked(block), wanted, strict=True):
+        if "Diff:" in line or "Label" in line:
+            assert found.split(":")[0] == line.split(":")[0]
+        else:
+            assert re.sub(r" +", " ", found) == re.sub(r" +", " ", line)
+    assert err == ""
+
+
+def test_columns_of_a_block_stand_where_they_do_in_the_document(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["compare", "2-1", "--layers", "0"])
+    found = {line.split(":")[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    for line in SEED.splitlines():
+        if line.startswith("  ") and "Range" not in line and line.split(":")[0] not in ("  Mean", "  Std"):
+            name = line.split(":")[0]
+            start = len(line) - len(line.split(":", 1)[1].lstrip())
+            assert len(found[name]) - len(found[name].split(":", 1)[1].lstrip()) == start, name
+
+
+def test_figures_on_the_screen_are_those_of_the_library(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = compare(folder, "2-1").layers["layer_1"].metrics
+    main(["compare", "2-1", "--layers", "1"])
+    out = capsys.readouterr().out
+    for line in (
+        f"  MSE:               {metrics.mse:.6e}\n",
+        f"  MAE:               {metrics.mae:.6f}\n",
+        f"  Relative MSE:      {metrics.relative_mse:.6e} ({100 * (metrics.relative_mse or 0):6.3f}%)\n",
+        f"  99th:              {metrics.p99:.6f}\n",
+        f"  Max Abs Diff:      {metrics.max_abs:.6f}\n",
+    ):
+        assert line in out
+
+
+def test_several_modes_end_with_the_summary_and_a_file_for_each(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "all"]) == 0
+    lines = capsys.readouterr().out.rstrip().splitlines()[-9:]
+    zero, one = (compare(folder, mode) for mode in ("0", "2-1"))
+    first, last = (one.layers[name].metrics for name in ("layer_0", "layer_1"))
+    assert lines[:6] == [
+        "=" * 80,
+        "SUMMARY TABLE - All Modes vs fp32",
+        "=" * 80,
+        "",
+        "Mode       Layer 0 MSE     Layer 0 MAE  Last Layer MSE  Last Layer MAE  Avg Corr",
+        "-" * 100,
+    ]
+    assert lines[6].startswith("0          ")
+    assert lines[7:] == [
+        f"2-1        {first.mse:.6e}    {first.mae:.6f}     {last.mse:.6e}    {last.mae:.6f}        "
+        f"{one.summary['avg_correlation']:.6f}",
+        "=" * 80,
+    ]
+    for found in (zero, one):
+        file = Path("comparisons") / f"mode_{found.compared_mode}_vs_fp32.json"
+        facts = json.loads(file.read_text())
+        assert facts.pop("failures") == []
+        assert ModeComparison.from_dict(facts).layers == found.layers
+
+
+@pytest.mark.parametrize("option", ["--save", "--save-comparison", "--save_comparison"])
+def test_figures_of_one_mode_are_saved_where_it_is_said(folder: Path, option: str) -> None:
+    assert main(["compare", "2-1", option, "results/one.json"]) == 0
+    assert json.loads(Path("results/one.json").read_text())["compared_mode"] == "2-1"
+    assert not Path("comparisons").exists()
+
+
+@pytest.mark.parametrize("option", ["--dir", "--output-dir", "--output_dir"])
+def test_the_folder_has_the_names_that_scripts_give_it(folder: Path, option: str, tmp_path: Path) -> None:
+    folder.rename(tmp_path / "elsewhere")
+    assert main(["compare", "2-1"]) == 2
+    assert main(["compare", "2-1", option, "elsewhere"]) == 0
+
+
+@pytest.mark.parametrize("modes", [["2-1"], ["all"]])
+def test_json_on_a_pipe_is_all_that_is_printed(
+    folder: Path, modes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = [] if modes == ["all"] else ["--report", "page"]
+    assert main(["compare", *modes, "--json", "-", *report]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [one["compared_mode"] for one in (facts if modes == ["all"] else [facts])] == (
+        ["0", "2-1"] if modes == ["all"] else modes
+    )
+
+
+def test_the_options_are_the_limits_of_the_library() -> None:
+    assert list(OPTIONS) == list(LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [
+        (["--max-mse", "1e-3"], 0),
+        (["--max-mse", "1e-5"], 1),
+        (["--max_mse", "1e-5"], 1),
+        (["--max-mae", "1e-5"], 1),
+        (["--max-abs", "1e-5"], 1),
+        (["--max-relative-mse", "1e-7"], 1),
+        (["--max-relative-mae", "1e-7"], 1),
+        (["--min-correlation", "0.99"], 0),
+        (["--min-correlation", "0.99999999"], 1),
+        (["--min-cosine", "0.99999999"], 1),
+    ],
+)
+def test_beyond_a_limit_the_exit_is_one(
+    folder: Path, limit: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "2-1", *limit]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("❌ 2-1 vs fp32: layer_0: ") if code else err == ""
+
+
+def test_an_identical_mode_is_told_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = plain(layers=1)
+    where = recorded(tmp_path / "r", {"fp32": reference, "2-1-int8": reference}).folder
+    assert main(["compare", "2-1", "--dir", str(where)]) == 1
+    wanted = "❌ 2-1 vs fp32: layer_0 is identical with fp32, to the bit: was 2-1 applied?\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_what_is_not_finite_fails_also_on_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = plain(layers=1)
+    output = noisy(reference, 0.1)
+    output["layer_0.output"][1, 0, 4] = math.nan
+    where = recorded(tmp_path / "r", {"fp32": reference, "2-1-int8": output}).folder
+    assert main(["compare", "2-1", "--dir", str(where), "--json", "-"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["layers"]["layer_0"]["first_nonfinite"] == [1, 0, 4]
+    assert len(facts["failures"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["2-4"], "layer_outputs has no mode '2-4'. It has: fp32, 0, 2-1."),
+        (
+            ["2-1", "--reference", "fp16"],
+            "layer_outputs has no fp16 to compare with. It has: fp32, 0, 2-1. Record it: ",
+        ),
+        (["fp32"], "fp32 is compared with itself."),
+        (
+            ["all", "--save", "x.json"],
+            "--save is for the figures of one mode, and 2 are compared. Give --save-dir DIR.",
+        ),
+        (["2-1", "--dir", "nowhere"], "there is no folder nowhere."),
+        (["2-1", "--layers", "7"], "'7' is no layer of 2-1 in layer_outputs."),
+        (["2-1", "--save", "/proc/x.json"], "cannot write /proc/x.json: no such file or directory. Give a file in"),
+        (["2-1", "--json", "layer_outputs"], "cannot write layer_outputs: it is a folder. Give the name of a file."),
+        (["all", "--save-dir", "/proc/x"], "cannot write to /proc/x: no such file or directory. Give a folder that"),
+        (
+            ["2-1", "--report", "layer_outputs/manifest.json/page"],
+            "cannot write to layer_outputs/manifest.json/page: layer_outputs/manifest.json is a file, not a folder.",
+        ),
+    ],
+)
+def test_bad_input_is_one_message_and_two(
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"probe: error: {message}")
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["layer_outputs"]
+
+
+def test_only_the_reference_is_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = recorded(tmp_path / "r", {"fp32": plain()}).folder
+    assert main(["compare", "all", "--dir", str(where)]) == 2
+    assert capsys.readouterr().err.endswith("has only the reference, fp32. Record modes to compare with it.\n")
+
+
+def test_a_limit_that_is_no_number_is_refused(folder: Path) -> None:
+    for text in ("nan", "much"):
+        with pytest.raises(SystemExit) as stop:
+            main(["compare", "2-1", "--max-mse", text])
+        assert stop.value.code == 2
+
+
+def test_verifying_finds_a_changed_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "mode_2_1-int8.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(bytes(data))
+    assert main(["compare", "2-1", "--json", "-"]) == 0
+    assert main(["compare", "2-1", "--verify"]) == 2
+    assert "its sha256 is" in capsys.readouterr().err
+
+
+def test_notes_of_a_folder_without_a_manifest_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = plain(layers=1)["layer_0.output"].numpy()
+    np.save(tmp_path / "mode_fp32_layer_0.npy", values)
+    np.save(tmp_path / "mode_2-1_layer_0.npy", values + np.float32(0.25))
+    assert main(["compare", "2-1", "--dir", str(tmp_path)]) == 0
+    assert "note: no manifest: the inputs cannot be verified\n" in capsys.readouterr().err
+
+
+def test_a_terminal_without_emojis_gets_the_figures_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with open(tmp_path / "out.txt", "w", encoding="ascii") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        assert main(["compare", "2-1", "--layers", "0"]) == 0
+    assert "? Mode Output Statistics:" in (tmp_path / "out.txt").read_text()
+
+
+def test_the_page_has_the_summary_the_failures_and_the_pictures(folder: Path) -> None:
+    assert main(["compare", "all", "--report", "page", "--max-mse", "1e-3"]) == 1
+    page = (Path("page") / "compare.html").read_text()
+    assert "<h1>0, 2-1 against fp32</h1>" in page
+    for text in ("Summary", "Failures", "Error by layer", "Differences of layer_0", "All layers of 2-1"):
+        assert re.search(rf"<h2[^>]*>{text}</h2>", page), text
+    assert "0: layer_0: mse" in page
+    assert page.count("data:image/png;base64,") == 1 + 3 * 2
+    assert f"{compare(folder, '2-1').summary['avg_mse']:.6g}" in page

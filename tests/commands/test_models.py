@@ -1,0 +1,111 @@
+"""The commands modes, layers and errors, and what they are made of."""
+
+import json
+
+import pytest
+
+from probe.commands import main
+from probe.formats import GATE_FORMATS
+from probe.running.measurement import measure_all
+from probe.running.modes import MODES
+from probe.running.recipes import recipes_of
+
+SMALL = ["--samples", "2", "--seqlen", "32", "--calib-data-num", "2", "--calib-seqlen", "64"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_modes_prints_every_row_with_both_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "modes")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:]] == list(MODES)
+    assert "mode_2_1" in out
+
+
+def test_layers_lists_names_types_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "layers", "--model", "tiny-mamba", "--json", "last")
+    assert code == 0
+    assert json.loads(out) == [
+        {"name": "backbone.layers.3", "layer": "layer_3", "type": "MambaBlock", "parameters": 116608, "weight": "-"}
+    ]
+    _, out, _ = run(capsys, "layers", "--sites", r"layers\.0\.mixer\.sites\.scan")
+    assert "backbone.layers.0.mixer.sites.scan.u" in out
+
+
+def test_errors_is_a_row_per_recipe_with_every_layer_and_the_whole_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "errors", "--modes", "fp32", "2-1", "mode_3", "--formats", "int8", "fp4_e2m1", *SMALL)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["recipe", "layer_0", "layer_1", "layer_2", "layer_3", "kl", "top-1", "bits", "change"]
+    assert [line.split()[0] for line in lines[1:6]] == [
+        "fp32",
+        "mode_2_1-int8",
+        "mode_2_1-fp4_e2m1",
+        "mode_3-int8",
+        "mode_3-fp4_e2m1",
+    ]
+    assert lines[1].split()[1] == "0.000e+00"
+    assert "[5/5] mode_3-fp4_e2m1" in err
+
+
+def test_errors_as_json_has_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(
+        capsys, "errors", "--modes", "fp32", "2-4", "--formats", "fp8_e4m3", "--layers", "first", "--json", *SMALL
+    )
+    lossless, row = json.loads(out, parse_constant=pytest.fail)  # no NaN, no Infinity
+    assert lossless["layers"]["layer_0"]["identical"]
+    assert row["recipe"] == "mode_2_4-fp8_e4m3"
+    assert set(row["layers"]) == {"layer_0"}
+    assert row["layers"]["layer_0"]["correlation"] > 0.9
+    assert row["logits"]["kl"] > 0
+
+
+def test_injected_errors_do_not_leak_from_layer_to_layer() -> None:
+    options = {"modes": ["2-1"], "formats": ["fp4_e2m1"], "data": ("evaluation", 2, 32, 2)}
+    (propagated,) = measure_all("tiny-mamba", **options)
+    (injected,) = measure_all("tiny-mamba", injected=True, **options)
+    assert injected.layers["layer_0"].mse == pytest.approx(propagated.layers["layer_0"].mse, rel=0.05)  # fed bfloat16
+    assert injected.layers["layer_3"].mse < propagated.layers["layer_3"].mse
+
+
+def test_the_cross_product_has_float_modes_once() -> None:
+    recipes = [str(r) for r in recipes_of(["fp16", "0", "2-1"], None)]
+    assert recipes[0] == "fp16"
+    assert len(recipes) == 1 + 2 * len(GATE_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["errors", "--modes", "2-9"], "unknown mode '2-9'. Did you mean"),
+        (["errors", "--formats", "int9", "--modes", "0"], "unknown format 'int9'. Did you mean 'int8'?"),
+        (["errors", "--model", "tiny-mmba"], "tiny-mamba"),
+        (["errors", "--layers", "99", *SMALL], "layer '99' matches none"),
+        (
+            ["errors", "--model", "tiny-llama", "--modes", "0", "--formats", "mxint8", *SMALL],
+            "quantizes Mamba-1 blocks and tiny-llama has none",
+        ),
+        (["errors", "--modes", "torchao_w", "--formats", "int2"], "torchao's modes take the format int8 only"),
+        (["errors", "--seqlen", "1"], "seqlen is 1; expected at least 2"),
+        (
+            ["errors", "--percentile", "99", "--modes", "0", "--formats", "int8", *SMALL],
+            "percentile is 99.0; expected a share",
+        ),
+        (["errors", "--data", "/nowhere.txt"], "does not exist"),
+        (["errors", "--seqlen", "100000"], "the text has 65536 tokens; 8 samples of 100000 need 800000"),
+        (["layers", "nothing_like_it"], "matches none of the"),
+        (["layers", "--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err

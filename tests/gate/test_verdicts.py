@@ -1,0 +1,128 @@
+"""Verdicts on observations made by hand: nothing undefined, missing or NaN ever passes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from probe.gate.baselines.entry import Entry, Stored
+from probe.gate.cases import Case
+from probe.gate.golden import KEPT, flat
+from probe.gate.observations import FIGURES, Flaw, Observation
+from probe.gate.tolerances import FLOAT_FACTOR, MOST, RULES, Rule, tolerance
+from probe.gate.verdicts import RefusedError, Standards, judge, renewed
+
+CASE = Case("mode_2_1", "layer_0", "cpu", "int8")
+VALUES = {group: tuple(float(i) for i in range(KEPT[group])) for group in ("injected", "propagated", "corners")}
+FOUND = Observation(
+    {f"{group}.{name}": 0.5 for group in ("injected", "propagated") for name in FIGURES[group]},
+    VALUES,
+    dict.fromkeys(VALUES, 1000),
+)
+STANDARDS = Standards()
+
+
+def stored(seen: Observation = FOUND) -> Entry:
+    first = judge("m", CASE, seen, None, STANDARDS)
+    return renewed(first, seen, [seen], None, reason="")
+
+
+def changed(**figures: float | None) -> Observation:
+    return replace(FOUND, figures={**FOUND.figures, **{k.replace("__", "."): v for k, v in figures.items()}})
+
+
+def verdict(seen: Observation, entry: Entry | None = None, standards: Standards = STANDARDS) -> str | None:
+    return judge("m", CASE, seen, entry or stored(), standards).verdict
+
+
+def test_the_same_passes() -> None:
+    assert verdict(FOUND) is None
+
+
+def test_without_a_baseline_it_is_missing() -> None:
+    assert judge("m", CASE, FOUND, None, STANDARDS).verdict == "missing"
+
+
+@pytest.mark.parametrize("name", list(FOUND.figures))
+def test_every_figure_drifts_in_both_directions_and_not_within_its_tolerance(name: str) -> None:
+    allowed = tolerance(RULES[name], {k: v or 0.0 for k, v in FOUND.figures.items()}, name, spread=0.0)
+    for sign in (1, -1):
+        assert verdict(changed(**{name: 0.5 + sign * 0.9 * allowed})) is None
+        assert verdict(changed(**{name: 0.5 + sign * 1.1 * allowed})) == "drift"
+
+
+@pytest.mark.parametrize("name", list(FOUND.figures))
+@pytest.mark.parametrize("value", [math.nan, math.inf, None], ids=str)
+def test_nan_inf_and_undefined_never_pass(name: str, value: float | None) -> None:
+    assert verdict(changed(**{name: value})) == "drift"
+
+
+def test_a_figure_that_has_no_baseline_fails() -> None:
+    entry = stored()
+    fewer = replace(entry, figures={k: v for k, v in entry.figures.items() if k != "injected.mse"})
+    assert verdict(FOUND, fewer) == "drift"
+
+
+def test_a_group_of_values_that_has_no_baseline_fails() -> None:
+    without = replace(FOUND, values={k: v for k, v in VALUES.items() if k != "corners"})
+    assert verdict(FOUND, stored(without)) == "changed values"
+    assert verdict(without, stored()) == "changed values"
+
+
+def test_values_that_move_while_figures_agree_are_a_verdict_of_their_own() -> None:
+    for group in VALUES:
+        values = {**VALUES, group: (VALUES[group][0] + 100.0, *VALUES[group][1:])}
+        assert verdict(replace(FOUND, values=values)) == "changed values"
+
+
+def test_a_wider_spread_widens_the_tolerance_by_its_multiple() -> None:
+    rule = Rule(relative=0.1, multiple=4)
+    assert tolerance(rule, {"injected.mse": 1.0}, "injected.mse", spread=0.0) == pytest.approx(0.1, rel=1e-4)
+    assert tolerance(rule, {"injected.mse": 1.0}, "injected.mse", spread=0.1) == pytest.approx(0.4)
+    float_mode = tolerance(rule, {"injected.mse": 1.0}, "injected.mse", spread=0.0, is_float_mode=True)
+    assert float_mode == pytest.approx(0.1 * FLOAT_FACTOR, rel=1e-4)
+
+
+def test_a_spread_that_was_edited_to_be_huge_does_not_open_the_gate() -> None:
+    rule = Rule(relative=1e-3)
+    assert tolerance(rule, {"injected.mse": 1.0}, "injected.mse", spread=1e9) == pytest.approx(MOST * 1e-3, rel=0.02)
+
+
+def test_what_is_wrong_in_itself_comes_before_what_moved() -> None:
+    seen = replace(changed(injected__mse=9.0), flaws=(Flaw("not finite", "NaN"), Flaw("uncovered", "silent")))
+    outcome = judge("m", CASE, seen, stored(), STANDARDS)
+    assert outcome.verdict == "uncovered"
+    assert outcome.details == ("also not finite: NaN",)
+
+
+def test_a_limit_holds_whatever_the_baseline_says_and_only_for_its_recipes() -> None:
+    for pattern, expected in (("mode_2_1-*", "over the limit"), ("mode_2_2-*", None)):
+        standards = Standards(limits={pattern: {"propagated.correlation": 0.9}})
+        assert verdict(FOUND, standards=standards) == expected
+    assert verdict(FOUND, standards=Standards(limits={"*": {"propagated.mse": 0.6}})) is None
+
+
+def test_spread_is_the_largest_move_under_harmless_changes() -> None:
+    others = [changed(injected__mse=0.5 + x) for x in (0.01, -0.03, 0.02)]
+    entry = renewed(judge("m", CASE, FOUND, None, STANDARDS), FOUND, others, None, reason="")
+    assert entry.figures["injected.mse"].spread == pytest.approx(0.03)
+    assert entry.values == flat(VALUES)
+
+
+def test_a_case_that_agrees_keeps_its_entry_and_one_that_is_worse_needs_a_reason() -> None:
+    entry = replace(stored(), figures={**stored().figures, "injected.mse": Stored(0.5, 1e-9, "as agreed")})
+    assert renewed(judge("m", CASE, FOUND, entry, STANDARDS), FOUND, [], entry, reason="") is entry
+    worse = changed(injected__mse=0.7)
+    outcome = judge("m", CASE, worse, entry, STANDARDS)
+    with pytest.raises(RefusedError, match=r"got worse: injected\.mse 0\.5 -> 0\.7"):
+        renewed(outcome, worse, [], entry, reason="")
+    accepted = renewed(outcome, worse, [], entry, reason="a trial of ours")
+    assert accepted.figures["injected.mse"] == Stored(0.7, 0.0, "a trial of ours")
+    assert accepted.figures["injected.mae"].reason == ""
+
+
+@pytest.mark.parametrize("kind", ["uncovered", "not finite", "not applied"])
+def test_flaws_are_never_stored(kind: str) -> None:
+    seen = replace(FOUND, flaws=(Flaw(kind, "so it is"),))  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match=f"it is {kind}"):
+        renewed(judge("m", CASE, seen, None, STANDARDS), seen, [], None, reason="we want it")

@@ -1,0 +1,225 @@
+import math
+import warnings
+
+import pytest
+import torch
+
+from probe import FORMATS, UnderflowWarning, analyze_underflow, fake_quantize, quantize, round_to
+from probe.numerics import compiled, fast
+from probe.numerics.blocks import tree_sum
+from tests.numerics.tensors import MX, assert_same_bits
+from tests.numerics.test_quantize import fresh_policy  # noqa: F401
+
+TWINS = pytest.mark.parametrize("implementation", ["reference", "eager"], ids=["reference", "fast"])
+
+
+@pytest.mark.parametrize("name", [*MX, "nvfp4"])
+@TWINS
+def test_padding_does_not_reach_the_scale(name, implementation):
+    options = {"implementation": implementation} | ({"tensor_scale": 2.0**-66} if name == "nvfp4" else {})
+    x = torch.full((2, 33), 2.0**-60)
+    assert_same_bits(fake_quantize(x, name, **options)[:, 32:], fake_quantize(x[:, 32:].contiguous(), name, **options))
+
+
+def test_scales_lie_where_their_blocks_do():
+    x = torch.ones(64, 3)
+    x[32:, 1] = 2.0**10
+    scales = quantize(x, "fp8_e4m3", axis=0).scales
+    assert scales.tolist() == [[119, 119, 119], [119, 129, 119]]
+    assert scales.is_contiguous()
+
+
+def test_tree_sum_adds_halves_and_forgets_nothing():
+    for n in range(1, 70):
+        assert tree_sum(torch.arange(1.0, n + 1)).item() == n * (n + 1) / 2
+    big = 2.0**53  # halves: (big - big) + (1 + 1); neighbours first, or one after the other: 1
+    assert tree_sum(torch.tensor([big, 1.0, -big, 1.0], dtype=torch.float64)).item() == 2
+
+
+@TWINS
+def test_ties_of_the_mse_rule_go_to_floor_then_above_then_below(implementation):
+    one = quantize(torch.tensor([1.0]), "fp8_e4m3", scale_rule="mse", implementation=implementation)
+    assert one.scales.item() == 127 - 8  # exact under floor and one above
+    tie = torch.cat([torch.tensor([7.5]), torch.full((320,), 0.25)])  # floor 22.25, above 20.25, below 20.25
+    got = quantize(tie, "fp4_e2m1", scale_rule="mse", block_size=321, implementation=implementation)
+    assert got.scales.item() == 128
+
+
+def test_block_size_true():
+    with pytest.raises(ValueError, match="block_size True is not a whole number"):
+        fake_quantize(torch.ones(4), "fp4_e2m1", block_size=True)
+
+
+@pytest.mark.usefixtures("fresh_policy")
+def test_small_eager_and_float64_work_does_not_count_toward_a_compiler():
+    fake_quantize(torch.ones(64, 64), "fp6_e3m2")
+    fake_quantize(torch.ones(1024, 1024), "fp6_e3m2", implementation="eager")
+    fake_quantize(torch.ones(1024, 1024, dtype=torch.float64), "fp6_e3m2")
+    assert not compiled._eager_elements
+
+
+@pytest.mark.parametrize("width", [64, 70])
+def test_out_receives_the_result_also_when_it_is_the_input(width):
+    x = torch.randn(20, width)
+    expected = fake_quantize(x, "fp8_e4m3")
+    for out in (torch.empty_like(x), torch.full((width, 20), math.nan).t(), x.clone()):
+        assert fake_quantize(x, "fp8_e4m3", out=out) is out
+        assert_same_bits(out.contiguous(), expected)
+    assert fake_quantize(x, "fp8_e4m3", out=x) is x
+    assert_same_bits(x, expected)
+
+
+def test_out_may_be_a_parameter():
+    x, out = torch.randn(4, 64), torch.empty(4, 64, requires_grad=True)
+    fake_quantize(x, "fp8_e4m3", out=out)
+    assert_same_bits(out.detach(), fake_quantize(x, "fp8_e4m3"))
+
+
+@pytest.mark.parametrize("rounding", ["half_even", "stochastic"])
+def test_chunk_size_does_not_matter(rounding, monkeypatch):
+    def run():
+        g = torch.Generator().manual_seed(1) if rounding == "stochastic" else None
+        return fake_quantize(x, "fp8_e4m3", rounding=rounding, generator=g, out=torch.full_like(x, math.nan))
+
+    x = torch.linspace(-5, 7, 100 * 96).reshape(100, 96)
+    expected = run()
+    for chunk in (1, 64, 31 * 32):  # less than a block, a few blocks, a number that does not divide
+        monkeypatch.setattr(fast, "CHUNK", chunk)
+        assert_same_bits(run(), expected)
+
+
+@TWINS
+def test_noise_is_never_zero(implementation, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
+    x = torch.tensor([1.0, 2.0**-149])
+    got = fake_quantize(
+        x, "fp8_e4m3", rounding="stochastic", generator=torch.Generator(), implementation=implementation
+    )
+    assert got.tolist() == [1.0, 0.0]
+
+
+def test_underflow_of_padded_blocks_with_nan():
+    x = torch.ones(2, 40)
+    x[0, 39] = math.nan
+    x[1, 3] = 0.0
+    found = analyze_underflow(x, "fp8_e4m3")
+    assert (found.elements, found.nonfinite, found.zeros) == (80, 8, 1)
+
+
+def test_underflow_thresholds_axis_and_rule():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnderflowWarning)
+        e4m3 = FORMATS["fp8_e4m3"]
+        x = torch.tensor([256.0, e4m3.max, e4m3.min_normal, e4m3.min_subnormal, e4m3.min_subnormal / 2])
+        found = analyze_underflow(x, "fp8_e4m3")
+        assert (found.overflow, found.subnormal, found.underflow, found.flushed) == (0, 2, 1, 1)
+        saturating = torch.full((32,), 500.0)
+        assert analyze_underflow(saturating, "fp8_e4m3").overflow == 32
+        assert analyze_underflow(saturating, "fp8_e4m3").severity == "high"
+        assert analyze_underflow(saturating, "fp8_e4m3", scale_rule="ceil").overflow == 0
+        assert analyze_underflow(saturating, "fp8_e4m3", scale_rule="mse").overflow == 0
+        column = torch.ones(32, 32)
+        column[:, 0] = 2.0**30
+        assert analyze_underflow(column, "fp4_e2m1").underflow == 31 * 32
+        assert analyze_underflow(column, "fp4_e2m1", axis=0).underflow == 0
+
+
+def test_underflow_of_an_empty_tensor_is_nothing():
+    found = analyze_underflow(torch.empty(0, 32), "fp8_e4m3")
+    assert (found.elements, found.zeros, found.severity) == (0, 0, "none")
+
+
+def test_severity():
+    from probe.numerics.underflow import Underflow
+
+    def severity(**counts):
+        full = dict.fromkeys(("zeros", "overflow", "subnormal", "underflow", "flushed", "nonfinite"), 0)
+        return Underflow("fp8_e4m3", 10_000, **(full | counts)).severity
+
+    assert severity(underflow=10) == severity(overflow=10) == "none"
+    assert severity(underflow=11) == severity(overflow=11) == "moderate"
+    assert severity(underflow=100) == "moderate"
+    assert severity(underflow=101) == severity(overflow=101) == "high"
+    assert severity(underflow=6, nonfinite=5_000) == "moderate"
+    assert severity(flushed=5000) == "none"
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0, [1.0, 2.0]])
+def test_bad_tensor_scales(bad):
+    with pytest.raises(ValueError, match="nvfp4 takes one finite number above 0"):
+        fake_quantize(torch.ones(16), "nvfp4", tensor_scale=torch.tensor(bad))
+
+
+def test_out_of_another_dtype():
+    with pytest.raises(ValueError, match=r"out is torch\.float64"):
+        fake_quantize(torch.ones(4, 32), "mxint8", out=torch.empty(4, 32, dtype=torch.float64))
+
+
+def test_an_empty_result_is_new():
+    x = torch.empty(0, 32, requires_grad=True)
+    assert fake_quantize(x, "fp8_e4m3") is not x
+    out = torch.empty(0, 32)
+    assert fake_quantize(x, "fp8_e4m3", out=out) is out
+
+
+def test_round_to_errors():
+    with pytest.raises(ValueError, match="int8 is nothing without a scale"):
+        round_to(torch.ones(2), "int8")
+    with pytest.raises(ValueError, match="unknown implementation 'compiled'"):
+        round_to(torch.ones(2), "fp8_e4m3", implementation="compiled")
+    with pytest.raises(ValueError, match="no generator was given"):
+        round_to(torch.ones(2), "fp8_e4m3", rounding="stochastic")
+
+
+def test_nvfp4_tensor_scale_at_the_ends():
+    from probe.numerics.nvfp4 import tensor_scale_of
+
+    limits = torch.finfo(torch.float32)
+    assert tensor_scale_of(torch.full((16,), 2.0**-149)).item() == limits.tiny
+    assert tensor_scale_of(torch.zeros(16)).item() == 1
+    top = torch.full((16,), 1e300, dtype=torch.float64)
+    assert tensor_scale_of(top).item() == torch.tensor(limits.max / 896).item()
+    assert math.isfinite(fake_quantize(top, "nvfp4")[0].item())
+    for bad in (math.nan, math.inf):
+        assert tensor_scale_of(torch.tensor([bad, 2 * 2688.0])).item() == 2
+
+
+@pytest.mark.usefixtures("fresh_policy")
+def test_one_kernel_compiles_once():
+    with torch._dynamo.config.patch(error_on_recompile=True):  # the first call builds on 4 rows
+        for count in (5, 1, 2, 3, 7, 1000):
+            fake_quantize(torch.randn(count, 32), "fp4_e2m1", implementation="compiled")
+
+
+@TWINS
+def test_nvfp4_scales_are_rounded_to_nearest_whatever_the_rounding(implementation):
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    expected = quantize(x, "nvfp4").scales
+    for rounding in ("half_away", "toward_zero", "floor", "stochastic"):
+        g = torch.Generator().manual_seed(0) if rounding == "stochastic" else None
+        got = quantize(x, "nvfp4", rounding=rounding, generator=g, implementation=implementation)
+        assert torch.equal(got.scales, expected)
+
+
+def test_codes_name_their_axis_and_block_size():
+    got = quantize(torch.ones(64, 3), "fp8_e4m3", axis=-2)
+    assert (got.axis, got.block_size) == (0, 32)
+
+
+def test_underflow_in_pieces(monkeypatch):
+    x = torch.zeros(100, 32)
+    monkeypatch.setattr(fast, "CHUNK", 96)
+    assert analyze_underflow(x, "fp8_e4m3").zeros == 3200
+
+
+@TWINS
+def test_stochastic_goes_up_only_where_the_noise_is_below_the_fraction_and_draws_once(implementation, monkeypatch):
+    x = torch.full((1,), 1 + 1 / 16)  # fp8_e4m3: half way from 1 to 1.125
+    options = {"rounding": "stochastic", "implementation": implementation}
+    used, fresh = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+    round_to(x, "fp8_e4m3", generator=used, **options)
+    torch.rand(x.shape, generator=fresh)
+    assert torch.equal(used.get_state(), fresh.get_state())
+    for noise, expected in ((0.5, 1.0), (0.5 - 2.0**-24, 1.125)):
+        monkeypatch.setattr(torch, "rand", lambda shape, noise=noise, **_: torch.full(shape, noise))
+        assert round_to(x, "fp8_e4m3", generator=torch.Generator(), **options).item() == expected

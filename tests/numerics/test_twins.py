@@ -1,0 +1,98 @@
+"""The reference, the fast twin and the compiled fast twin: the same bits, everywhere."""
+
+import pytest
+import torch
+
+from probe import fake_quantize, quantize
+from probe.numerics.quantize import Implementation
+from tests.numerics.tensors import DTYPES, MX, ROUNDINGS, RULES, adversarial_blocks, assert_same_bits
+
+
+def generator(rounding: str) -> torch.Generator | None:
+    return torch.Generator().manual_seed(3) if rounding == "stochastic" else None
+
+
+def hostile(dtype: torch.dtype, count: int = 256) -> torch.Tensor:
+    x = adversarial_blocks(count)
+    if dtype == torch.float64:  # also beyond the range of float32, where the scale byte is clamped
+        x = torch.cat([x.double(), x.double() * 2.0**200, x.double() * 2.0**-200])
+    if dtype == torch.float16:
+        x = torch.cat([x, adversarial_blocks(count, seed=1).clamp(-65504, 65504), torch.randn(count, 32) * 2.0**13])
+    return x.to(dtype)
+
+
+def check(name: str, dtype: torch.dtype, rule: str, rounding: str, implementation: Implementation) -> None:
+    x = hostile(dtype)
+    options = {"scale_rule": rule, "rounding": rounding}
+    fast = fake_quantize(x, name, generator=generator(rounding), implementation=implementation, **options)
+    slow = fake_quantize(x, name, generator=generator(rounding), implementation="reference", **options)
+    assert_same_bits(fast, slow)
+    assert bool((x != 0).any())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", MX)
+def test_fast_equals_reference(name: str, rule: str, rounding: str, dtype: torch.dtype) -> None:
+    check(name, dtype, rule, rounding, "eager")
+
+
+@pytest.mark.parametrize("name", MX)
+def test_compiled_equals_reference(name: str) -> None:
+    check(name, torch.float32, "floor", "half_even", "compiled")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d).removeprefix("torch."))
+def test_compiled_equals_reference_in_every_dtype(dtype: torch.dtype) -> None:
+    check("fp8_e4m3", dtype, "floor", "half_even", "compiled")
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS[1:])
+def test_compiled_equals_reference_in_every_rounding(rounding: str) -> None:
+    check("fp6_e2m3", torch.float32, "floor", rounding, "compiled")
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_compiled_equals_reference_under_every_rule(rule: str) -> None:
+    check("mxint8", torch.float32, rule, "half_even", "compiled")
+
+
+def test_compiling_leaves_subnormal_arithmetic_on() -> None:
+    """Linking with -ffast-math would flush subnormals to zero in the whole process from then on."""
+    fake_quantize(torch.randn(64, 32), "fp8_e4m3", implementation="compiled")
+    tiny = torch.full((64,), 2.0**-140)
+    assert torch.equal(tiny * 1.0, tiny)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", MX)
+def test_codes_equal_fake_quantize_and_each_other(name: str, rule: str, dtype: torch.dtype) -> None:
+    x = hostile(dtype)
+    codes = quantize(x, name, scale_rule=rule)
+    slow = quantize(x, name, scale_rule=rule, implementation="reference")
+    assert torch.equal(codes.codes, slow.codes)
+    assert torch.equal(codes.scales, slow.scales)
+    assert_same_bits(codes.dequantize(), fake_quantize(x, name, scale_rule=rule))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("name", ["nvfp4", "int8", "int4", "int2", "bf16", "fp16"])
+def test_codes_equal_fake_quantize_outside_mx(name: str, rounding: str, dtype: torch.dtype) -> None:
+    x = hostile(dtype, 64)
+    for part in (x, x[x.isfinite().all(-1)], x[:, :20]):
+        fake = fake_quantize(part, name, rounding=rounding, generator=generator(rounding))
+        slow = fake_quantize(part, name, rounding=rounding, generator=generator(rounding), implementation="reference")
+        coded = quantize(part, name, rounding=rounding, generator=generator(rounding)).dequantize()
+        assert_same_bits(fake, slow)
+        assert_same_bits(fake, coded)
+
+
+def test_large_tensors_are_cut_into_pieces_without_a_trace() -> None:
+    x = torch.randn(5000, 96)
+    for name in MX:
+        assert_same_bits(
+            fake_quantize(x, name, implementation="eager"), fake_quantize(x, name, implementation="reference")
+        )

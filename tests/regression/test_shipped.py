@@ -1,0 +1,32 @@
+"""The baselines that come with the project: small, complete, and of the models that come with it."""
+
+from pathlib import Path
+
+import pytest
+
+from probe.gate.baselines.store import MAX_BYTES_PER_CASE, Store
+from probe.models.loading import load_model
+
+ROOT = Path(__file__).parents[2] / "baselines"
+MODELS = ("tiny-mamba", "tiny-llama")
+
+
+def test_the_default_set_is_below_a_megabyte() -> None:
+    assert sum(file.stat().st_size for file in ROOT.rglob("*") if file.is_file()) < 1_000_000
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_case_takes_at_most_2_kb(model: str) -> None:
+    sizes = Store(ROOT).size_per_case(model, "cpu")
+    assert max(sizes.values()) <= MAX_BYTES_PER_CASE
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_they_are_of_the_models_that_come_with_it(model: str) -> None:
+    facts = Store(ROOT).environment(model)
+    assert facts is not None
+    assert facts["input.model"] == load_model(model).fingerprint
+
+
+def test_no_other_model_has_baselines() -> None:
+    assert Store(ROOT).models() == sorted(MODELS)

@@ -1,0 +1,73 @@
+"""A folder holds one run: what an earlier analysis wrote there goes, and nothing else."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from probe.commands import main
+from probe.report.activations.earlier import LIST, in_place_of_earlier
+from probe.report.files import write
+from tests.activations.test_compare import TOY
+
+
+def analyze(folder: Path, *given: str) -> set[str]:
+    few = ["--layer_selection.patterns", r"layers\.0($|\.up)", "--dpi", "20"]
+    assert main(["analyze", *TOY, *few, "--save_dir", str(folder), *given]) == 0
+    return names(folder)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {LIST}
+
+
+def fill(folder: Path, **texts: str) -> None:
+    with in_place_of_earlier(folder, progress=print) as written:
+        written += [write(folder / name, text) for name, text in texts.items()]
+
+
+def test_a_second_run_leaves_nothing_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = analyze(tmp_path)
+    assert {"analysis.json", "statistics.csv", "magnitude_input.png", "analysis_report.html"} <= first
+    (tmp_path / "mine.csv").write_text("mine")
+    assert analyze(tmp_path, "--data.seed", "1", "--output.formats", "[html]") == {"analysis_report.html", "mine.csv"}
+    capsys.readouterr()
+    assert main(["analyze", "--compare", str(tmp_path), str(tmp_path)]) == 2, "there is no old run to read"
+    assert analyze(tmp_path) == first | {"mine.csv"}
+
+
+def test_what_somebody_changed_stays_and_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(tmp_path, a="1", b="2")
+    (tmp_path / "a").write_text("1, and a remark of my own")
+    fill(tmp_path, c="3")
+    assert names(tmp_path) == {"a", "c"}
+    assert "a is of an earlier run, and stays since it was changed" in capsys.readouterr().out
+    fill(tmp_path, a="4")
+    assert names(tmp_path) == {"a"}
+
+
+def test_a_run_that_fails_deletes_nothing_and_the_next_one_knows_of_both(tmp_path: Path) -> None:
+    def fail() -> None:
+        with in_place_of_earlier(tmp_path, progress=print) as written:
+            written.append(write(tmp_path / "c", "3"))
+            raise KeyboardInterrupt
+
+    fill(tmp_path, a="1", b="2")
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert names(tmp_path) == {"a", "b", "c"}
+    fill(tmp_path, d="4")
+    assert names(tmp_path) == {"d"}
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"../outside": "MINE"}', '{"sub/inside": "MINE", "no": "MINE"}', '"x"'])
+def test_a_list_that_somebody_edited_deletes_nothing(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "run"
+    (folder / "sub").mkdir(parents=True)
+    for path in (tmp_path / "outside", folder / "sub" / "inside", folder / "own"):
+        path.write_text("mine")
+    (folder / LIST).write_text(text.replace("MINE", hashlib.sha256(b"mine").hexdigest()))
+    fill(folder, a="1")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [LIST, "a", "inside", "outside", "own", "run", "sub"]
+    assert list(json.loads((folder / LIST).read_text())) == ["a"]
