@@ -17,9 +17,7 @@ def _homes() -> dict[str, str]:
     """Public name -> the module that defines it, from the imports of the stub."""
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
-    homes = {name.name: str(node.module) for node in imports for name in node.names}
-    del homes["VERSION"]
-    return homes
+    return {name.name: str(node.module) for node in imports for name in node.names}
 
 
 _HOMES = _homes()

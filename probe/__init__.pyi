@@ -75,3 +75,5 @@ from probe.scaling.advice import recommend as recommend
 from probe.scaling.results import ScalingResult as ScalingResult
 from probe.scaling.sweep import scaling_sweep as scaling_sweep
 from probe.sensitivity import Sensitivity as Sensitivity, rank_layers as rank_layers
+
+__version__: str

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from probe.report.files import check_outputs
+from probe.files.paths import check_outputs
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

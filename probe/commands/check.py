@@ -5,7 +5,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from probe.commands.output import json_to, progress_line, say
-from probe.report.files import check_outputs
+from probe.files.paths import check_outputs
 
 if TYPE_CHECKING:
     from probe.comparisons.health import Health

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from probe.commands.output import json_to, progress_line, say
-from probe.report.files import check_outputs
+from probe.files.paths import check_outputs
 
 #: What the users' own scripts call the folder that they record to, and that for the figures.
 FOLDER, SAVED = "layer_outputs", "comparisons"

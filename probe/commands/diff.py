@@ -3,7 +3,7 @@
 import argparse
 
 from probe.commands.output import json_to, progress_line, say
-from probe.report.files import check_outputs
+from probe.files.paths import check_outputs
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -21,7 +21,7 @@ def json_to(where: str | Path, facts: Any) -> None:
     if where == "-":
         say(text)
         return
-    from probe.report.files import write
+    from probe.files.atomic import write
 
     write(where, text + "\n")
 

@@ -6,7 +6,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from probe.commands.options import add_calibration, add_model
-from probe.report.files import check_outputs, write
+from probe.files.atomic import write
+from probe.files.paths import check_outputs
 
 if TYPE_CHECKING:
     from probe.recordings.reading import Recording

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from probe.report.files import check_outputs
+from probe.files.paths import check_outputs
 from probe.scaling.inputs import Source
 
 DEFAULT = Path("draw") / "scaling_analysis"

@@ -9,7 +9,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from probe.report.files import remove_unfinished
+from probe.files.atomic import remove_unfinished
 
 T = TypeVar("T")
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from probe.commands.options import add_calibration, add_model
 from probe.commands.tables import table
-from probe.report.files import check_outputs, write
+from probe.files.atomic import write
+from probe.files.paths import check_outputs
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

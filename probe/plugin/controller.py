@@ -62,7 +62,7 @@ class Controller:
         folder = self._output()
         if folder is None:
             return
-        from probe.report.files import write
+        from probe.files.atomic import write
         from probe.report.gate.summary import markdown, summary
 
         facts = self._facts()

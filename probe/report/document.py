@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from probe.report.files import write
+from probe.files.atomic import write
 
 STYLE = """
 body{background:#fff;color:#1c2733;color-scheme:light;font:14px/1.5 "Segoe UI",Helvetica,Arial,sans-serif;

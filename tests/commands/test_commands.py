@@ -11,9 +11,10 @@ import pytest
 import probe
 from probe import FORMATS, __version__
 from probe.commands import main
+from probe.files.atomic import write
+from probe.files.paths import check_outputs
 from probe.formats import PERCENTILE
 from probe.numerics.observers import PercentileObserver
-from probe.report.files import check_outputs, write
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

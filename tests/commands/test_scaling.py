@@ -14,7 +14,7 @@ import torch
 from probe import ScalingResult, recommend, scaling_sweep
 from probe.commands import main, scaling_batch as batch
 from probe.commands.scaling_workers import submitted
-from probe.report.files import remove_unfinished
+from probe.files.atomic import remove_unfinished
 from tests.scaling.tensors import FORMATS_OF_THE_SPEC, normal
 
 Run = Callable[..., tuple[int, str, str]]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from probe.files.atomic import write
 from probe.report.document import Document
-from probe.report.files import write
 from tests.report.browser import open_report
 
 PNG = base64.b64decode(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from probe.commands import main
+from probe.files.atomic import write
 from probe.report.activations.earlier import LIST, in_place_of_earlier
-from probe.report.files import write
 from tests.activations.test_compare import TOY
 
 

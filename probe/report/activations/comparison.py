@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from probe.activations.compare import Comparison, compare_runs, ranked
+from probe.files.atomic import write
 from probe.report.activations.drawing import (
     GREY,
     MIXED,
@@ -24,7 +25,6 @@ from probe.report.activations.page import MOST_ROWS, rows_said
 from probe.report.activations.pictures import Picture
 from probe.report.activations.writing import csv_text
 from probe.report.document import Document
-from probe.report.files import write
 
 _DPI = 150
 #: Tensors are ranked by its change.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from probe.report.files import write
+from probe.files.atomic import write
 
 #: The files that analyses wrote to a folder, with the sha256 of each.
 LIST = ".analysis_files.json"

@@ -9,10 +9,10 @@ from typing import Any
 
 from probe.activations.export import as_json, finite, tables
 from probe.activations.run import Analysis
+from probe.files.atomic import write
 from probe.report.activations.earlier import in_place_of_earlier
 from probe.report.activations.page import page_of
 from probe.report.activations.pictures import pictures_of
-from probe.report.files import write
 
 
 def write_analysis(analysis: Analysis, *, progress: Callable[[str], Any] = print) -> list[Path]:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from probe.comparisons.devices.diff import DeviceComparison
 from probe.comparisons.devices.pairs import DeviceSide
+from probe.files.atomic import write
 from probe.recordings import read_recording
 from probe.report.devices.plots import error_picture, value_picture
 from probe.report.devices.text import headline, limits_text, mark, rows
 from probe.report.document import Document
-from probe.report.files import write
 
 PAGE, FIGURES = "diff.html", "diff.json"
 

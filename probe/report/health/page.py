@@ -5,8 +5,8 @@ from pathlib import Path
 
 from probe.comparisons.health import Health
 from probe.comparisons.selection import Side
+from probe.files.atomic import write
 from probe.report.document import Document
-from probe.report.files import write
 from probe.report.health.plots import health_by_layer, layer_picture
 from probe.words import look_up
 

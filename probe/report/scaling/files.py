@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from probe.report.files import write
+from probe.files.atomic import write
 from probe.report.scaling.blocks import decibels, factor, grid_name
 from probe.scaling.advice import Recommendation
 from probe.scaling.figures import Level

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from probe.files.atomic import write
 from probe.report.document import Document
-from probe.report.files import write
 from probe.report.ticks import plain_log
 from probe.sensitivity.results import Effect, Sensitivity
 

@@ -1,11 +1,19 @@
-"""Writing a file so that whoever reads it sees the old one or the new one, never half of one."""
+"""Paths: names that are safe as one part of a path, and outputs that are checked before the work starts."""
 
-import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 Given = str | Path | None
+
+
+def safe_name(name: str) -> str:
+    """`name` as one part of a path: letters, digits, '.', '_' and '-'; never empty, hidden, '.' or '..'.
+
+    Different names can give the same part.
+    """
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).strip(".") or "_"
 
 
 def check_outputs(*, files: Iterable[Given] = (), folders: Iterable[Given] = ()) -> None:
@@ -40,30 +48,3 @@ def _try_folder(folder: Path, cannot: str, instead: str) -> None:
     finally:
         for one in reversed(made):
             one.rmdir()
-
-
-def write(path: str | Path, data: str | bytes) -> Path:
-    """Put `data` in the file, text as UTF-8, and make its folder. An OSError names it and leaves what was there."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException as problem:
-        temporary.unlink(missing_ok=True)
-        if isinstance(problem, OSError) and problem.errno is not None:  # it names a file that nobody has heard of
-            raise OSError(problem.errno, problem.strerror, str(path)) from None
-        raise
-    return target
-
-
-def remove_unfinished(folder: Path, process: int) -> None:
-    """Take away what `write` had begun in `folder` when that process was killed, and the folder if it was for that."""
-    for temporary in folder.glob(f".*.{process}.tmp"):
-        temporary.unlink(missing_ok=True)
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

@@ -1,0 +1,1 @@
+"""Everything that touches the disk: atomic writes, locks, checked JSON, tensor files, safe names."""

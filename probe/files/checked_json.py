@@ -1,0 +1,165 @@
+"""JSON: documents from elsewhere, walked value by value so that a defect names its key; and numbers that JSON has."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DefectError(Exception):
+    """What is wrong inside a file. `reading` adds which file and, unless `remedy` says it, what to do."""
+
+    def __init__(self, problem: str, *, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.remedy = remedy
+
+
+@contextmanager
+def reading(
+    file: Path, error: Callable[[str], Exception], *, remedy: str, kind: str = "a file", parsers: bool = False
+) -> Iterator[None]:
+    """A defect of `file` in the block, or a refusal of the system to read it, is raised as `error` with the remedy.
+
+    With `parsers`, whatever else a parser raises is a defect too: the file is not `kind` that can be read.
+    """
+    try:
+        yield
+    except DefectError as problem:
+        raise error(f"{file}: {printable(str(problem))}. {problem.remedy or remedy}") from None
+    except OSError as problem:
+        raise error(f"{file}: cannot be read: {problem.strerror or problem}. {remedy}") from None
+    except Exception as problem:
+        if not parsers or (isinstance(error, type) and isinstance(problem, error)):
+            raise
+        words = " ".join(str(problem).split()) or type(problem).__name__
+        words = words if len(words) <= 160 else words[:157] + "..."
+        raise error(f"{file}: is not {kind} that can be read ({printable(words)}). {remedy}") from None
+
+
+def printable(text: str) -> str:
+    """The text with every character that a terminal might obey spelled out."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value of a document and its key; a method for each kind of value, which refuses any other."""
+
+    key: str
+    value: Any
+
+    def wrong(self, expected: str) -> DefectError:
+        """The error that something else was expected here."""
+        where = f"{self.key}: " if self.key else ""
+        return DefectError(f"{where}expected {expected}, found {_shown(self.value)}")
+
+    def members(self, *keys: str, empty: bool = False) -> dict[str, "Node"]:
+        """Of an object: exactly these keys, or any if none are given."""
+        if not isinstance(self.value, dict) or not (self.value or empty) or not all(map(_is_text, self.value)):
+            raise self.wrong("an object with named keys")
+        for key in sorted(self.value.keys() ^ set(keys)) if keys else ():
+            raise DefectError(f"the key {self._below(key)} is {'unknown' if key in self.value else 'missing'}")
+        return {key: Node(self._below(key), value) for key, value in self.value.items()}
+
+    def entries(self, *, empty: bool = False) -> list["Node"]:
+        """Of a list."""
+        if not isinstance(self.value, list) or not (self.value or empty):
+            raise self.wrong("a list that is not empty")
+        return [Node(f"{self.key}[{index}]", value) for index, value in enumerate(self.value)]
+
+    def text(self, pattern: re.Pattern[str] | None = None, expected: str = "a text") -> str:
+        """A text, of the pattern if there is one."""
+        if not _is_text(self.value) or (pattern and not pattern.fullmatch(self.value)):
+            raise self.wrong(expected)
+        return str(self.value)
+
+    def one_of(self, names: Collection[str]) -> str:
+        """One of a few texts."""
+        if not isinstance(self.value, str) or self.value not in names:
+            raise self.wrong(f"one of {', '.join(names)}")
+        return self.value
+
+    def or_null(self, read: Callable[["Node"], T]) -> T | None:
+        """What `read` makes of it, or None for null."""
+        return None if self.value is None else read(self)
+
+    def count(self) -> int:
+        """A whole number, 1 or more."""
+        if type(self.value) is not int or self.value < 1:
+            raise self.wrong("a whole number, 1 or more")
+        return self.value
+
+    def number(self) -> float:
+        """A finite number."""
+        if type(self.value) not in (int, float) or not math.isfinite(self.value):
+            raise self.wrong("a finite number")
+        return float(self.value)
+
+    def flag(self) -> bool:
+        """True or false."""
+        if type(self.value) is not bool:
+            raise self.wrong("true or false")
+        return self.value
+
+    def _below(self, key: str) -> str:
+        return f"{self.key}.{key}" if self.key else key
+
+
+def document(data: bytes, *, version: int) -> Node:
+    """The whole document: each key once, no NaN or Infinity, and a `version` that this probe reads."""
+    try:
+        whole = Node("", json.loads(data.decode(), object_pairs_hook=_each_key_once, parse_constant=_no_constant))
+    except (RecursionError, ValueError) as problem:
+        raise DefectError(f"is not JSON that can be read ({problem})") from None
+    if isinstance(whole.value, dict) and "version" in whole.value:
+        found = whole.members()["version"].count()
+        if found > version:
+            newer = f"version: was written by a newer probe, {found}; this one reads {version}"
+            raise DefectError(newer, remedy="Upgrade probe.")
+    return whole
+
+
+def finite(value: Any) -> Any:
+    """For JSON, which has no NaN and no infinity: `value` with every such number as None, also inside of tables."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(member) for member in value]
+    return value
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name in repeated(name for name, _ in pairs):
+        raise DefectError(f"the key {name!r} is there twice")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> float:
+    raise DefectError(f"expected numbers, found {name}")
+
+
+def _is_text(value: Any) -> bool:
+    """Texts come up in messages and reports, so they hold nothing that a terminal would obey."""
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "something nested too deep"
+    return text if len(text) <= 60 else text[:57] + "..."
