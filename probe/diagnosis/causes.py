@@ -54,7 +54,7 @@ def wrong_corners(answers: Iterable[CornerAnswer]) -> dict[str, str]:
 
 
 def _cause(trace: LayerTrace) -> str:
-    mode, twin, label = trace.mode, trace.twin, trace.label
+    mode, label = trace.mode, trace.label
     outside = _changed_outside(trace)
     if label == LOGITS or label not in trace.reference.modules:
         return outside or "no cause found: embedding, norm and head outside the layers are those of the float model"
@@ -190,7 +190,7 @@ def _inside(trace: LayerTrace, site: str) -> str:
 def _odd_calibration(trace: LayerTrace, conv_outputs: dict[str, list[Tensor]]) -> str:
     """All steps agree with the calibration: does the calibration itself look right?"""
     calibration, format = trace.calibration, trace.recipe.format
-    if calibration is None or format is None or FORMATS[format].scale not in ("float32", "e4m3"):
+    if calibration is None or format is None or not FORMATS[format].needs_calibration:
         return ""
     site = PERCENTILE_SITES[0]
     for name, tensors in conv_outputs.items():

@@ -96,7 +96,7 @@ def site_grid(mode: Mode, format: Format, site: str, amax: Amax) -> SiteGrid | N
         return None
     source = scale_source(site)
     away = source in HALF_AWAY and format.scale == "float32"
-    calibrated = amax(source) if format.scale in ("float32", "e4m3") else None
+    calibrated = amax(source) if format.needs_calibration else None
     return SiteGrid(format, calibrated, site == "conv1d.input", "half_away" if away else "half_even")
 
 
@@ -112,8 +112,7 @@ def site_amax(calibration: Calibration | None, mixer: str) -> Amax:
 
 def linear_amax(calibration: Calibration | None, format: Format, name: str) -> float | None:
     """The calibrated amax of a linear's input; None where the format takes its scales from the tensor."""
-    static = calibration is not None and format.scale in ("float32", "e4m3")
-    return calibration.amax_of(linear_key(name)) if calibration is not None and static else None
+    return calibration.amax_of(linear_key(name)) if calibration is not None and format.needs_calibration else None
 
 
 def _width(mixer: SiteMixer, site: str) -> int:

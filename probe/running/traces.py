@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.models.linear import GridLinear
-from probe.models.mamba import SITES, mamba_blocks
+from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError, first_tensor
 from probe.running.corners import CornerAnswer, corner_answers
@@ -120,10 +120,9 @@ def _watched(layer: nn.Module, mode: Mode) -> Iterator[tuple[str, dict[str, nn.M
     """The parts of a layer by name, for each of its Mamba blocks or quantized linears."""
     if mode.kind == "ssm":
         for name, block in mamba_blocks(layer):
-            modules = {"block": block, "norm": block.norm, "mixer": block.mixer}
-            sites = getattr(block.mixer, "sites", None)
-            if isinstance(sites, nn.Module):
-                modules |= {site: sites.get_submodule(site) for site in SITES}
+            modules = {"block": block, "norm": block.get_submodule("norm"), "mixer": block.get_submodule("mixer")}
+            if isinstance(block.mixer, SiteMixer):
+                modules |= {site: block.mixer.site(site) for site in SITES}
             yield name, modules
     elif mode.kind == "linear":
         for name, linear in layer.named_modules():
