@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings, settings_of
 from probe.gate.outcomes import Outcome
-from probe.words import LOGITS, nearest
+from probe.words import LOGITS, near_or_first
 
 if TYPE_CHECKING:
     from probe.gate.baselines.entry import Entry
@@ -303,8 +303,8 @@ def _check_limits(settings: Settings, recipes: set[str]) -> None:
     """A limit for no recipe at all would never be looked at."""
     for pattern in settings.limits:
         if not any(fnmatchcase(recipe, pattern) for recipe in recipes):
-            near = ", ".join(nearest(pattern, sorted(recipes)))
-            raise ValueError(f"[tool.probe.limits]: {pattern!r} matches no recipe of the matrix. Nearest: {near}.")
+            hint = near_or_first(pattern, sorted(recipes))
+            raise ValueError(f"[tool.probe.limits]: {pattern!r} matches no recipe of the matrix. {hint}")
 
 
 def _absent(skipped: set[Case]) -> set[str]:
