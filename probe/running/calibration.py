@@ -15,7 +15,7 @@ from probe.data.texts import text_of
 from probe.formats import PERCENTILE
 from probe.models.linear import NEVER_CALLED, linear_key, linears
 from probe.models.loading import Loaded
-from probe.models.mamba import Site, mamba_blocks, rotated_twin, with_sites
+from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
 from probe.words import nearest
 
@@ -114,7 +114,7 @@ def calibrate(
     observers: dict[str, Observer] = {}
     runs: list[tuple[nn.Module, dict[str, Any]]] = [(model, {})]
     with ExitStack() as hooks, torch.no_grad():
-        if any(True for _ in mamba_blocks(model)):
+        if is_mamba(model):
             plain, rotated = with_sites(model, scan="fast"), rotated_twin(model, scan="fast")
             runs = [(plain, {}), (rotated, {"use_cache": True})]  # the state leaves a block only into a cache
             for name, module in rotated.named_modules():
