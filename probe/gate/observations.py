@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from probe.diagnosis.corners import corner_answers
+from probe.gate.cases import Verdict
 from probe.gate.golden import Golden, corner_sketch
-from probe.gate.outcomes import Verdict
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError

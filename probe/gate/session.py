@@ -14,9 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probe.gate.cases import Case
+from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings, settings_of
-from probe.gate.outcomes import Outcome
 from probe.words import LOGITS, near_or_first
 
 if TYPE_CHECKING:
@@ -90,6 +89,8 @@ class Session:
         self.written: set[str] = set()  # models whose baselines were updated
         self.told: list[str] = []  # of the update, for the terminal
         self.problems: list[str] = []  # each fails the run
+        self.tellers: dict[tuple[str, str, str, bool], str] = {}  # by recipe: the case that tells its story
+        self.drawn: dict[tuple[str, str, str], int] = {}  # by recipe: how many of its cases have a picture
         self._folder = folder
         self._gate: Gate | None = None
 
