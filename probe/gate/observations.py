@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from probe.gate.cases import Verdict
 from probe.gate.golden import Golden, corner_sketch
-from probe.gate.outcomes import Verdict
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
