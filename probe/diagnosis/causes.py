@@ -250,7 +250,7 @@ def _at_corners(twin: nn.Module, recipe: Recipe, calibration: Calibration | None
 
 def _calibrated(calibration: Calibration | None, recipe: Recipe, layer: str, lives: dict[str, list[Tensor]]) -> str:
     """All steps agree with the calibration: does the calibration itself look right?"""
-    if calibration is None or recipe.format is None or FORMATS[recipe.format].scale not in ("float32", "e4m3"):
+    if calibration is None or recipe.format is None or not FORMATS[recipe.format].needs_calibration:
         return ""
     site = PERCENTILE_SITES[0]
     for name, tensors in lives.items():

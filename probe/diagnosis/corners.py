@@ -77,7 +77,7 @@ def asked_sites(twin: nn.Module, recipe: Recipe, calibration: Calibration | None
     for name, module in twin.named_modules():
         if mode.inputs and isinstance(module, GridLinear) and not name.endswith(NEVER_CALLED):
             key = linear_key(name)
-            amax = calibration.amax_of(key) if calibration and fmt.scale in ("float32", "e4m3") else None
+            amax = calibration.amax_of(key) if calibration and fmt.needs_calibration else None
             weight = module.weight
             yield Asked(f"{name}.input", PlainGrid(fmt, amax), module.input, weight.shape[1], weight.device)
 

@@ -96,7 +96,7 @@ def linear_steps(
         if "input.made" not in tensors:
             continue
         amax = None
-        if mode.inputs and calibration is not None and fmt.scale in ("float32", "e4m3"):
+        if mode.inputs and calibration is not None and fmt.needs_calibration:
             amax = calibration.amax_of(linear_key(name))
         grid = PlainGrid(fmt, amax) if mode.inputs else None
         yield grid_step(f"site {short}.input", grid, tensors["input.given"], tensors["input.made"])

@@ -233,10 +233,9 @@ def site_grid(block: Block, site: str) -> PlainGrid | None:
     }
     if absent.get(site, False):
         return None
-    calibrated = fmt.scale in ("float32", "e4m3")
     source = _source(site)
     away = source in HALF_AWAY and fmt.scale == "float32"
-    amax = block.amax(source) if calibrated else None
+    amax = block.amax(source) if fmt.needs_calibration else None
     return PlainGrid(fmt, amax, site == "conv1d.input", "half_away" if away else "half_even")
 
 

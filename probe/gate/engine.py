@@ -14,10 +14,9 @@ from probe.gate.baselines.entry import Entry
 from probe.gate.baselines.format import BaselineError, path_part
 from probe.gate.baselines.store import Store, changes
 from probe.gate.bench import Bench
-from probe.gate.cases import Case
+from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation
-from probe.gate.outcomes import Outcome
 from probe.gate.tolerances import RULES
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
 from probe.running.calibration import Calibration
@@ -26,9 +25,6 @@ from probe.running.environment import ANCHORS, INPUT, differences, environment
 from probe.running.recipes import Recipe, apply
 from probe.running.variations import BASE, variations
 from probe.words import LOGITS
-
-#: Figures of what a layer does by itself.
-OWN = ("injected.", "corners.")
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,7 @@ class Gate:
     def _with_cause(self, bar: Bar, recipe: Recipe, device: str, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
         """The first layer that failed by itself is looked into; what follows it is told to follow."""
         failing = [one for one in outcomes.values() if one.status == "failed" and one.verdict != "missing"]
-        first = next((one for one in failing if is_own(one)), failing[0] if failing else None)
+        first = next((one for one in failing if one.is_own), failing[0] if failing else None)
         if first is None or first.case.layer == LOGITS or is_recorded(device) or first.verdict == "uncovered":
             return outcomes
         calibration = bar.bench.calibration() if recipe.format else None
@@ -198,12 +194,6 @@ class Gate:
             for layer, outcome in outcomes.items()
         }
         return Judged(updated, entries, refusals)
-
-
-def is_own(outcome: Outcome) -> bool:
-    """Whether a layer failed by its own doing, not only by what reached it."""
-    moved = [name for name, figure in outcome.figures.items() if figure.moved]
-    return outcome.verdict not in ("drift", "changed values") or any(name.startswith(OWN) for name in moved)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from probe.diagnosis.corners import corner_answers
+from probe.gate.cases import Verdict
 from probe.gate.golden import Golden, corner_sketch
-from probe.gate.outcomes import Verdict
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
@@ -173,7 +173,7 @@ def _not_finite(label: str, kind: str, metrics: Metrics) -> list[Flaw]:
 def _not_applied(
     label: str, recipe: Recipe, reference: Reference, metrics: Metrics, strays: dict[str, str]
 ) -> list[Flaw]:
-    if find_mode(recipe.mode).name == "fp32":
+    if find_mode(recipe.mode).is_reference:
         return []
     module = reference.modules[label]
     inside = [text for name, text in strays.items() if name.startswith(f"{module}.")]
