@@ -67,3 +67,8 @@ def format_bytes(size: int) -> str:
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
     return f"{number:.3g} {_UNITS[unit]}"
+
+
+def printable(text: str) -> str:
+    """The text with every character that a terminal might obey spelled out."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
