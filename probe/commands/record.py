@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import closing
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from probe.commands.options import add_calibration, add_model
@@ -52,38 +53,15 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _record(options: argparse.Namespace) -> int:
-    from probe.recordings.format import manifest_to_json
+    from probe.recordings.manifest import manifest_to_json
     from probe.recordings.recorder import record
+    from probe.recordings.request import RecordRequest
 
     check_outputs(files=[options.json])
+    names = {field.name for field in fields(RecordRequest)}
+    chosen = {name: value for name, value in vars(options).items() if name in names}
     with closing(Bar() if sys.stderr.isatty() else Lines()) as progress:
-        recording = record(
-            options.out,
-            model=options.model,
-            pretrained_dir=options.pretrained_dir,
-            modes=options.modes,
-            formats=options.formats,
-            layers=options.layers,
-            taps=options.taps,
-            samples=options.samples,
-            seqlen=options.seqlen,
-            data=options.data,
-            prompt=options.prompt,
-            batch_size=options.batch_size,
-            device=options.device,
-            compile=options.compile,
-            calib_data=options.calib_data,
-            calib_data_num=options.calib_data_num,
-            calib_seqlen=options.calib_seqlen,
-            percentile=options.percentile,
-            layout=options.layout,
-            output_file=options.output_file,
-            overwrite=options.overwrite,
-            restart=options.restart,
-            allow_download=options.allow_download,
-            trust_remote_code=options.trust_remote_code,
-            progress=progress,
-        )
+        recording = record(**chosen, progress=progress)
     document = manifest_to_json(recording.manifest).decode()
     if options.json == "-":
         print(document, end="")
@@ -96,7 +74,7 @@ def _record(options: argparse.Namespace) -> int:
 
 def _told(recording: "Recording") -> str:
     """The screen of the scripts, and where everything is."""
-    from probe.recordings.printed import first_layer_text, key_layers_text
+    from probe.recordings.script_formats import first_layer_text, key_layers_text
 
     manifest = recording.manifest
     blocks = []

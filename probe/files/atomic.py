@@ -64,6 +64,23 @@ def move(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
+    """Put a folder in the place of another, which is deleted.
+
+    No system call does that in one step: a kill between the two renames leaves the old folder as `aside`. If the
+    second rename fails, the old folder is put back.
+    """
+    shutil.rmtree(aside, ignore_errors=True)
+    target.rename(aside)
+    try:
+        source.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise
+    sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, durably."""
     if not folder.is_dir():

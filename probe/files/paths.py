@@ -19,7 +19,7 @@ def safe_name(name: str) -> str:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder from elsewhere. One that is missing, or a link out of the folder, is a DefectError."""
+    """The file `name` of a folder from elsewhere; a missing one, or a link out of the folder, is a DefectError."""
     file = folder / name
     if not file.is_file():
         raise DefectError("is missing, so the folder is not whole")

@@ -232,8 +232,9 @@ def _kinds_of_pt(file: Path) -> dict[str | None, Kind]:
 def _load_pt(file: Path, name: str | None) -> Tensor:
     tensors = _pt_tensors(file)
     if name not in tensors:
-        names = first_few([str(one) for one in tensors if one is not None])
-        raise DefectError(f"holds a dict of {names}. Expected one tensor" if name is None else f"has no tensor {name!r}")
+        if name is not None:
+            raise DefectError(f"has no tensor {name!r}")
+        raise DefectError(f"holds a dict of {first_few([str(one) for one in tensors])}. Expected one tensor")
     return tensors[name].detach()
 
 
@@ -260,4 +261,3 @@ _READERS = {
     ".npz": _Reader(_kinds_of_npz, _load_npz),
     ".pt": _Reader(_kinds_of_pt, _load_pt),
 }
-SUFFIXES = tuple(_READERS)

@@ -160,6 +160,7 @@ def _tokens(base: Path, recipes: Iterable[RecordedRecipe], *, has_metadata: bool
     tokens = Tokens(ids.numel(), *given, fingerprint([ids]), METADATA)
     return tokens, () if given == rows else (other,)
 
+
 # -------------------------------------------------------------------------------------------------------- writing
 
 

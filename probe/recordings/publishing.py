@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.files.atomic import link_or_copy, link_tree, move, sync, sync_tree, write
+from probe.files.atomic import link_or_copy, link_tree, move, replace_folder, sync_tree, write
 from probe.files.lock import locked
 from probe.recordings.manifest import (
     MANIFEST,
@@ -116,24 +116,12 @@ def recover(folder: Path) -> None:
 
 
 def put_in_place(fresh: Path, folder: Path, *, replaces: bool) -> None:
-    """Rename `fresh` to `folder`. An older recording is set aside first, and put back if that fails.
-
-    A folder cannot replace another in one step: a kill between the two renames leaves the old one to `recover`.
-    """
-    old = _previous(folder)
+    """Rename `fresh` to `folder`. If a kill comes while an older recording is replaced, `recover` puts it back."""
     with writing(folder):
         if replaces:
-            shutil.rmtree(old, ignore_errors=True)
-            move(folder, old)
-        try:
-            fresh.rename(folder)
-        except BaseException:
-            if replaces:
-                move(old, folder)
-            raise
-        sync(folder.parent)
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
+            replace_folder(fresh, folder, aside=_previous(folder))
+        else:
+            move(fresh, folder)
 
 
 # -------------------------------------------------------------------------------------------- while it is made

@@ -17,7 +17,7 @@ from probe.data import text_of, token_batches
 from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, fingerprint, load_model
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
 from probe.recordings.manifest import LAYOUTS, Layout, RecordedCalibration
 from probe.recordings.script_formats import NPZ
@@ -252,8 +252,7 @@ def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
             )
         return recipes
     default = request.defaults.modes
-    is_mamba = any(True for _ in mamba_blocks(model.loaded.model))
-    fitting = default if is_mamba or default == ("fp_only",) else PLAIN
+    fitting = default if is_mamba(model.loaded.model) or default == ("fp_only",) else PLAIN
     names = [one for name in request.modes or fitting for one in (ALL if name == "all" else (name,))]
     recipes = recipes_of(names, list(request.formats))
     check_recipes(model.loaded, recipes)
