@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.diagnosis.causes import WIDTH, diagnose
-from probe.diagnosis.corners import wrong_corners
+from probe.diagnosis.causes import corner_cause, diagnose
 from probe.gate.baselines.anchors import read_anchors, remove_leftovers, write_anchors
 from probe.gate.baselines.entry import Entry
 from probe.gate.baselines.format import BaselineError, path_part
@@ -19,10 +18,10 @@ from probe.gate.configuration import Settings
 from probe.gate.observations import Observation
 from probe.gate.tolerances import RULES
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
-from probe.running.calibration import Calibration
 from probe.running.devices import is_recorded
 from probe.running.environment import ANCHORS, INPUT, differences, environment
-from probe.running.recipes import Recipe, apply
+from probe.running.recipes import Recipe
+from probe.running.traces import LayerTrace
 from probe.running.variations import BASE, variations
 from probe.words import LOGITS
 
@@ -157,21 +156,10 @@ class Gate:
         calibration = bar.bench.calibration() if recipe.format else None
         reference = bar.bench.reference()
         moved = [name for name, figure in first.figures.items() if figure.moved]
-        if moved and all(name.startswith("corners.") for name in moved):
-            cause = self._corner_cause(bar, recipe, reference.modules[first.case.layer], calibration)
-        else:
-            cause = diagnose(bar.bench.loaded.model, recipe, reference, calibration, first.case.layer)
+        trace = LayerTrace(bar.bench.loaded.model, recipe, reference, calibration, first.case.layer)
+        only_corners = bool(moved) and all(name.startswith("corners.") for name in moved)
+        cause = corner_cause(trace) if only_corners else diagnose(trace)
         return {**outcomes, first.case.layer: replace(first, cause=cause)}
-
-    def _corner_cause(self, bar: Bar, recipe: Recipe, module: str, calibration: Calibration | None) -> str:
-        twin = apply(bar.bench.loaded.model, recipe, calibration)
-        wrong = wrong_corners(twin, recipe, calibration)
-        said = [
-            f"site {name.removeprefix(f'{module}.').removeprefix('mixer.')}; {text}"
-            for name, text in wrong.items()
-            if name.startswith(f"{module}.")
-        ]
-        return f"{said[0]} (at corner values)"[:WIDTH] if said else "corner values give other results"
 
     def _renew(self, bar: Bar, recipe: Recipe, device: str) -> Judged:
         """Measure under every harmless change, and say what to store."""
