@@ -1,7 +1,8 @@
 """Names and sentences for people: the nearest name, the first few of many, sizes, an exception on one line."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -61,9 +62,56 @@ def first_few(names: Sequence[str], separator: str = ", ", *, most: int = 8) -> 
     return separator.join(names[:most]) + more
 
 
+def single_line(text: str, *, most: int = 500) -> str:
+    """One line of at most `most` printable characters, for text that comes from models and files."""
+    clean = "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))
+    return clean if len(clean) <= most else clean[: most - 3] + "..."
+
+
+def columns(rows: Sequence[Mapping[str, str]], *, left: Collection[str] = ()) -> list[str]:
+    """A header line and a line for every row, two spaces between columns: those in `left` to the left, others right."""
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+
+    def line(cells: Mapping[str, str]) -> str:
+        return "  ".join(cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items()).rstrip()
+
+    return [line({key: key for key in widths}), *map(line, rows)]
+
+
 def format_bytes(size: int) -> str:
     """1.2 GB."""
     number, unit = float(size), 0
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
     return f"{number:.3g} {_UNITS[unit]}"
+
+
+def natural_key(text: str) -> list[tuple[str, int]]:
+    """A key that sorts numbers by their size: layer_2 before layer_10."""
+    parts = re.findall(r"([^0-9]*)([0-9]*)", text)
+    return [*((word, int(number or -1)) for word, number in parts), (text, 0)]
+
+
+def short_names(names: Sequence[str], *, most: int | None = None) -> list[str]:
+    """What tells names apart, at most `most` characters each: of layers.0.mixer and layers.1.mixer, 0 and 1.
+
+    What is cut from the ends is whole parts between dots, slashes, hyphens and underscores, the same from all names.
+    """
+    if len(set(names)) > 1:
+        before = re.sub(r"[^._/-]*$", "", _beginning(names))
+        rest = [name.removeprefix(before) for name in names]
+        after = re.sub(r"^[^./]*", "", _beginning([name[::-1] for name in rest])[::-1])
+        cut = [name.removesuffix(after) for name in rest]
+        names = cut if all(cut) else names
+    return [name if most is None else tail(name, most=most) for name in names]
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """What all of them begin with: what the first and the last in order do."""
+    first, last = min(names), max(names)
+    return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+
+
+def tail(name: str, *, most: int, mark: str = "\N{HORIZONTAL ELLIPSIS}") -> str:
+    """The end of a name that is longer than `most` characters, behind a mark: names of layers differ at the end."""
+    return name if len(name) <= most else mark + name[len(name) - most + len(mark) :]

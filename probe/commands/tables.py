@@ -2,18 +2,14 @@
 
 import math
 
+from probe.words import columns
+
 
 def table(rows: list[dict[str, object]]) -> str:
     """Aligned columns: numbers to the right, words to the left."""
     texts = [{key: _cell(value) for key, value in row.items()} for row in rows]
-    widths = {key: max(len(key), *(len(text[key]) for text in texts)) for key in rows[0]}
     words = {key for key in rows[0] if any(isinstance(row[key], str) for row in rows)}
-
-    def line(cells: dict[str, str]) -> str:
-        parts = (cells[k].ljust(w) if k in words else cells[k].rjust(w) for k, w in widths.items())
-        return "  ".join(parts).rstrip()
-
-    return "\n".join([line({key: key for key in widths}), *(line(text) for text in texts)])
+    return "\n".join(columns(texts, left=words))
 
 
 def _cell(value: object) -> str:
