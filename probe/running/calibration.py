@@ -17,7 +17,7 @@ from probe.models.linear import NEVER_CALLED, linear_key, linears
 from probe.models.loading import Loaded
 from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
-from probe.words import nearest
+from probe.words import near_or_first
 
 #: Sites whose scale is a quantile of |x| over all calibration data; all others take the largest |x|.
 PERCENTILE_SITES = ("conv1d.output", "scan.state")
@@ -40,8 +40,8 @@ class Calibration:
     def amax_of(self, name: str) -> float:
         """The amax of a site; a site that was never observed is an error, not a default."""
         if name not in self.amax:
-            near = ", ".join(nearest(name, self.amax))
-            raise ValueError(f"the calibration has no scale for {name}. Nearest: {near}. Calibrate this model again.")
+            hint = near_or_first(name, list(self.amax))
+            raise ValueError(f"the calibration has no scale for {name}. {hint} Calibrate this model again.")
         return self.amax[name]
 
     def save(self, path: Path | str) -> None:

@@ -5,8 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from probe.gate.cases import Case
-from probe.gate.outcomes import Figure, Outcome
+from probe.gate.cases import Case, Figure, Outcome
 from probe.report.gate.page import SHADES, figure_table, front, name_cell
 from probe.report.gate.recipes import cell_text, heat_maps
 from tests.report.examples import ENVIRONMENT, NASTY, OLDER, failing, gate, layer, nasty, recipe

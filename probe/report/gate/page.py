@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from probe.gate.outcomes import Figure, Outcome
+from probe.gate.cases import Figure, Outcome
 from probe.report.document import render
 from probe.report.gate.recipes import HeatMap, Run, cell_text, error_of, heat_maps, runs, totals
 from probe.report.gate.story import heading, story

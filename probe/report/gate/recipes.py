@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from probe.gate.outcomes import Outcome, Verdict
+from probe.gate.cases import Outcome, Verdict
 from probe.report.numbers import short, value
 from probe.words import LOGITS, natural_key, short_names
 
@@ -78,11 +78,6 @@ def runs(outcomes: Iterable[Outcome]) -> list[Run]:
     for outcome in outcomes:
         found.setdefault((outcome.model, outcome.case.recipe, outcome.case.device), []).append(outcome)
     return [Run(tuple(found[key])) for key in sorted(found, key=lambda key: [natural_key(part) for part in key])]
-
-
-def is_own(outcome: Outcome) -> bool:
-    """Whether the layer itself has changed, not only what it was fed."""
-    return any(figure.moved and name.startswith(("injected.", "corners.")) for name, figure in outcome.figures.items())
 
 
 def is_inherited(outcome: Outcome) -> bool:
