@@ -77,6 +77,12 @@ def columns(rows: Sequence[Mapping[str, str]], *, left: Collection[str] = ()) ->
     return [line({key: key for key in widths}), *map(line, rows)]
 
 
+def require_positive(name: str, value: int | None) -> None:
+    """Refuse a count below 1 with a ValueError; None, an option that was left out, is fine."""
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}; expected 1 or more.")
+
+
 def format_bytes(size: int) -> str:
     """1.2 GB."""
     number, unit = float(size), 0
