@@ -16,16 +16,17 @@ ALIKE = 0.5
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
-def near(name: object, names: Iterable[str], *, count: int = 3) -> list[str]:
+def near(name: object, names: Iterable[str], *, count: int = 3, alike: float = ALIKE) -> list[str]:
     """The names that somebody who wrote `name` may have meant, best first; empty if none is like it.
 
-    Names that begin with what was written come first.
+    Names that begin with what was written come first; `alike` is the difflib ratio that the others need.
     """
     wanted = str(name).lower()
     folded = {option.lower(): option for option in names} if wanted else {}
     starting = [option for option in folded if option.startswith(wanted)]
-    alike = difflib.get_close_matches(wanted, folded, n=len(folded) or 1, cutoff=ALIKE)
-    return [folded[option] for option in dict.fromkeys([*starting, *alike])][:count]
+    first = difflib.get_close_matches(wanted, starting, n=count, cutoff=0.0)
+    then = difflib.get_close_matches(wanted, folded, n=count, cutoff=alike)
+    return [folded[option] for option in dict.fromkeys([*first, *then])][:count]
 
 
 def near_or_first(name: object, names: Sequence[str], *, aliases: Iterable[str] = ()) -> str:
@@ -59,6 +60,12 @@ def first_few(names: Sequence[str], separator: str = ", ", *, most: int = 8) -> 
     """The first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
+
+
+def single_line(text: str, *, most: int = 500) -> str:
+    """One line of at most `most` printable characters, for text that comes from models and files."""
+    clean = "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))
+    return clean if len(clean) <= most else clean[: most - 3] + "..."
 
 
 def columns(rows: Sequence[Mapping[str, str]], *, left: Collection[str] = ()) -> list[str]:
