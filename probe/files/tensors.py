@@ -213,9 +213,9 @@ def _pt_tensors(file: Path) -> dict[str | None, Tensor]:
         tensors = {name: one for name, one in found.items() if isinstance(name, str) and _is_dense(one)}
         if not tensors:
             keys = first_few([str(key) for key in found]) or "nothing"
-            raise DefectError(f"holds a dict of {keys}, in which there is no tensor. Expected one tensor")
+            raise DefectError(f"is not a tensor but a dict of {keys}, none of which is one")
     elif not isinstance(found, Tensor):
-        raise DefectError(f"holds a {type(found).__name__}. Expected one tensor")
+        raise DefectError(f"is not a tensor but a {type(found).__name__}")
     elif not _is_dense(found):
         raise DefectError(f"holds a tensor that is {found.layout} on {found.device}. Expected a dense one")
     return tensors
@@ -234,7 +234,7 @@ def _load_pt(file: Path, name: str | None) -> Tensor:
     if name not in tensors:
         if name is not None:
             raise DefectError(f"has no tensor {name!r}")
-        raise DefectError(f"holds a dict of {first_few([str(one) for one in tensors])}. Expected one tensor")
+        raise DefectError(f"is not a tensor but a dict of {first_few([str(one) for one in tensors])}")
     return tensors[name].detach()
 
 

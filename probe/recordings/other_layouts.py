@@ -105,7 +105,7 @@ def _files(base: Path, names: Iterable[str], pattern: re.Pattern[str]) -> Found:
             with reading(base / name):
                 kinds = tensors_in(file_inside(base, name))
                 if None not in kinds:
-                    raise DefectError("holds a dict. Expected one tensor")
+                    raise DefectError("is not a tensor but a dict of tensors")
                 mode = match.groupdict().get("mode")
                 recipe = (UNKNOWN, None) if mode is None else recipe_named(mode)
                 _add(found, recipe, tensor_named(match), kinds[None], name, None)

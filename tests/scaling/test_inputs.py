@@ -93,7 +93,7 @@ def bad_files(folder: Path) -> dict[str, str]:
         "dict.pt": "is not a tensor but a dict of a. Name one: .*dict.pt:a",
         "dict.pt:b": "has no tensor 'b'. It has: a.",
         "dict.pt:c": "has no tensor 'c'. It has: a.",
-        "list.pt": "holds a list. Expected one tensor. Save it again",
+        "list.pt": "is not a tensor but a list. Save it again",
         "evil.pt": "is not a .pt file of tensors and plain values that can be read",
         "noise.pt": "is not a .pt file of tensors and plain values that can be read",
         "object.npy": "holds object, not numbers that torch knows",
