@@ -40,6 +40,11 @@ class Format:
         return self.exponent_bits == 0
 
     @property
+    def needs_calibration(self) -> bool:
+        """True if activations need an amax from calibration: the scale of the whole tensor is fixed before the run."""
+        return self.scale in ("float32", "e4m3")
+
+    @property
     def bias(self) -> int:
         """What is subtracted from the exponent field; 2^(exponent_bits - 1) - 1."""
         return 1 if self.is_integer else 2 ** (self.exponent_bits - 1) - 1

@@ -1,6 +1,7 @@
-"""Names and sentences for people: the nearest name, the first few of many, sizes, an exception on one line."""
+"""Names and sentences for people: near names, the first few of many, natural order, shortening, sizes, errors."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -15,23 +16,22 @@ ALIKE = 0.5
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
-def nearest(name: str, names: Iterable[str], *, count: int = 3) -> list[str]:
-    """The names most like `name`, best first; never empty while `names` has any."""
-    folded = {option.lower(): option for option in names}
-    wanted = str(name).lower()
-    starting = [option for option in folded if wanted and option.startswith(wanted)]
-    alike = difflib.get_close_matches(wanted, folded, n=len(folded) or 1, cutoff=0.0)
-    return [folded[match] for match in dict.fromkeys([*starting, *alike])][:count]
-
-
 def near(name: object, names: Iterable[str], *, count: int = 3) -> list[str]:
-    """Those of `nearest` that are really like `name`, so that somebody may have meant them; may be empty."""
+    """The names that somebody who wrote `name` may have meant, best first; empty if none is like it.
+
+    Names that begin with what was written come first.
+    """
     wanted = str(name).lower()
-    return [one for one in nearest(str(name), names, count=count) if wanted and _is_like(wanted, one.lower())]
+    folded = {option.lower(): option for option in names} if wanted else {}
+    starting = [option for option in folded if option.startswith(wanted)]
+    alike = difflib.get_close_matches(wanted, folded, n=len(folded) or 1, cutoff=ALIKE)
+    return [folded[option] for option in dict.fromkeys([*starting, *alike])][:count]
 
 
-def _is_like(wanted: str, option: str) -> bool:
-    return option.startswith(wanted) or difflib.SequenceMatcher(None, wanted, option).ratio() >= ALIKE
+def near_or_first(name: object, names: Sequence[str], *, aliases: Iterable[str] = ()) -> str:
+    """`Nearest: layer_1, layer_2.` of names and aliases; where none is near, the first names: `It has: a, b.`"""
+    close = near(name, [*names, *aliases])
+    return f"Nearest: {', '.join(close)}." if close else f"It has: {first_few(names, most=5) or 'none'}."
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
@@ -67,3 +67,34 @@ def format_bytes(size: int) -> str:
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
     return f"{number:.3g} {_UNITS[unit]}"
+
+
+def natural_key(text: str) -> list[tuple[str, int]]:
+    """A key that sorts numbers by their size: layer_2 before layer_10."""
+    parts = re.findall(r"([^0-9]*)([0-9]*)", text)
+    return [*((word, int(number or -1)) for word, number in parts), (text, 0)]
+
+
+def short_names(names: Sequence[str], *, most: int | None = None) -> list[str]:
+    """What tells names apart, of at most `most` characters: of layers.0.mixer and layers.1.mixer, 0 and 1.
+
+    What is cut from the ends is whole parts between dots, slashes, hyphens and underscores, the same from all names.
+    """
+    if len(set(names)) > 1:
+        before = re.sub(r"[^._/-]*$", "", _beginning(names))
+        rest = [name.removeprefix(before) for name in names]
+        after = re.sub(r"^[^./]*", "", _beginning([name[::-1] for name in rest])[::-1])
+        cut = [name.removesuffix(after) for name in rest]
+        names = cut if all(cut) else names
+    return [name if most is None else tail(name, most=most) for name in names]
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """What all of them begin with: what the first and the last in order do."""
+    first, last = min(names), max(names)
+    return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+
+
+def tail(name: str, *, most: int, mark: str = "\N{HORIZONTAL ELLIPSIS}") -> str:
+    """The end of a name that is longer than `most` characters, behind a mark: names of layers differ at the end."""
+    return name if len(name) <= most else mark + name[len(name) - most + len(mark) :]

@@ -17,10 +17,10 @@ import yaml
 
 from probe import plugin
 from probe.commands import _parser
+from probe.gate.cases import Verdict
 from probe.gate.configuration import CalibrationSettings, Settings
 from probe.gate.golden import MOVED, SAMPLE, SKETCH
 from probe.gate.observations import FIGURES
-from probe.gate.outcomes import Verdict
 from probe.gate.tolerances import FLOAT_FACTOR, MULTIPLE, OF_VALUES, RULES
 from probe.report.gate.story import HEADINGS
 

@@ -21,7 +21,7 @@ from probe.data.sources import documents_of
 from probe.data.tokenizers import Tokenizer
 from probe.data.transformers_logs import quietly
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba import mamba_blocks, with_sites
+from probe.models.mamba import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_of, place
 from probe.models.positions import position_notes
 from probe.words import describe_error, first_few
@@ -190,8 +190,8 @@ def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
     silent = [name for name in plan.hooked() if name not in collector.ran]
     notes = []
     if silent:
-        is_mamba = not sites and any(True for _ in mamba_blocks(prepared.model))
-        inside = " Set model.sites true to see the tensors inside Mamba mixers." if is_mamba else ""
+        hidden = not sites and is_mamba(prepared.model)
+        inside = " Set model.sites true to see the tensors inside Mamba mixers." if hidden else ""
         notes.append(
             f"{len(silent)} of {len(plan.hooked())} chosen modules never ran, and are left out: {first_few(silent)}. "
             f"The model reads their weights without calling them, or does not use them.{inside}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from probe.recordings import Recording
 from probe.recordings.spelling import spelled
-from probe.words import nearest
+from probe.words import near, near_or_first
 
 #: Elements of a tensor that are mapped at a time: 128 MB of float32.
 BAND = 2**25
@@ -91,9 +91,10 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
         raise ValueError(f"{recording.folder} has mode {mode} in {formats}. Say which with --format, or {mode}-FORMAT.")
     if picked:
         return picked[0]
-    near = nearest(mode, _names(recording), count=1)
+    close = near(mode, _names(recording), count=1)
+    hint = f" Nearest: {close[0]}." if close else ""
     what = f"mode {mode!r} in format {format!r}" if found else f"mode {mode!r}"
-    raise NotRecordedError(f"{recording.folder} has no {what}. It has: {_told(recording)}. Nearest: {near[0]}.")
+    raise NotRecordedError(f"{recording.folder} has no {what}. It has: {_told(recording)}.{hint}")
 
 
 def all_sides(recording: Recording, format: str | None = None) -> list[Side]:
@@ -123,9 +124,8 @@ def pick_labels(side: Side, wanted: Sequence[str] | None) -> list[str]:
     for one in ("all",) if wanted is None else wanted:
         some = _matching(one, labels, side.layers)
         if not some:
-            near = ", ".join(nearest(one, labels))
             raise ValueError(
-                f"{one!r} is no layer of {side.name} in {side.recording.folder}. Nearest: {near}. "
+                f"{one!r} is no layer of {side.name} in {side.recording.folder}. {near_or_first(one, labels)} "
                 "Expected 0, first, last, all, layer_0 or a regular expression."
             )
         found += some

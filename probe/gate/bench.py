@@ -16,7 +16,7 @@ from probe.gate.recorded import observe_recording
 from probe.gate.sharing import shared_calibration, shared_reference
 from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba import is_mamba
 from probe.recordings import Recording, read_recording
 from probe.running.anchors import Anchors, anchored
 from probe.running.calibration import Calibration, calibrate_on
@@ -62,15 +62,14 @@ class Bench:
     @cached_property
     def recipes(self) -> tuple[Recipe, ...]:
         """The recipes of the matrix."""
-        is_mamba = any(True for _ in mamba_blocks(self.loaded.model))
-        modes = self.settings.modes or (MAMBA_MODES if is_mamba else OTHER_MODES)
-        named = [mode for mode in expand_modes(list(modes)) if mode.name != "fp32"]
+        modes = self.settings.modes or (MAMBA_MODES if is_mamba(self.loaded.model) else OTHER_MODES)
+        named = [mode for mode in expand_modes(list(modes)) if not mode.is_reference]
         if not named:
             raise ValueError(f"modes are {', '.join(modes)}: nothing is left beside the reference. Name another mode.")
         formats = self.settings.formats
         recipes = []
         for mode in named:
-            recipes += recipes_of([mode.name], None if mode.name.startswith("torchao") else formats)
+            recipes += recipes_of([mode.name], None if mode.formats else formats)
         check_recipes(self.loaded, recipes)
         return tuple(recipes)
 

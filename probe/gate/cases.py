@@ -1,11 +1,19 @@
-"""A case: one layer of one recipe on one device. `str(case)` is the pytest id and what the command line takes."""
+"""A case, one layer of one recipe on one device, and what became of it: frozen values that reports are made from."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self
+
+Verdict = Literal[
+    "missing", "obsolete", "uncovered", "not applied", "not finite", "over the limit", "drift", "changed values"
+]
+Status = Literal["passed", "failed", "skipped", "updated"]
+#: Figures of what a layer does by itself; all others include what reached it from the layers before.
+OWN = ("injected.", "corners.")
 
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """One test. The format of a float mode is empty."""
+    """One test. `str(case)` is the pytest id and what the command line takes; the format of a float mode is empty."""
 
     mode: str  # as in test ids: mode_2_1
     layer: str  # layer_0, a module's name, or logits
@@ -19,3 +27,52 @@ class Case:
     def recipe(self) -> str:
         """What is run once for all layers: mode_2_1-fp8_e4m3."""
         return "-".join(part for part in (self.mode, self.format) if part)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure beside its baseline. `direction`: worse, better, or empty where neither can be said."""
+
+    new: float | None
+    old: float | None = None
+    tolerance: float | None = None
+    moved: bool = False
+    direction: str = ""
+    reason: str = ""  # why a worse figure was accepted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case, judged. The figures are called injected.mse, propagated.correlation, logits.kl and so on."""
+
+    model: str
+    case: Case
+    status: Status
+    verdict: Verdict | None = None
+    message: str = ""  # one sentence: what is wrong
+    details: tuple[str, ...] = ()  # more of it, a line each
+    cause: str = ""  # the likely cause, if the signature of the error says one
+    figures: dict[str, Figure] = field(default_factory=dict)
+    points: dict[str, list[float]] = field(default_factory=dict)  # reference, output: the same elements of both
+    nodeid: str = ""
+    baseline_file: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON and for the way from a worker to the controller."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Self:
+        """The inverse of as_dict."""
+        parts = {
+            "case": Case(**given["case"]),
+            "details": tuple(given["details"]),
+            "figures": {name: Figure(**figure) for name, figure in given["figures"].items()},
+        }
+        return cls(**{**given, **parts})
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the layer itself has changed, not only what it was fed."""
+        moved = [name for name, figure in self.figures.items() if figure.moved]
+        return self.verdict in ("not applied", "uncovered") or any(name.startswith(OWN) for name in moved)

@@ -7,28 +7,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.diagnosis.causes import WIDTH, diagnose
-from probe.diagnosis.corners import wrong_corners
+from probe.diagnosis.causes import corner_cause, diagnose
 from probe.gate.baselines.anchors import read_anchors, remove_leftovers, write_anchors
 from probe.gate.baselines.entry import Entry
 from probe.gate.baselines.format import BaselineError, path_part
 from probe.gate.baselines.store import Store, changes
 from probe.gate.bench import Bench
-from probe.gate.cases import Case
+from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation
-from probe.gate.outcomes import Outcome
 from probe.gate.tolerances import RULES
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
-from probe.running.calibration import Calibration
 from probe.running.devices import is_recorded
 from probe.running.environment import ANCHORS, INPUT, differences, environment
-from probe.running.recipes import Recipe, apply
+from probe.running.recipes import Recipe
+from probe.running.traces import LayerTrace
 from probe.running.variations import BASE, variations
 from probe.words import LOGITS
-
-#: Figures of what a layer does by itself.
-OWN = ("injected.", "corners.")
 
 
 @dataclass(frozen=True)
@@ -155,27 +150,16 @@ class Gate:
     def _with_cause(self, bar: Bar, recipe: Recipe, device: str, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
         """The first layer that failed by itself is looked into; what follows it is told to follow."""
         failing = [one for one in outcomes.values() if one.status == "failed" and one.verdict != "missing"]
-        first = next((one for one in failing if is_own(one)), failing[0] if failing else None)
+        first = next((one for one in failing if one.is_own), failing[0] if failing else None)
         if first is None or first.case.layer == LOGITS or is_recorded(device) or first.verdict == "uncovered":
             return outcomes
         calibration = bar.bench.calibration() if recipe.format else None
         reference = bar.bench.reference()
         moved = [name for name, figure in first.figures.items() if figure.moved]
-        if moved and all(name.startswith("corners.") for name in moved):
-            cause = self._corner_cause(bar, recipe, reference.modules[first.case.layer], calibration)
-        else:
-            cause = diagnose(bar.bench.loaded.model, recipe, reference, calibration, first.case.layer)
+        trace = LayerTrace(bar.bench.loaded.model, recipe, reference, calibration, first.case.layer)
+        only_corners = bool(moved) and all(name.startswith("corners.") for name in moved)
+        cause = corner_cause(trace) if only_corners else diagnose(trace)
         return {**outcomes, first.case.layer: replace(first, cause=cause)}
-
-    def _corner_cause(self, bar: Bar, recipe: Recipe, module: str, calibration: Calibration | None) -> str:
-        twin = apply(bar.bench.loaded.model, recipe, calibration)
-        wrong = wrong_corners(twin, recipe, calibration)
-        said = [
-            f"site {name.removeprefix(f'{module}.').removeprefix('mixer.')}; {text}"
-            for name, text in wrong.items()
-            if name.startswith(f"{module}.")
-        ]
-        return f"{said[0]} (at corner values)"[:WIDTH] if said else "corner values give other results"
 
     def _renew(self, bar: Bar, recipe: Recipe, device: str) -> Judged:
         """Measure under every harmless change, and say what to store."""
@@ -198,12 +182,6 @@ class Gate:
             for layer, outcome in outcomes.items()
         }
         return Judged(updated, entries, refusals)
-
-
-def is_own(outcome: Outcome) -> bool:
-    """Whether a layer failed by its own doing, not only by what reached it."""
-    moved = [name for name, figure in outcome.figures.items() if figure.moved]
-    return outcome.verdict not in ("drift", "changed values") or any(name.startswith(OWN) for name in moved)
 
 
 @dataclass(frozen=True)

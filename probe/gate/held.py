@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 
 from probe.gate.baselines.entry import Entry
 from probe.gate.baselines.store import Store
-from probe.gate.cases import Case
+from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import ConfigurationError, Settings
 from probe.gate.observations import Observation
-from probe.gate.outcomes import Outcome
 from probe.gate.session import Dossier, Session
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from probe.diagnosis.corners import corner_answers
+from probe.gate.cases import Verdict
 from probe.gate.golden import Golden, corner_sketch
-from probe.gate.outcomes import Verdict
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
+from probe.running.corners import CornerAnswer, corner_answers
 from probe.running.coverage import rounding_bound, watching
 from probe.running.measurement import NOISE
 from probe.running.modes import find_mode
@@ -112,9 +112,9 @@ def observe(
     return found
 
 
-def _with_corners(seen: Observation, module: str, answers: dict[str, Tensor]) -> Observation:
+def _with_corners(seen: Observation, module: str, answers: dict[str, CornerAnswer]) -> Observation:
     """What the grids inside the layer make of corner values, beside what they make of the text."""
-    inside = [answer.numpy() for name, answer in answers.items() if name.startswith(f"{module}.")]
+    inside = [answer.relative.numpy() for name, answer in answers.items() if name.startswith(f"{module}.")]
     if not inside:
         return seen
     sketch, count = corner_sketch(inside)
@@ -173,7 +173,7 @@ def _not_finite(label: str, kind: str, metrics: Metrics) -> list[Flaw]:
 def _not_applied(
     label: str, recipe: Recipe, reference: Reference, metrics: Metrics, strays: dict[str, str]
 ) -> list[Flaw]:
-    if find_mode(recipe.mode).name == "fp32":
+    if find_mode(recipe.mode).is_reference:
         return []
     module = reference.modules[label]
     inside = [text for name, text in strays.items() if name.startswith(f"{module}.")]

@@ -14,10 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from probe.gate.cases import Case
+from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings, settings_of
-from probe.gate.outcomes import Outcome
-from probe.words import LOGITS, nearest
+from probe.words import LOGITS, near_or_first
 
 if TYPE_CHECKING:
     from probe.gate.baselines.entry import Entry
@@ -90,6 +89,8 @@ class Session:
         self.written: set[str] = set()  # models whose baselines were updated
         self.told: list[str] = []  # of the update, for the terminal
         self.problems: list[str] = []  # each fails the run
+        self.tellers: dict[tuple[str, str, str, bool], str] = {}  # by recipe: the case that tells its story
+        self.drawn: dict[tuple[str, str, str], int] = {}  # by recipe: how many of its cases have a picture
         self._folder = folder
         self._gate: Gate | None = None
 
@@ -303,8 +304,8 @@ def _check_limits(settings: Settings, recipes: set[str]) -> None:
     """A limit for no recipe at all would never be looked at."""
     for pattern in settings.limits:
         if not any(fnmatchcase(recipe, pattern) for recipe in recipes):
-            near = ", ".join(nearest(pattern, sorted(recipes)))
-            raise ValueError(f"[tool.probe.limits]: {pattern!r} matches no recipe of the matrix. Nearest: {near}.")
+            hint = near_or_first(pattern, sorted(recipes))
+            raise ValueError(f"[tool.probe.limits]: {pattern!r} matches no recipe of the matrix. {hint}")
 
 
 def _absent(skipped: set[Case]) -> set[str]:

@@ -1,15 +1,15 @@
 """One process computes, the others read: references and calibrations as memory-mapped files in a folder of the run."""
 
-import fcntl
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
+from probe.files.atomic import write
+from probe.files.lock import locked
 from probe.running.calibration import Calibration, load_calibration
 from probe.running.reference import Reference
 
@@ -23,7 +23,7 @@ def shared_reference(folder: Path | None, key: str, make: Callable[[], Reference
         return make()
     file, made = folder / f"{key}.safetensors", None
     try:
-        with _alone(folder / f"{key}.lock"):
+        with locked(folder / f"{key}.lock"):
             if not file.exists():
                 made = make()
                 _save(made, file)
@@ -38,7 +38,7 @@ def shared_calibration(folder: Path | None, key: str, make: Callable[[], Calibra
         return make()
     base, made = folder / key, None
     try:
-        with _alone(folder / f"{key}.lock"):
+        with locked(folder / f"{key}.lock"):
             if not base.with_name(f"{key}.json").exists():
                 made = make()
                 made.save(base)
@@ -46,14 +46,6 @@ def shared_calibration(folder: Path | None, key: str, make: Callable[[], Calibra
         return made or make()
     model = json.loads(base.with_name(f"{key}.json").read_text())["model"]
     return load_calibration(base, model=model)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Only one process is in here; the lock goes with the process that holds it, however it ends."""
-    with lock.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _save(reference: Reference, file: Path) -> None:
@@ -73,9 +65,7 @@ def _save(reference: Reference, file: Path) -> None:
         "batches": len(reference.batches),
         "ties": list(reference.ties),
     }
-    partial = file.with_suffix(".partial")
-    save_file({name: x.contiguous().clone() for name, x in tensors.items()}, partial, {"facts": json.dumps(facts)})
-    partial.replace(file)
+    write(file, save({name: x.contiguous().clone() for name, x in tensors.items()}, {"facts": json.dumps(facts)}))
 
 
 def _load(file: Path) -> Reference:

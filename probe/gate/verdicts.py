@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from probe.gate.baselines.entry import Entry, Stored
-from probe.gate.cases import Case
+from probe.gate.cases import Case, Figure, Outcome, Verdict
 from probe.gate.golden import flat, gap, parted
 from probe.gate.observations import Flaw, Observation
-from probe.gate.outcomes import Figure, Outcome, Verdict
 from probe.gate.tolerances import OF_VALUES, RULES, Rule, tolerance
 from probe.words import look_up
 

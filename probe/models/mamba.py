@@ -200,6 +200,11 @@ def mamba_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def is_mamba(model: nn.Module) -> bool:
+    """Whether the model has Mamba-1 blocks, so that the modes 0 to 3 can be applied to it."""
+    return any(True for _ in mamba_blocks(model))
+
+
 def with_sites(model: nn.Module, *, scan: str = "sequential") -> nn.Module:
     """A copy of `model` in which every Mamba mixer is a SiteMixer over the same weights."""
     if any(isinstance(module, SiteMixer) for module in model.modules()):

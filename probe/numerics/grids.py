@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from probe.formats import FORMATS, Format
+from probe.formats import FORMATS
 from probe.numerics.integers import (
     IntegerParameters,
     dequantize_integer,
@@ -69,17 +69,12 @@ class SequenceGrid:
         return fake_quantize(lines, self.format, block_size=size, tensor_scale=self.tensor_scale).reshape(x.shape)
 
 
-def is_static(fmt: Format) -> bool:
-    """Whether activations of this format need an amax from calibration."""
-    return fmt.scale in ("float32", "e4m3")
-
-
 def activation_grid(
     format: str, amax: float | None, *, rounding: str = "half_even", by_codes: bool = False
 ) -> IntegerGrid | BlockGrid:
     """The grid of an activation; `rounding` is for integers, MX and nvfp4 round half to even."""
     fmt = FORMATS[format]
-    if not is_static(fmt):
+    if not fmt.needs_calibration:
         return BlockGrid(format, by_codes=by_codes)
     if amax is None:
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from probe.gate.outcomes import Outcome
+    from probe.gate.cases import Outcome
     from probe.gate.session import Session
 
 
@@ -32,7 +32,7 @@ class Controller:
         if given is None:
             return
         from probe.gate.baselines.entry import Entry
-        from probe.gate.outcomes import Outcome
+        from probe.gate.cases import Outcome
 
         stored = given["entry"] and Entry.from_dict(given["entry"])
         self.session.take(Outcome.from_dict(given["outcome"]), stored, given["refusal"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from probe.gate.outcomes import Outcome
+from probe.gate.cases import Outcome
 from probe.plugin.taken import GateFailure, ProbeCase
 from probe.report.gate.plots import recipe_picture
 from probe.report.gate.story import case_text, one_line, story
@@ -82,10 +82,9 @@ def _attach(report: pytest.TestReport, taken: ProbeCase, outcome: Outcome) -> No
 
 def _teller(taken: ProbeCase) -> str:
     """The case of this recipe that tells its story: the first of this process to fail."""
-    tellers: dict[tuple[str, str, str, bool], str] = taken.session.__dict__.setdefault("tellers", {})
     key = (taken.settings.key, taken.case.device, taken.case.recipe, bool(taken.refusal))
     failed = taken.refusal or taken.outcome is None or taken.outcome.status == "failed"
-    return tellers.setdefault(key, str(taken.case)) if failed else str(taken.case)
+    return taken.session.tellers.setdefault(key, str(taken.case)) if failed else str(taken.case)
 
 
 def _changed(taken: ProbeCase) -> list[str]:
@@ -102,7 +101,7 @@ def _extras(taken: ProbeCase, outcome: Outcome) -> list[dict[str, Any]]:
     from pytest_html import extras
 
     found = [extras.html(figure_table(outcome))]
-    drawn: dict[tuple[str, str, str], int] = taken.session.__dict__.setdefault("drawn", {})
+    drawn = taken.session.drawn
     key = (taken.settings.key, taken.case.device, taken.case.recipe)
     failed = outcome.status == "failed"
     healthy = all(one.status != "failed" for one in taken.recipe)

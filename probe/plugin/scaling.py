@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from probe.gate.cases import Outcome
 from probe.gate.held import Judged
-from probe.gate.outcomes import Outcome
 from probe.gate.session import Session
 from probe.plugin.golden_scaling import judged
 from probe.plugin.taken import GateFailure

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from probe.gate.outcomes import Outcome
+from probe.gate.cases import Outcome
 from probe.gate.session import Asked, Session
 
 

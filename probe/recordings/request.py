@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from probe.data import text_of, token_batches
 from probe.data.tokenizers import Tokenizer
 from probe.models.loading import Loaded, fingerprint, load_model
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
 from probe.recordings.checked import RecordingError
 from probe.recordings.format import Calibrated, Layout, Manifest
@@ -116,8 +116,7 @@ def recipes_for(
                 "Name the one that it is."
             )
         return recipes
-    is_mamba = any(True for _ in mamba_blocks(subject.loaded.model))
-    fitting = defaults.modes if is_mamba or defaults.modes == ("fp_only",) else PLAIN
+    fitting = defaults.modes if is_mamba(subject.loaded.model) or defaults.modes == ("fp_only",) else PLAIN
     names = [one for name in modes or fitting for one in (ALL if name == "all" else (name,))]
     recipes = recipes_of(names, list(formats))
     check_recipes(subject.loaded, recipes)

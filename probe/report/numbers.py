@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from probe.gate.outcomes import Figure
+from probe.gate.cases import Figure
 
 #: The order in which figures matter; all others come after, worst first.
 PRIORITY = ("mse", "correlation", "distance", "moved", "max_abs")

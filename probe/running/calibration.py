@@ -15,9 +15,9 @@ from probe.data.texts import text_of
 from probe.formats import PERCENTILE
 from probe.models.linear import NEVER_CALLED, linear_key, linears
 from probe.models.loading import Loaded
-from probe.models.mamba import Site, mamba_blocks, rotated_twin, with_sites
+from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
-from probe.words import nearest
+from probe.words import near_or_first
 
 #: Sites whose scale is a quantile of |x| over all calibration data; all others take the largest |x|.
 PERCENTILE_SITES = ("conv1d.output", "scan.state")
@@ -40,8 +40,8 @@ class Calibration:
     def amax_of(self, name: str) -> float:
         """The amax of a site; a site that was never observed is an error, not a default."""
         if name not in self.amax:
-            near = ", ".join(nearest(name, self.amax))
-            raise ValueError(f"the calibration has no scale for {name}. Nearest: {near}. Calibrate this model again.")
+            hint = near_or_first(name, list(self.amax))
+            raise ValueError(f"the calibration has no scale for {name}. {hint} Calibrate this model again.")
         return self.amax[name]
 
     def save(self, path: Path | str) -> None:
@@ -114,7 +114,7 @@ def calibrate(
     observers: dict[str, Observer] = {}
     runs: list[tuple[nn.Module, dict[str, Any]]] = [(model, {})]
     with ExitStack() as hooks, torch.no_grad():
-        if any(True for _ in mamba_blocks(model)):
+        if is_mamba(model):
             plain, rotated = with_sites(model, scan="fast"), rotated_twin(model, scan="fast")
             runs = [(plain, {}), (rotated, {"use_cache": True})]  # the state leaves a block only into a cache
             for name, module in rotated.named_modules():

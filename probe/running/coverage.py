@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.formats import FORMATS
-from probe.models.linear import GridLinear
+from probe.models.linear import NEVER_CALLED, GridLinear
 from probe.models.mamba import WEIGHTS, SiteMixer
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe
@@ -103,7 +103,7 @@ def watching(twin: nn.Module, recipe: Recipe) -> Iterator[dict[str, str]]:
                     watch(f"{name}.{site}", module.site(site))
             elif isinstance(module, GridLinear):
                 _note(found, f"{name}.weight", module.weight, format)
-                if find_mode(recipe.mode).inputs and not name.endswith(".dt_proj"):
+                if find_mode(recipe.mode).inputs and not name.endswith(NEVER_CALLED):
                     watch(f"{name}.input", module.input)
         yield found
 
@@ -123,8 +123,8 @@ def rounding_bound(recipe: Recipe, change: float) -> float:
     least. One such rounding on the way through the layer gives more than this; 0.01 is a margin.
     """
     mode = find_mode(recipe.mode)
-    if mode.kind == "user" or mode.name == "fp32":
+    if mode.kind == "user" or mode.is_reference:
         return 0.0
-    bits = {torch.float16: 11, torch.bfloat16: 8}.get(mode.dtype) if recipe.format is None else None
-    p = bits if bits is not None else significant_bits(str(recipe.format))
+    of_dtype = 1 - round(math.log2(torch.finfo(mode.dtype).eps))
+    p = of_dtype if recipe.format is None else significant_bits(recipe.format)
     return 0.01 * math.ldexp(change, -2 * p) / 12

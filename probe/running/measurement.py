@@ -14,7 +14,7 @@ from probe.formats import PERCENTILE
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
 from probe.models.layers import select
 from probe.models.loading import load_model
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.modes import find_mode
@@ -98,7 +98,7 @@ def check_applied(
         for label, metrics in measured.layers.items()
         if metrics.identical or (metrics.relative_mse is not None and metrics.relative_mse < NOISE)
     ]
-    if untouched and find_mode(recipe.mode).name != "fp32":
+    if untouched and not find_mode(recipe.mode).is_reference:
         raise NotAppliedError(
             f"{recipe} was not applied to {', '.join(untouched)}: given the reference's input, the output is "
             f"that of the float layer, to the bit or to the order of sums "
@@ -127,8 +127,7 @@ def measure_all(
     recipes = recipes_of(modes, formats) if modes else []
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:  # what fits the model
-        is_mamba = any(True for _ in mamba_blocks(loaded.model))
-        recipes = recipes_of(["all"] if is_mamba else ["linear_w", "linear_wa"], formats)
+        recipes = recipes_of(["all"] if is_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
     check_recipes(loaded, recipes)
     check_positions(loaded.model, data[2], key="seqlen")
     select(loaded.model, layers, model_name=model)

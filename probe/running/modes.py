@@ -37,6 +37,10 @@ class Mode:
     dtype: torch.dtype = torch.float32
     inputs: bool = False  # of linear modes: whether inputs are on the grid too
     build: Build | None = None  # of user modes
+    library: str | None = None  # whose quantizer it is, if it is not ours
+    formats: tuple[str, ...] = ()  # the only ones that it takes; empty: all
+    is_reference: bool = False  # the float model that all others are compared with
+    is_essential: bool = False  # in the group `essential`
 
     @property
     def id(self) -> str:
@@ -60,27 +64,44 @@ def _torchao_dynamic(model: nn.Module, format: str, calibration: Calibration | N
 MODES: dict[str, Mode] = {
     m.name: m
     for m in (
-        Mode("fp32", "the reference: the float model, nothing quantized", "float"),
+        Mode(
+            "fp32", "the reference: the float model, nothing quantized", "float", is_reference=True, is_essential=True
+        ),
         Mode("fp16", "the float model in float16", "float", dtype=torch.float16),
         Mode("bf16", "the float model in bfloat16", "float", dtype=torch.bfloat16),
-        Mode("0", "baseline, all on the grid", conv_gives="codes", scan="fast"),
+        Mode("0", "baseline, all on the grid", conv_gives="codes", scan="fast", is_essential=True),
         Mode("2-0", "dequantize, then requantize", conv_gives="grid", scan_reads="again", scan="fast"),
-        Mode("2-1", "grid straight through, reference scan", conv_gives="codes"),
-        Mode("2-2", "grid values in float arithmetic", conv_gives="grid"),
+        Mode("2-1", "grid straight through, reference scan", conv_gives="codes", is_essential=True),
+        Mode("2-2", "grid values in float arithmetic", conv_gives="grid", is_essential=True),
         Mode("2-3", "unrounded conv, requantized for the scan", scan_reads="grid"),
-        Mode("2-4", "unrounded conv and unrounded scan input"),
+        Mode("2-4", "unrounded conv and unrounded scan input", is_essential=True),
         Mode("3", "hybrid: conv1d input on a dynamic scale, the rest as 2-4", conv_input="dynamic", scan="fast"),
         Mode("linear_w", "weights of every nn.Linear", "linear"),
         Mode("linear_wa", "weights and inputs of every nn.Linear", "linear", inputs=True),
-        Mode("torchao_w", "torchao's int8 weights (extra: torchao)", "user", build=_torchao_weights),
-        Mode("torchao_wa", "torchao's int8 weights and dynamic inputs", "user", build=_torchao_dynamic),
+        Mode(
+            "torchao_w",
+            "torchao's int8 weights (extra: torchao)",
+            "user",
+            build=_torchao_weights,
+            library="torchao",
+            formats=("int8",),
+        ),
+        Mode(
+            "torchao_wa",
+            "torchao's int8 weights and dynamic inputs",
+            "user",
+            build=_torchao_dynamic,
+            library="torchao",
+            formats=("int8",),
+        ),
     )
 }
+_SSM = tuple(mode.name for mode in MODES.values() if mode.kind == "ssm")
 GROUPS: dict[str, tuple[str, ...]] = {
-    "all": ("0", "2-0", "2-1", "2-2", "2-3", "2-4", "3"),
-    "essential": ("fp32", "0", "2-1", "2-2", "2-4"),
-    "quant_only": ("0", "2-0", "2-1", "2-2", "2-3", "2-4", "3"),
-    "fp_only": ("fp32",),
+    "all": _SSM,
+    "essential": tuple(mode.name for mode in MODES.values() if mode.is_essential),
+    "quant_only": _SSM,
+    "fp_only": tuple(mode.name for mode in MODES.values() if mode.is_reference),
 }
 
 
@@ -116,6 +137,7 @@ def register_mode(name: str, build: Build, *, what: str = "a user's mode") -> Mo
 
 def unregister_mode(name: str) -> None:
     """Take a user's mode out again."""
-    if find_mode(name).kind != "user" or name.startswith("torchao"):
+    mode = find_mode(name)
+    if mode.kind != "user" or mode.library:
         raise ValueError(f"mode {name!r} is built in and stays.")
     del MODES[name]

@@ -10,7 +10,7 @@ from torch import nn
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.linear import grid_linears
 from probe.models.loading import Loaded, fingerprint
-from probe.models.mamba import WEIGHTS, SiteMixer, mamba_blocks, rotated_twin, with_sites
+from probe.models.mamba import WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.running.calibration import Calibration
 from probe.running.modes import Mode, expand_modes, find_mode
@@ -40,7 +40,7 @@ class Recipe:
     @property
     def needs_calibration(self) -> bool:
         """Whether it has static scales; modes of users may look at a calibration as well."""
-        static = self.format is not None and FORMATS[self.format].scale in ("float32", "e4m3")
+        static = self.format is not None and FORMATS[self.format].needs_calibration
         return static or find_mode(self.mode).kind == "user"
 
     def __str__(self) -> str:
@@ -50,14 +50,12 @@ class Recipe:
 
 def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Recipe]:
     """The cross product: float modes once, every other mode with every format; every name is checked."""
-    chosen = list(formats) if formats else list(GATE_FORMATS)
-    for format in chosen:
+    for format in formats or ():
         look_up("format", format, FORMATS)
     recipes = []
     for mode in expand_modes(list(modes)):
         if mode.is_quantized:
-            own = ["int8"] if mode.name.startswith("torchao") and not formats else chosen
-            recipes += [Recipe(mode.name, format) for format in own]
+            recipes += [Recipe(mode.name, format) for format in formats or mode.formats or GATE_FORMATS]
         else:
             recipes.append(Recipe(mode.name))
     return list(dict.fromkeys(recipes))
@@ -65,16 +63,19 @@ def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Reci
 
 def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
     """Find what cannot work before anything is run."""
-    is_mamba = any(True for _ in mamba_blocks(loaded.model))
+    has_blocks = is_mamba(loaded.model)
     for recipe in recipes:
-        if find_mode(recipe.mode).kind == "ssm" and not is_mamba:
+        mode = find_mode(recipe.mode)
+        if mode.kind == "ssm" and not has_blocks:
             raise ValueError(
                 f"{recipe} quantizes Mamba-1 blocks and {loaded.name} has none. "
                 "Modes for other models: fp16, bf16, linear_w, linear_wa."
             )
-        if recipe.mode.startswith("torchao") and recipe.format != "int8":
+        if mode.formats and recipe.format not in mode.formats:
+            taken = ", ".join(mode.formats)
             raise ValueError(
-                f"{recipe}: torchao's modes take the format int8 only. Leave the format out, or give int8."
+                f"{recipe}: {mode.library or mode.name}'s modes take the format {taken} only. "
+                f"Leave the format out, or give {taken}."
             )
 
 
@@ -106,8 +107,7 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
 def _float_twin(model: nn.Module) -> nn.Module:
     """The float copy that every mode but the SSM ones starts from, and the reference itself: a mode that does
     nothing to it gives the very bits of the reference, and is found out."""
-    has_blocks = any(True for _ in mamba_blocks(model))
-    return with_sites(model) if has_blocks else copy.deepcopy(model).eval()
+    return with_sites(model) if is_mamba(model) else copy.deepcopy(model).eval()
 
 
 def _ssm(model: nn.Module, mode: Mode, format: str, calibration: Calibration | None) -> nn.Module:

@@ -106,12 +106,15 @@ def _equal(pairs: Tensor) -> Runs:
 
 
 def _sorted(flat: Tensor) -> Runs:
-    """Zeros are runs of their own, one for each sign, and no run holds values of both signs."""
-    kept = flat.clone()
-    ordered = kept.numpy()
-    ordered.sort()
+    """Zeros are runs of their own, one for each sign, and no run holds values of both signs.
+
+    Negative zeros are counted before the sort: numpy's AVX-512 sort takes -0 and +0 for equal and may turn one into
+    the other.
+    """
+    negative = int((flat.view(torch.int32) == -(2**31)).sum())
+    ordered = np.sort(flat.numpy())
+    kept = torch.from_numpy(ordered)
     below, above = (int(np.searchsorted(ordered, np.float32(0), side)) for side in ("left", "right"))
-    negative = int(torch.signbit(kept[below:above]).sum())
     present = [(value, count) for value, count in ((-0.0, negative), (0.0, above - below - negative)) if count]
     parts = [_cut(kept, 0, below), _cut(kept, above, len(kept))]
     parts.append(_equal(torch.tensor(present, dtype=torch.float64).reshape(-1, 2)))

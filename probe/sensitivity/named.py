@@ -7,9 +7,8 @@ from probe.data import text_of, token_batches
 from probe.formats import FORMATS, PERCENTILE
 from probe.models.layers import select
 from probe.models.loading import load_model
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
-from probe.numerics.grids import is_static
 from probe.running.calibration import calibrate_on
 from probe.running.devices import check_device, is_present, is_recorded
 from probe.running.recipes import Recipe, check_recipes
@@ -45,15 +44,14 @@ def rank_model(
         raise ValueError(f"seqlen is {data[2]}; expected at least 2, a token and the next one.")
     early = None if mode is None else Recipe(mode, format)
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    is_mamba = any(True for _ in mamba_blocks(loaded.model))
-    recipe = early or Recipe("2-1" if is_mamba else "linear_wa", format)
+    recipe = early or Recipe("2-1" if is_mamba(loaded.model) else "linear_wa", format)
     check_recipes(loaded, [recipe])
     select(loaded.model, layers, model_name=model)  # before a minute of calibration
     source, samples, seqlen, batch_size = data
     check_positions(loaded.model, seqlen, key="seqlen")
     batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
     calibration = None
-    if is_static(FORMATS[format]):
+    if FORMATS[format].needs_calibration:
         progress(0, 0, f"calibration on {calibration_data[1]} x {calibration_data[2]} tokens of {calibration_data[0]}")
         calibration = calibrate_on(loaded, *calibration_data, percentile=percentile)
     found = rank_layers(

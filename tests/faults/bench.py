@@ -7,10 +7,9 @@ from unittest import mock
 
 from probe.gate.baselines.anchors import render
 from probe.gate.baselines.store import Store
-from probe.gate.cases import Case
+from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import CalibrationSettings, Settings
 from probe.gate.engine import Gate, Update, store_update
-from probe.gate.outcomes import Outcome
 
 BASELINES = "baselines"
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import probe.diagnosis.causes  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
-import probe.running.modes
+import probe.running.recipes
+import probe.running.traces  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
 from probe.models import mamba
 from probe.models.mamba import Grid, SiteMixer
 from probe.models.scans import SCANS, Scan
@@ -60,7 +60,7 @@ Damage = Callable[[Patient], None]
 @contextmanager
 def damaged(damage: Damage, index: int) -> Iterator[None]:
     """While it lasts, every copy that a recipe makes has this damage; the float reference stays whole."""
-    real = probe.running.modes.apply
+    real = probe.running.recipes.apply
 
     def broken(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
         twin = real(model, recipe, calibration)

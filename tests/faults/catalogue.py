@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from probe.gate.outcomes import Verdict
+from probe.gate.cases import Verdict
 from tests.faults.breaking import Damage, damaged
 
 #: How the gate may tell a fault. What moves no figure but the golden values is "changed values".

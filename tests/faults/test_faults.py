@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from probe.diagnosis.causes import WIDTH
-from probe.gate.outcomes import Outcome
+from probe.gate.cases import Outcome
 from probe.gate.verdicts import strength
 from tests.faults import block_faults, grid_faults
 from tests.faults.bench import SmallGate, settings_of

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from probe.gate.cases import Case
-from probe.gate.outcomes import Figure, Outcome
+from probe.gate.cases import Case, Figure, Outcome
 from probe.words import LOGITS
 
 #: What a model or a user may call things. Nothing of it may run or break a line.

@@ -5,8 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from probe.gate.cases import Case
-from probe.gate.outcomes import Figure, Outcome
+from probe.gate.cases import Case, Figure, Outcome
 from probe.report.gate.heat import COLOURS, SHADES, cell_text, heat_html, heat_maps, shade_style
 from probe.report.gate.page import front
 from probe.report.gate.tables import figure_table, name_cell

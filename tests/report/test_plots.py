@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from probe.gate.cases import Case
-from probe.gate.outcomes import Figure, Outcome
+from probe.gate.cases import Case, Figure, Outcome
 from probe.report.gate.plots import FAILED, HEIGHT, WIDTH, recipe_picture
 from tests.report.examples import failing, logits, nasty, points, recipe
 

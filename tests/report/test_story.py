@@ -5,8 +5,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, strategies as st
 
-from probe.gate.cases import Case
-from probe.gate.outcomes import Figure, Outcome, Verdict
+from probe.gate.cases import Case, Figure, Outcome, Verdict
 from probe.report.gate.recipes import layer_names, natural, runs, short_names, totals
 from probe.report.gate.story import (
     HEADINGS,

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from probe.gate.cases import Case
-from probe.gate.outcomes import Figure, Outcome
+from probe.gate.cases import Case, Figure, Outcome
 from probe.report.gate.summary import MOST_CHARACTERS, code, harmless, markdown, summary
 from tests.report.examples import ENVIRONMENT, MODES, NASTY, OLDER, failing, gate, nasty, recipe
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import probe.numerics.grids
-import probe.running.modes
+import probe.running.recipes
 from probe.data import text_of, token_batches
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.loading import Loaded, load_model
@@ -191,7 +191,7 @@ def test_linear_modes_also_work_on_a_mamba(
 def test_a_mode_that_skips_a_layer_is_noticed_and_the_layer_named(
     loaded: Loaded, tokens: Tensor, calibration: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = probe.running.modes._ssm
+    real = probe.running.recipes._ssm
 
     def skipping(model: nn.Module, *rest: object) -> nn.Module:
         twin = real(model, *rest)
@@ -199,7 +199,7 @@ def test_a_mode_that_skips_a_layer_is_noticed_and_the_layer_named(
         twin.backbone.layers[2] = float_twin.backbone.layers[2]
         return twin
 
-    monkeypatch.setattr(probe.running.modes, "_ssm", skipping)
+    monkeypatch.setattr(probe.running.recipes, "_ssm", skipping)
     reference = run_reference(loaded.model, [tokens])
     with pytest.raises(NotAppliedError, match=r"mode_2_1-int8 was not applied to layer_2: .*\(1 of 4 layers\)"):
         check_applied(loaded.model, Recipe("2-1", "int8"), reference, calibration)

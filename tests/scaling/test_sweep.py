@@ -55,6 +55,22 @@ def test_both_implementations_agree(format: str, granularity: str, dtype: torch.
         assert_same_levels(fast, slow)
 
 
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_zeros_keep_their_signs_whatever_the_sort_does_to_them(monkeypatch: pytest.MonkeyPatch, sign: float) -> None:
+    """numpy sorts by the instructions that a machine has; with AVX-512, -0 and +0 are equal and either may come out."""
+    x = awkward()["zeros of both signs"]
+    expected = scaling_sweep(x, "fp4_e2m1", num_levels=2, implementation="reference")
+    sort = np.sort
+
+    def sort_to_one_zero(values: Any) -> Any:
+        ordered = sort(values)
+        ordered[ordered == 0] = np.copysign(np.float32(0), np.float32(sign))
+        return ordered
+
+    monkeypatch.setattr(np, "sort", sort_to_one_zero)
+    assert_same_levels(scaling_sweep(x, "fp4_e2m1", num_levels=2), expected)
+
+
 @TWINS
 @pytest.mark.parametrize("format", FORMATS_OF_THE_SPEC[:-1])
 def test_level_0_is_fake_quantize_with_one_block(format: str, implementation: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from probe.gate.outcomes import Outcome
+from probe.gate.cases import Outcome
 from probe.report.gate.recipes import Run, layer_names, natural, runs, short_names
 from probe.report.gate.tables import text_html
 from probe.report.numbers import number, ranked, short, value

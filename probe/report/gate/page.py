@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import quote
 
-from probe.gate.outcomes import Outcome
+from probe.gate.cases import Outcome
 from probe.report.gate.assets import SCRIPT, STYLE
 from probe.report.gate.heat import heat_html, heat_maps
 from probe.report.gate.recipes import Run, runs, totals

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from probe.gate.outcomes import Outcome
+from probe.gate.cases import Outcome
 from probe.report.gate.recipes import Run, short_names
 from probe.report.gate.story import tail
 from probe.report.numbers import number

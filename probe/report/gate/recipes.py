@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from probe.gate.outcomes import Outcome, Verdict
+from probe.gate.cases import Outcome, Verdict
 from probe.words import LOGITS
 
 VERDICTS: tuple[str, ...] = get_args(Verdict)
@@ -70,11 +70,6 @@ def runs(outcomes: Iterable[Outcome]) -> list[Run]:
 def natural(text: str) -> list[tuple[int, str]]:
     """A key that sorts layer_2 before layer_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
-
-
-def is_own(outcome: Outcome) -> bool:
-    """Whether the layer itself has changed, not only what it was fed."""
-    return any(figure.moved and name.startswith(("injected.", "corners.")) for name, figure in outcome.figures.items())
 
 
 def is_inherited(outcome: Outcome) -> bool:

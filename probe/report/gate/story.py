@@ -8,8 +8,8 @@ from itertools import pairwise
 from urllib.parse import quote
 
 from probe.formats import FORMATS
-from probe.gate.outcomes import Figure, Outcome
-from probe.report.gate.recipes import Run, got_worse, is_inherited, is_own
+from probe.gate.cases import Figure, Outcome
+from probe.report.gate.recipes import Run, got_worse, is_inherited
 from probe.report.numbers import change, number, ranked, tolerance
 
 MOST_LINES = 22
@@ -220,7 +220,7 @@ def _who_failed(run: Run, room: int) -> list[Row]:
     if len(order) < 2 or not failing:
         return []
     groups = {
-        "own": [outcome.case.layer for outcome in failing if is_own(outcome)],
+        "own": [outcome.case.layer for outcome in failing if outcome.is_own],
         "inherited": [outcome.case.layer for outcome in failing if is_inherited(outcome)],
     }
     if not any(groups.values()):

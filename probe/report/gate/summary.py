@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from probe.gate.outcomes import Outcome
+from probe.gate.cases import Outcome
 from probe.report.gate.heat import HeatMap, cell_text, heat_maps
-from probe.report.gate.recipes import Run, is_inherited, is_own, runs, totals
+from probe.report.gate.recipes import Run, is_inherited, runs, totals
 from probe.report.gate.story import plain, selection
 from probe.report.numbers import change, finite, ranked, tolerance
 from probe.running.environment import differences
@@ -101,7 +101,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         "first_failing_layer": failing[0].case.layer if failing else None,
         "verdict": failing[0].verdict if failing else None,
         "cause": failing[0].cause if failing else "",
-        "own": [outcome.case.layer for outcome in failing if is_own(outcome)],
+        "own": [outcome.case.layer for outcome in failing if outcome.is_own],
         "inherited": [outcome.case.layer for outcome in failing if is_inherited(outcome)],
     }
 

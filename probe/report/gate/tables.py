@@ -2,7 +2,7 @@
 
 from html import escape
 
-from probe.gate.outcomes import Figure, Outcome
+from probe.gate.cases import Figure, Outcome
 from probe.report.gate.story import heading, plain
 from probe.report.numbers import change, number, ranked, tolerance
 
