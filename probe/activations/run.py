@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from probe.activations.collecting import Collector, HeatGrid, Key, LayerOutliers
-from probe.activations.memory import keep_large_blocks_apart
 from probe.activations.plan import Plan, make_plan, weight_rows
 from probe.activations.prediction import unlike
 from probe.activations.settings import MemorySettings, Settings
@@ -119,7 +118,6 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     """One forward of every batch."""
     settings, plan, notes = prepared.settings, prepared.plan, list(prepared.loaded.notes)
     seen = settings.visualization
-    keep_large_blocks_apart()
     collector = Collector(plan, threshold=seen.outlier.threshold, heat_sample=seen.heatmap_3d.sample_idx)
     placed = place(prepared.model, prepared.room)
     if placed.note:
