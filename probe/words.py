@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -59,6 +59,22 @@ def first_few(names: Sequence[str], separator: str = ", ", *, most: int = 8) -> 
     """The first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
+
+
+def columns(rows: Sequence[Mapping[str, str]], *, left: Collection[str] = ()) -> list[str]:
+    """A header line and a line for every row, two spaces between columns: those in `left` to the left, others right."""
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+
+    def line(cells: Mapping[str, str]) -> str:
+        return "  ".join(cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items()).rstrip()
+
+    return [line({key: key for key in widths}), *map(line, rows)]
+
+
+def require_positive(name: str, value: int | None) -> None:
+    """Refuse a count below 1 with a ValueError; None, an option that was left out, is fine."""
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}; expected 1 or more.")
 
 
 def format_bytes(size: int) -> str:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from probe import plugin
-from probe.commands import _parser
+from probe.commands import parse
 from probe.gate.cases import Verdict
 from probe.gate.configuration import CalibrationSettings, Settings
 from probe.gate.golden import MOVED, SAMPLE, SKETCH
@@ -71,7 +71,7 @@ def test_every_probe_command_is_one_that_the_parser_takes() -> None:
     commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("probe ")]
     assert len(commands) >= 12
     for command in commands:
-        _parser().parse_args(command)
+        parse(command)
 
 
 def test_ci_runs_the_test_command() -> None:
