@@ -61,6 +61,12 @@ def first_few(names: Sequence[str], separator: str = ", ", *, most: int = 8) -> 
     return separator.join(names[:most]) + more
 
 
+def single_line(text: str, *, most: int = 500) -> str:
+    """One line of at most `most` printable characters, for text that comes from models and files."""
+    clean = "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))
+    return clean if len(clean) <= most else clean[: most - 3] + "..."
+
+
 def columns(rows: Sequence[Mapping[str, str]], *, left: Collection[str] = ()) -> list[str]:
     """A header line and a line for every row, two spaces between columns: those in `left` to the left, others right."""
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
