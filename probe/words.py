@@ -16,16 +16,17 @@ ALIKE = 0.5
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
-def near(name: object, names: Iterable[str], *, count: int = 3) -> list[str]:
+def near(name: object, names: Iterable[str], *, count: int = 3, alike: float = ALIKE) -> list[str]:
     """The names that somebody who wrote `name` may have meant, best first; empty if none is like it.
 
-    Names that begin with what was written come first.
+    Names that begin with what was written come first; `alike` is the difflib ratio that the others need.
     """
     wanted = str(name).lower()
     folded = {option.lower(): option for option in names} if wanted else {}
     starting = [option for option in folded if option.startswith(wanted)]
-    alike = difflib.get_close_matches(wanted, folded, n=len(folded) or 1, cutoff=ALIKE)
-    return [folded[option] for option in dict.fromkeys([*starting, *alike])][:count]
+    first = difflib.get_close_matches(wanted, starting, n=count, cutoff=0.0)
+    then = difflib.get_close_matches(wanted, folded, n=count, cutoff=alike)
+    return [folded[option] for option in dict.fromkeys([*first, *then])][:count]
 
 
 def near_or_first(name: object, names: Sequence[str], *, aliases: Iterable[str] = ()) -> str:

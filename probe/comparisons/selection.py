@@ -91,7 +91,7 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
         raise ValueError(f"{recording.folder} has mode {mode} in {formats}. Say which with --format, or {mode}-FORMAT.")
     if picked:
         return picked[0]
-    close = near(mode, _names(recording), count=1)
+    close = near(mode, (name for name in _names(recording) if name != mode), count=1)
     hint = f" Nearest: {close[0]}." if close else ""
     what = f"mode {mode!r} in format {format!r}" if found else f"mode {mode!r}"
     raise NotRecordedError(f"{recording.folder} has no {what}. It has: {_told(recording)}.{hint}")
