@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.data import fingerprint
+from probe.data import token_fingerprint
 from probe.recordings.checked import RecordingError, defect
 from probe.recordings.disk import inside, reading
 from probe.recordings.format import DTYPES, Layout, Manifest, Recorded, Stored, Tokens
@@ -116,5 +116,5 @@ def _tokens(base: Path, recipes: Iterable[Recorded], *, has_metadata: bool) -> t
         return Tokens(rows[0] * rows[1], *rows, None), (NO_TOKENS,)
     given = (ids.shape[0], ids.shape[1])
     other = f"{METADATA} has {given[0]} x {given[1]} tokens, {first.layers[0]} is {list(shape)}: padded, or another run"
-    tokens = Tokens(ids.numel(), *given, fingerprint([ids]), METADATA)
+    tokens = Tokens(ids.numel(), *given, token_fingerprint([ids]), METADATA)
     return tokens, () if given == rows else (other,)

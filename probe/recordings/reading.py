@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from probe.data import fingerprint
+from probe.data import token_fingerprint
 from probe.recordings.checked import AGAIN, RecordingError, defect
 from probe.recordings.disk import inside, reading, sha256_of
 from probe.recordings.foreign import foreign_manifest, foreign_token_ids
@@ -70,7 +70,7 @@ class Recording:
             return None
         file = self._base / tokens.file
         ids = load_token_ids(file) if tokens.file.endswith(".safetensors") else foreign_token_ids(file)
-        if ids is not None and fingerprint([ids]) != tokens.fingerprint:
+        if ids is not None and token_fingerprint([ids]) != tokens.fingerprint:
             raise defect(file, f"the tokens are not those of the manifest, {tokens.fingerprint}")
         return ids
 

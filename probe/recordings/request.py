@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from probe.data import text_of, token_batches
 from probe.data.tokenizers import Tokenizer
-from probe.models.loading import Loaded, fingerprint, load_model
+from probe.models.loading import Loaded, load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
 from probe.recordings.checked import RecordingError
@@ -101,7 +101,7 @@ def subject_of(
     own = getattr(inner, "tokenizer", None)
     name = type(inner).__name__
     tokenizer = own if isinstance(own, Tokenizer) else _NoTokenizer(name)
-    return Subject(Loaded(name, model, tokenizer, fingerprint(inner)), as_it_is)
+    return Subject(Loaded(name, model, tokenizer, weight_fingerprint(inner)), as_it_is)
 
 
 def recipes_for(

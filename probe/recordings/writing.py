@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from probe.data import fingerprint
+from probe.data import token_fingerprint
 from probe.recordings.checked import RecordingError
 from probe.recordings.disk import sha256_of, sync_all, writing
 from probe.recordings.format import (
@@ -93,7 +93,7 @@ def tokens_of(batches: Sequence[Tensor], source: str | None = None) -> Tokens:
     if any(batch.is_floating_point() or batch.is_complex() for batch in batches):
         raise RecordingError(f"batches are {batches[0].dtype}. Expected token ids, whole numbers.")
     samples, seqlen = sum(shape[0] for shape in shapes), shapes[0][1]
-    return Tokens(samples * seqlen, samples, seqlen, fingerprint(batches), TOKENS, source)
+    return Tokens(samples * seqlen, samples, seqlen, token_fingerprint(batches), TOKENS, source)
 
 
 def write_tokens(folder: Path, batches: Sequence[Tensor]) -> File:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import fingerprint, token_batches
-from probe.data.texts import text_of
+from probe.data.batches import TextSamples, token_fingerprint
+from probe.files.atomic import write
 from probe.formats import PERCENTILE
 from probe.models.linear import NEVER_CALLED, linear_key, linears
 from probe.models.loading import Loaded
@@ -46,21 +46,13 @@ class Calibration:
 
     def save(self, path: Path | str) -> None:
         """Write `path`.safetensors (the figures) and `path`.json (where they come from)."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         figures = {name: torch.tensor(value, dtype=torch.float64) for name, value in sorted(self.amax.items())}
         facts = {key: value for key, value in asdict(self).items() if key != "amax"} | {"version": VERSION}
-        writers: dict[str, Callable[[Path], Any]] = {
-            ".safetensors": lambda to: save_file(figures, to),
-            ".json": lambda to: to.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n"),
-        }
-        for suffix, write in writers.items():
-            final = path.with_name(path.name + suffix)
-            partial = final.with_name(final.name + ".partial")
-            write(partial)
-            partial.replace(final)
+        write(path.with_name(f"{path.name}.safetensors"), save(figures))
+        write(path.with_name(f"{path.name}.json"), json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
 def load_calibration(path: Path | str, *, model: str, data: str | None = None) -> Calibration:
@@ -122,11 +114,11 @@ def calibrate(
                     site = name.replace(".sites.", ".")
                     quantile = site.endswith(PERCENTILE_SITES)
                     observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
-                    hooks.callback(module.register_forward_hook(_after(observers[site])).remove)
+                    hooks.callback(module.register_forward_hook(_observe_output(observers[site])).remove)
         for name, linear in linears(runs[0][0]).items():
             if not name.endswith(NEVER_CALLED):
                 observer = observers[linear_key(name)] = MinMaxObserver()
-                hooks.callback(linear.register_forward_pre_hook(_before(observer)).remove)
+                hooks.callback(linear.register_forward_pre_hook(_observe_input(observer)).remove)
         for done, batch in enumerate(batches):
             for running, options in runs:
                 running(batch, **options)
@@ -140,29 +132,29 @@ def calibrate(
     return Calibration(amax, model_fingerprint, data_fingerprint, percentile, tokens)
 
 
-def _after(observer: Observer) -> Callable[[nn.Module, Any, Tensor], None]:
-    def observe(module: nn.Module, inputs: Any, output: Tensor) -> None:
+def _observe_output(observer: Observer) -> Callable[[nn.Module, Any, Tensor], None]:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
         observer.update(output)
 
-    return observe
+    return hook
 
 
-def _before(observer: Observer) -> Callable[[nn.Module, Any], None]:
-    def observe(module: nn.Module, inputs: Any) -> None:
+def _observe_input(observer: Observer) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, inputs: Any) -> None:
         observer.update(inputs[0])
 
-    return observe
+    return hook
 
 
 def calibrate_on(
-    loaded: Loaded, source: str, samples: int, seqlen: int, *, percentile: float = PERCENTILE, batch_size: int = 8
+    loaded: Loaded, source: str, samples: int, seqlen: int, batch_size: int = 8, *, percentile: float = PERCENTILE
 ) -> Calibration:
-    """Calibrate a model on a text."""
-    batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
+    """Calibrate a model on `samples` windows of `seqlen` tokens of a text."""
+    batches = TextSamples(source, samples, seqlen, batch_size).batches(loaded.tokenizer)
     return calibrate(
         loaded.model,
         batches,
         model_fingerprint=loaded.fingerprint,
-        data_fingerprint=fingerprint(batches),
+        data_fingerprint=token_fingerprint(batches),
         percentile=percentile,
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from probe.metrics import Comparison, LogitComparison
 from probe.models.layers import blocks_of
-from probe.models.loading import fingerprint
+from probe.models.loading import weight_fingerprint
 from probe.running.calibration import Calibration
 from probe.running.recipes import Recipe
 from probe.running.reference import logits_of
@@ -101,7 +101,7 @@ def rank_layers(
             "they cannot be exchanged."
         )
     found = Sensitivity(
-        model=fingerprint(model),
+        model=weight_fingerprint(model),
         recipe=str(recipe),
         kind=_KINDS[sites],
         tokens=sum(batch.numel() for batch in batches),
