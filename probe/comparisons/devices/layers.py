@@ -9,7 +9,7 @@ from torch import Tensor
 
 from probe.comparisons.devices.structure import CHUNK, Structure
 from probe.metrics import KEPT, Comparison, Metrics
-from probe.metrics.magnitudes import Magnitudes
+from probe.metrics.tally import Magnitudes
 
 #: Added to |a| in relative differences.
 FLOOR = 1e-8
@@ -130,7 +130,7 @@ def measure_layer(
         median_abs=metrics.p50,
         max_relative=_figure(largest) if count else None,
         mean_relative=_figure(total / count) if count else None,
-        median_relative=_figure(relative.quantiles(largest=largest)[0]) if count else None,
+        median_relative=_figure(relative.quantiles((0.5,), largest=largest)[0]) if count else None,
         within=within / a.numel(),
         cosine=metrics.cosine,
         correlation=metrics.correlation,
