@@ -1,6 +1,7 @@
 """CONTRIBUTING.md is true: its files and names exist, and a new row in a copy of probe/ is enough where it says so."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+ROWS = dict(re.findall(r"^\| (an? [^|]+?) \| (.+) \|$", PAGE, re.M))
 
 #: One row of FORMATS, and a program that uses the new format everywhere.
 FORMAT = 'Format("fp8_e3m4", 8, 3, 4, 31.0, "none", "e8m0", 32, "a format that only this test has"),'
@@ -31,6 +34,19 @@ assert probe.recommend(probe.scaling_sweep(x, fmt.name)).scale > 0
 assert main(["formats"]) == 0
 assert main(["errors", "--modes", "2-1", "--formats", fmt.name, "--samples", "1", "--seqlen", "32"]) == 0
 """
+
+
+@pytest.mark.parametrize("kind", ["a format", "a mode", "a figure", "a command"])
+def test_at_most_two_files_are_touched_for(kind: str) -> None:
+    files = set(re.findall(r"`(probe/[\w/]+(?:\.py)?)`", ROWS[kind])) - {"probe/commands"}
+    assert 1 <= len(files) <= 2
+
+
+def test_the_page_names_what_exists() -> None:
+    named = re.findall(r"`(\w+)`[^`|;]* in (?:both )?`([\w/]+\.py)`", PAGE)
+    assert len(named) >= 12
+    for name, file in named:
+        assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), f"{name} is not in {file}"
 
 
 @pytest.fixture
