@@ -28,6 +28,11 @@ class TextSamples(NamedTuple):
         return token_batches(text, tokenizer, samples=self.samples, seqlen=self.seqlen, batch_size=self.batch_size)
 
 
+#: What is measured, and what scales are taken from, unless the caller says otherwise.
+EVALUATION = TextSamples("evaluation", 8, 256)
+CALIBRATION = TextSamples("calibration", 16, 256)
+
+
 def token_batches(
     tokens_or_text: str | Sequence[int] | Tensor, tokenizer: Tokenizer, *, samples: int, seqlen: int, batch_size: int
 ) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import TextSamples
+from probe.data.batches import CALIBRATION, EVALUATION, TextSamples
 from probe.files.checked_json import finite
 from probe.formats import PERCENTILE
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
@@ -105,8 +105,8 @@ def measure_all(
     modes: Sequence[str] | None = None,
     formats: Sequence[str] | None = None,
     layers: Sequence[str | int] = ("all",),
-    data: TextSamples = TextSamples("evaluation", 8, 256),
-    calibration_data: TextSamples = TextSamples("calibration", 16, 256),
+    data: TextSamples = EVALUATION,
+    calibration_data: TextSamples = CALIBRATION,
     percentile: float = PERCENTILE,
     injected: bool = False,
     allow_download: bool = False,
