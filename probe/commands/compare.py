@@ -10,7 +10,7 @@ from probe.files.paths import check_outputs
 
 #: What the users' own scripts call the folder that they record to, and that for the figures.
 FOLDER, SAVED = "layer_outputs", "comparisons"
-#: Limits with what they are limits of; those of probe.comparisons.limits.
+#: Limits with what they are limits of; those of probe.comparisons.modes.
 LIMITS = {
     "max_mse": "the mse of a layer",
     "max_mae": "its mean |difference|",
@@ -55,8 +55,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from probe.comparisons.limits import failures
-    from probe.comparisons.modes import compare_sides
+    from probe.comparisons.modes import compare_sides, failures
     from probe.comparisons.selection import all_sides, find_reference, find_side
     from probe.recordings import read_recording
     from probe.report.modes import text

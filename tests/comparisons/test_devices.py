@@ -11,8 +11,8 @@ import torch
 
 from probe import DeviceComparison, Recipe, diff, read_recording
 from probe.commands import main
-from probe.comparisons.devices import layers as device_layers, structure as device_structure
-from probe.comparisons.devices.layers import Limits
+from probe.comparisons.devices import differences
+from probe.comparisons.devices.differences import Limits
 from probe.recordings import Recording, RecordingError
 from tests.comparisons.device_recordings import IDS, as_scripts_leave_it, network, noisy, recorded
 
@@ -56,8 +56,7 @@ def oracle(a: np.ndarray, b: np.ndarray, rtol: float, atol: float) -> dict[str, 
 def test_the_figures_of_every_layer_are_numpys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: bool, chunk: int
 ) -> None:
-    monkeypatch.setattr(device_layers, "CHUNK", chunk)
-    monkeypatch.setattr(device_structure, "CHUNK", chunk)
+    monkeypatch.setattr(differences, "CHUNK", chunk)
     x, y = network(), noisy(network(), 1e-3)
     x["layer_1.output"][0, 0, 0] = 0.0
     if odd:
@@ -128,7 +127,7 @@ def test_other_tokens_are_a_mismatched_capture_and_nothing_is_compared(tmp_path:
     found = diff(a, recorded(tmp_path / "b", network(), ids=other))
     said = f"2 of 24 token ids differ, the first in sample 1 at position 5: {int(IDS[1, 5])} on A, 7 on B"
     assert (found.verdict.kind, found.verdict.sure, found.layers) == ("mismatched capture", "certain", ())
-    assert found.inputs.said == said
+    assert found.inputs.reason == said
     assert said in found.verdict.evidence
     assert not found.passed
 
@@ -138,7 +137,7 @@ def test_the_same_samples_in_another_order_are_told_so(tmp_path: Path, a: Record
     tensors = {name: x[order] for name, x in network().items()}
     found = diff(a, recorded(tmp_path / "b", tensors, ids=IDS[order]))
     assert found.verdict.kind == "mismatched capture"
-    assert found.inputs.said.endswith("; the samples are the same ones in another order")
+    assert found.inputs.reason.endswith("; the samples are the same ones in another order")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_another_number_of_samples_or_tokens_is_never_cropped(
 ) -> None:
     tensors = {name: x[cut].clone() for name, x in network().items()}
     found = diff(a, recorded(tmp_path / "b", tensors, ids=IDS[cut].clone()))
-    assert (found.verdict.kind, found.inputs.said, found.layers) == ("mismatched capture", said, ())
+    assert (found.verdict.kind, found.inputs.reason, found.layers) == ("mismatched capture", said, ())
 
 
 def test_without_ids_the_fingerprints_are_compared(tmp_path: Path, a: Recording) -> None:
@@ -163,13 +162,13 @@ def test_without_ids_the_fingerprints_are_compared(tmp_path: Path, a: Recording)
 
     b = recorded(tmp_path / "b", network())
     prints = a.manifest.tokens.fingerprint
-    assert diff(forget(a, prints), b).inputs.said == f"the fingerprints of the token ids agree: {prints}"
+    assert diff(forget(a, prints), b).inputs.reason == f"the fingerprints of the token ids agree: {prints}"
     found = diff(forget(a, "other"), b)
-    assert found.inputs.said == f"the fingerprints of the token ids differ: other on A, {prints} on B"
+    assert found.inputs.reason == f"the fingerprints of the token ids differ: other on A, {prints} on B"
     assert found.verdict.kind == "mismatched capture"
     unknown = diff(forget(a, None), b)
     assert unknown.inputs.status == "unknown"
-    assert unknown.inputs.said == "A did not keep the token ids: whether inputs agree is not known"
+    assert unknown.inputs.reason == "A did not keep the token ids: whether inputs agree is not known"
     assert unknown.verdict.kind == "identical"
 
 

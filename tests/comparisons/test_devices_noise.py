@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from probe.comparisons.devices import structure as device_structure
-from probe.comparisons.devices.capture import other_prompt, renamed, sample_order, token_shift
+from probe.comparisons.devices import differences
+from probe.comparisons.devices.differences import measure_structure
+from probe.comparisons.devices.examination import other_prompt, sample_order, token_shift
 from probe.comparisons.devices.noise import GAIN, ROUNDINGS, SUMS, UNITS, floor_of, own_error_of, unit_of
-from probe.comparisons.devices.patterns import is_unstructured, recognise
-from probe.comparisons.devices.rows import Look, look
-from probe.comparisons.devices.structure import measure_structure
+from probe.comparisons.devices.patterns import SampledRows, recognise, sample_tensor
 
 Array = np.ndarray
 
@@ -24,13 +23,13 @@ def stream(seed: int = 0, samples: int = 4, tokens: int = 32, width: int = 48) -
     return draw.normal(0, 1, (samples, tokens, width)) * sizes, draw.normal(0, 0.4, (samples, tokens, width))
 
 
-def seen(given: Array, adds: Array, other: Array, *, residual: bool = True, unit: float = 2.0**-24) -> Look:
+def seen(given: Array, adds: Array, other: Array, *, residual: bool = True, unit: float = 2.0**-24) -> SampledRows:
     """A look at a layer that adds `adds` on A and `other` on B."""
     g, a, b = (torch.from_numpy(np.float32(x)) for x in (given, given + adds, given + other))
     if not residual:
         a, b = torch.from_numpy(np.float32(adds)), torch.from_numpy(np.float32(other))
     structure = measure_structure(a, b, (g, g) if residual else None)
-    return look("layer_1.output", a, b, (g, g), residual=residual, unit=unit, structure=structure)
+    return sample_tensor(a, b, (g, g), residual=residual, unit=unit, structure=structure)
 
 
 # -------------------------------------------------------------------------------------------------- structure
@@ -39,7 +38,7 @@ def seen(given: Array, adds: Array, other: Array, *, residual: bool = True, unit
 @pytest.mark.parametrize("chunk", [2**18, 100])
 @pytest.mark.parametrize("residual", [True, False])
 def test_the_sums_are_those_of_a_plain_computation(monkeypatch: pytest.MonkeyPatch, chunk: int, residual: bool) -> None:
-    monkeypatch.setattr(device_structure, "CHUNK", chunk)
+    monkeypatch.setattr(differences, "CHUNK", chunk)
     draw = np.random.default_rng(3)
     a, b, pa, pb = (draw.normal(0, 1, (3, 5, 8)) for _ in range(4))
     a[1, 2, 3] = np.nan
@@ -201,14 +200,14 @@ def test_what_is_finite_on_one_side_only_is_explained(on_a: float, on_b: float, 
 def test_noise_is_recognised_as_nothing() -> None:
     given, adds = stream()
     noise = seen(given, adds, adds * (1 + 1e-6 * np.random.default_rng(1).normal(0, 1, adds.shape)))
-    assert is_unstructured(noise)
+    assert noise.structure.is_unstructured
     assert recognise(noise) == ""
 
 
 @pytest.mark.parametrize("fault", [_per_channel, _one_channel, lambda g, x: 1.01 * x, lambda g, x: x + 0.01])
 def test_what_has_structure_is_no_noise(fault: Callable[[Array, Array], Array]) -> None:
     given, adds = stream()
-    assert not is_unstructured(seen(given, adds, fault(given, adds)))
+    assert not seen(given, adds, fault(given, adds)).structure.is_unstructured
 
 
 # ---------------------------------------------------------------------------------------------------- capture
@@ -237,9 +236,11 @@ def test_shifted_tokens_are_found(shift: int) -> None:
 def test_a_layer_under_another_name_is_found() -> None:
     draw = np.random.default_rng(0)
     layers = {f"layer_{i}.output": draw.normal(0, 1, (16, 8)) for i in range(3)}
-    assert renamed("layer_1.output", layers["layer_0.output"] * (1 + 1e-7), layers, noise=1e-5) == "layer_0.output"
-    assert renamed("layer_1.output", layers["layer_1.output"] * 1.1, layers, noise=1e-5) == ""
-    assert renamed("layer_1.output", layers["layer_0.output"] * 1.1, layers, noise=1e-5) == ""
+    assert (
+        same_elsewhere("layer_1.output", layers["layer_0.output"] * (1 + 1e-7), layers, noise=1e-5) == "layer_0.output"
+    )
+    assert same_elsewhere("layer_1.output", layers["layer_1.output"] * 1.1, layers, noise=1e-5) == ""
+    assert same_elsewhere("layer_1.output", layers["layer_0.output"] * 1.1, layers, noise=1e-5) == ""
 
 
 def test_another_text_is_told_from_a_fault() -> None:
