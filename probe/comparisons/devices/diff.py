@@ -188,14 +188,13 @@ def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
     """The tensors that `layers` asks for."""
     if pattern is None:
         return list(names)
-    none = f"layers {pattern!r} matches none of {', '.join(map(label_of, names))}"
-    expected = "Give a glob such as 'layer_*', or a regular expression."
+    none = f"matches none of {', '.join(map(label_of, names))}. Give a glob such as 'layer_*', or a regular expression."
     try:
         found = match_names(pattern, names, globs=True)
     except ValueError as problem:
-        raise ValueError(f"{none}, and {str(problem).rstrip('.')}. {expected}") from None
+        raise ValueError(f"{problem} As a glob it {none}") from None
     if not found:
-        raise ValueError(f"{none}. {expected}")
+        raise ValueError(f"layers {pattern!r} {none}")
     return found
 
 
