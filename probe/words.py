@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,16 +16,17 @@ ALIKE = 0.5
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
-def near(name: object, names: Iterable[str], *, count: int = 3) -> list[str]:
+def near(name: object, names: Iterable[str], *, count: int = 3, alike: float = ALIKE) -> list[str]:
     """The names that somebody who wrote `name` may have meant, best first; empty if none is like it.
 
-    Names that begin with what was written come first.
+    Names that begin with what was written come first; `alike` is the difflib ratio that the others need.
     """
     wanted = str(name).lower()
     folded = {option.lower(): option for option in names} if wanted else {}
     starting = [option for option in folded if option.startswith(wanted)]
-    alike = difflib.get_close_matches(wanted, folded, n=len(folded) or 1, cutoff=ALIKE)
-    return [folded[option] for option in dict.fromkeys([*starting, *alike])][:count]
+    first = difflib.get_close_matches(wanted, starting, n=count, cutoff=0.0)
+    then = difflib.get_close_matches(wanted, folded, n=count, cutoff=alike)
+    return [folded[option] for option in dict.fromkeys([*first, *then])][:count]
 
 
 def near_or_first(name: object, names: Sequence[str], *, aliases: Iterable[str] = ()) -> str:
@@ -61,12 +62,39 @@ def first_few(names: Sequence[str], separator: str = ", ", *, most: int = 8) -> 
     return separator.join(names[:most]) + more
 
 
+def single_line(text: str, *, most: int = 500) -> str:
+    """One line of at most `most` printable characters, for text that comes from models and files."""
+    clean = "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))
+    return clean if len(clean) <= most else clean[: most - 3] + "..."
+
+
+def columns(rows: Sequence[Mapping[str, str]], *, left: Collection[str] = ()) -> list[str]:
+    """A header line and a line for every row, two spaces between columns: those in `left` to the left, others right."""
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+
+    def line(cells: Mapping[str, str]) -> str:
+        return "  ".join(cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items()).rstrip()
+
+    return [line({key: key for key in widths}), *map(line, rows)]
+
+
+def require_positive(name: str, value: int | None) -> None:
+    """Refuse a count below 1 with a ValueError; None, an option that was left out, is fine."""
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}; expected 1 or more.")
+
+
 def format_bytes(size: int) -> str:
     """1.2 GB."""
     number, unit = float(size), 0
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
     return f"{number:.3g} {_UNITS[unit]}"
+
+
+def printable(text: str) -> str:
+    """The text with every character that a terminal might obey spelled out."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def natural_key(text: str) -> list[tuple[str, int]]:

@@ -9,15 +9,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from probe.activations.bands import ChannelBands
-from probe.activations.collecting import Collector, Key
-from probe.activations.heat import HeatGrid
-from probe.activations.memory import keep_large_blocks_apart
-from probe.activations.outliers import LayerOutliers
+from probe.activations.collecting import Collector, HeatGrid, Key, LayerOutliers
 from probe.activations.plan import Plan, make_plan, weight_rows
 from probe.activations.prediction import unlike
 from probe.activations.settings import MemorySettings, Settings
-from probe.activations.statistics import LayerStatistics, measure
+from probe.activations.statistics import ChannelBands, LayerStatistics, measure
 from probe.data.batches import fingerprint
 from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
@@ -122,7 +118,6 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     """One forward of every batch."""
     settings, plan, notes = prepared.settings, prepared.plan, list(prepared.loaded.notes)
     seen = settings.visualization
-    keep_large_blocks_apart()
     collector = Collector(plan, threshold=seen.outlier.threshold, heat_sample=seen.heatmap_3d.sample_idx)
     placed = place(prepared.model, prepared.room)
     if placed.note:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from probe.recordings import Recording, read_recording
-from probe.recordings.spelling import spelled
+from probe.recordings.script_formats import script_name
 from probe.words import near, near_or_first
 
 #: Elements of a tensor that are mapped at a time: 128 MB of float32.
@@ -38,12 +38,12 @@ class Side:
     @property
     def name(self) -> str:
         """As the users' scripts call it: 2-1, 2-1-fp8_e4m3, fp32."""
-        return spelled(self.mode, self.format)
+        return script_name(self.mode, self.format)
 
     @property
     def mode(self) -> str:
         """2-1."""
-        return spelled(self.recording.manifest.recipes[self.recipe].mode, None)
+        return script_name(self.recording.manifest.recipes[self.recipe].mode, None)
 
     @property
     def format(self) -> str | None:
@@ -116,7 +116,7 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
         raise ValueError(f"{recording.folder} has mode {mode} in {formats}. Say which with --format, or {mode}-FORMAT.")
     if picked:
         return picked[0]
-    close = near(mode, [side.name for side in sides], count=1)
+    close = near(mode, (side.name for side in sides if side.name != mode), count=1)
     hint = f" Nearest: {close[0]}." if close else ""
     what = f"mode {mode!r} in format {format!r}" if found else f"mode {mode!r}"
     raise NotRecordedError(f"{recording.folder} has no {what}. It has: {_names(recording)}.{hint}")

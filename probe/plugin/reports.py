@@ -11,9 +11,9 @@ import pytest
 
 from probe.gate.cases import Outcome
 from probe.plugin.taken import GateFailure, ProbeCase
+from probe.report.gate.page import figure_table
 from probe.report.gate.plots import recipe_picture
 from probe.report.gate.story import case_text, one_line, story
-from probe.report.gate.tables import figure_table
 from probe.running.environment import comparable, differences, environment
 
 #: How many failing layers of one recipe carry a picture of their own.

@@ -23,7 +23,7 @@ from torch import Tensor
 from probe.comparisons.selection import label_of
 from probe.files.checked_json import finite
 from probe.metrics import KEPT, Comparison, Metrics
-from probe.metrics.magnitudes import Magnitudes
+from probe.metrics.tally import Magnitudes
 
 Array = npt.NDArray[np.float64]
 
@@ -336,7 +336,7 @@ def measure_difference(
         median_abs=metrics.p50,
         max_relative=finite(largest) if count else None,
         mean_relative=finite(total / count) if count else None,
-        median_relative=finite(relative.quantiles(largest=largest)[0]) if count else None,
+        median_relative=finite(relative.quantiles((0.5,), largest=largest)[0]) if count else None,
         within=within / a.numel(),
         cosine=metrics.cosine,
         correlation=metrics.correlation,

@@ -18,9 +18,9 @@ from probe.report.figure import (
     panels,
     png,
     say,
+    shown_name,
     style,
 )  # fmt: skip
-from probe.report.gate.story import tail
 from probe.report.ticks import plain_log_bar
 
 _DASHED = (0, (4, 2))
@@ -63,7 +63,7 @@ def value_picture(found: DeviceComparison, a: Side, b: Side, label: str) -> byte
     pairs = sample_pairs(label, b, a)
     with style():
         figure, (left, middle, right) = panels(3, height=3.6, across=3)
-        left.set_title(f"B - A of {tail(label, most=28)}")
+        left.set_title(f"B - A of {shown_name(label, most=28)}")
         middle.set_title("B against A")
         right.set_title("mean |B - A| by token and channel")
         if not len(pairs.output):
