@@ -38,8 +38,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -69,14 +69,10 @@ class RecordingError(ValueError):
     """A recording that cannot be read or written, or that is of something else than it is compared with."""
 
 
-def reading(file: Path) -> AbstractContextManager[None]:
-    """A defect of `file` in the block, or a refusal of the system to read it, is a RecordingError."""
-    return defects.reading(file, RecordingError, remedy=AGAIN)
-
-
-def writing(path: Path) -> AbstractContextManager[None]:
-    """A full disk or a folder without permission is a RecordingError."""
-    return atomic.writing(path, RecordingError)
+#: Around code that reads a file: a defect of it, or a refusal of the system, is a RecordingError.
+reading = partial(defects.reading, error=RecordingError, remedy=AGAIN)
+#: Around code that writes: a full disk, or a folder without permission, is a RecordingError.
+writing = partial(atomic.writing, error=RecordingError)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from probe.files.atomic import link_or_copy, write
 from probe.files.defects import DefectError, parsing
 from probe.files.paths import file_inside
 from probe.files.tensors import Kind, kind_of, load_plain, npz_writer, tensors_in, write_npy, write_pt
+from probe.recordings import script_formats as scripts
 from probe.recordings.manifest import (
     DTYPES,
     FILE_NAME,
@@ -30,25 +31,7 @@ from probe.recordings.manifest import (
     Tokens,
     reading,
 )
-from probe.recordings.script_formats import (
-    METADATA,
-    NPY_FILE,
-    NPZ,
-    NPZ_KEY,
-    PT_FILE,
-    Figures,
-    ScriptFacts,
-    figures_of,
-    npy_file,
-    npy_statistics,
-    npz_key,
-    npz_statistics,
-    pt_file,
-    pt_metadata,
-    recipe_named,
-    script_name,
-    tensor_named,
-)
+from probe.recordings.script_formats import METADATA, NPZ, Figures, ScriptFacts, figures_of, script_name
 
 if TYPE_CHECKING:
     from probe.recordings.reading import Recording
@@ -70,10 +53,10 @@ def manifest_of_scripts(folder: Path) -> tuple[Manifest, tuple[str, ...]] | None
         names = [folder.name] if folder.is_file() else sorted(path.name for path in folder.iterdir())
     base = folder.parent if folder.is_file() else folder
     layout: Layout
-    if any(PT_FILE.fullmatch(name) for name in names):
-        layout, found = "pt", _files(base, names, PT_FILE)
-    elif any(NPY_FILE.fullmatch(name) for name in names):
-        layout, found = "npy", _files(base, names, NPY_FILE)
+    if any(scripts.PT_FILE.fullmatch(name) for name in names):
+        layout, found = "pt", _files(base, names, scripts.PT_FILE)
+    elif any(scripts.NPY_FILE.fullmatch(name) for name in names):
+        layout, found = "npy", _files(base, names, scripts.NPY_FILE)
     elif archives := [name for name in names if name.endswith(".npz")]:
         layout, found = "npz", _archive(base, NPZ if NPZ in archives else _only(folder, archives))
     else:
@@ -107,8 +90,8 @@ def _files(base: Path, names: Iterable[str], pattern: re.Pattern[str]) -> Found:
                 if None not in kinds:
                     raise DefectError("is not a tensor but a dict of tensors")
                 mode = match.groupdict().get("mode")
-                recipe = (UNKNOWN, None) if mode is None else recipe_named(mode)
-                _add(found, recipe, tensor_named(match), kinds[None], name, None)
+                recipe = (UNKNOWN, None) if mode is None else scripts.recipe_named(mode)
+                _add(found, recipe, scripts.tensor_named(match), kinds[None], name, None)
     return found
 
 
@@ -116,10 +99,10 @@ def _archive(base: Path, name: str) -> Found:
     found: Found = {}
     with reading(base / name):
         for key, kind in tensors_in(file_inside(base, name)).items():
-            match = NPZ_KEY.fullmatch(str(key))
+            match = scripts.NPZ_KEY.fullmatch(str(key))
             if not match:
                 raise DefectError(f"the key {key} is not as in mode_2-1_output, mode_2-1_layer_0_input")
-            _add(found, recipe_named(match["mode"]), tensor_named(match), kind, name, key)
+            _add(found, scripts.recipe_named(match["mode"]), scripts.tensor_named(match), kind, name, key)
     return found
 
 
@@ -217,7 +200,7 @@ def _place_safetensors(export: Export) -> Places:
 def _place_npy(export: Export) -> Places:
     places: Places = {}
     for recipe, recorded, name, tensor in export.tensors():
-        file = _free(npy_file(script_name(recorded.mode, recorded.format), name, recorded.layers), places)
+        file = _free(scripts.npy_file(script_name(recorded.mode, recorded.format), name, recorded.layers), places)
         places[recipe, name] = (file, None)
         write_npy(export.folder / file, tensor)
     return places
@@ -234,7 +217,7 @@ def _place_npz(export: Export) -> Places:
                 if one.file == file:
                     add(str(one.key), export.kept.tensor(recipe, name))
         for recipe, recorded, name, tensor in export.tensors():
-            key = npz_key(script_name(recorded.mode, recorded.format), name, recorded.layers)
+            key = scripts.npz_key(script_name(recorded.mode, recorded.format), name, recorded.layers)
             if key in {other for _, other in places.values()}:
                 raise RecordingError(f"{name} would be a second {key} in {file}. Choose other layers.")
             places[recipe, name] = (file, key)
@@ -248,7 +231,7 @@ def _place_pt(export: Export) -> Places:
     alone = len(export.recipes) == 1 and not export.staying
     for recipe, recorded, name, tensor in export.tensors():
         base = "" if alone else f"mode_{script_name(recorded.mode, recorded.format)}/"
-        file = _free(f"{base}{pt_file(name, recorded.layers)}", places)
+        file = _free(f"{base}{scripts.pt_file(name, recorded.layers)}", places)
         places[recipe, name] = (file, None)
         (export.folder / file).parent.mkdir(exist_ok=True)
         write_pt(export.folder / file, tensor)
@@ -258,7 +241,7 @@ def _place_pt(export: Export) -> Places:
 def _npy_files(export: Export, built: "Recording", figures: AllFigures) -> list[str]:
     made = []
     for recipe, by_name in figures.items():
-        statistics = npy_statistics(built.manifest, recipe, by_name)
+        statistics = scripts.npy_statistics(built.manifest, recipe, by_name)
         made.append(f"mode_{statistics['mode']}_stats.json")
         write(export.folder / made[-1], _json(statistics))
     return made
@@ -271,7 +254,7 @@ def _npz_files(export: Export, built: "Recording", figures: AllFigures) -> list[
         for recipe in built.recipes
     }
     made = f"{export.facts.output_file.removesuffix('.npz')}_stats.json"
-    write(export.folder / made, _json(npz_statistics(built.manifest, everything, export.facts.pretrained_dir)))
+    write(export.folder / made, _json(scripts.npz_statistics(built.manifest, everything, export.facts.pretrained_dir)))
     return [made]
 
 
@@ -282,7 +265,7 @@ def _pt_files(export: Export, built: "Recording", figures: AllFigures) -> list[s
         recorded = built.manifest.recipes[recipe]
         base = next(iter(recorded.tensors.values())).file.rpartition("/")[0]
         made.append(f"{base}/{METADATA}" if base else METADATA)
-        write_pt(export.folder / made[-1], pt_metadata(recorded.layers, by_name, ids, export.facts))
+        write_pt(export.folder / made[-1], scripts.pt_metadata(recorded.layers, by_name, ids, export.facts))
     return made
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.files.atomic import link_or_copy, link_tree, move, replace_folder, sync_tree, write
+from probe.files.atomic import link_or_copy, link_tree, make_folder, move, replace_folder, sync_tree, write
 from probe.files.lock import locked
 from probe.recordings.manifest import (
     MANIFEST,
@@ -167,10 +167,13 @@ def partial_recording(out: Path, begun: Manifest, *, restart: bool) -> Iterator[
     If the block fails, whole recipes are kept; a folder without one is removed.
     """
     folder = out.with_name(PARTIAL.format(out.name))
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(exist_ok=True)
-    with _alone(folder):
+    with ExitStack() as lock:
+        with writing(folder):
+            make_folder(folder)
+            try:
+                lock.enter_context(locked(folder, wait=False))
+            except BlockingIOError:
+                raise RecordingError(f"{folder} is being written by another process. Wait for it, or end it.") from None
         partial = PartialRecording(folder, begun)
         is_interrupted = os.path.lexists(folder / MANIFEST)
         if not is_interrupted and any(folder.iterdir()):
@@ -189,18 +192,6 @@ def partial_recording(out: Path, begun: Manifest, *, restart: bool) -> Iterator[
             if not partial.manifest.recipes:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time."""
-    with ExitStack() as lock:
-        with writing(folder):
-            try:
-                lock.enter_context(locked(folder, wait=False))
-            except BlockingIOError:
-                raise RecordingError(f"{folder} is being written by another process. Wait for it, or end it.") from None
-        yield
 
 
 def _continued(folder: Path, asked: Mapping[str, str]) -> Manifest:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class RecordRequest:
     calib_data_num: int = 16
     calib_seqlen: int = 256
     percentile: float = PERCENTILE
-    layout: str = "safetensors"
+    layout: Layout = "safetensors"
     output_file: str | None = None
     """The archive of the layout npz."""
     overwrite: bool = False
@@ -119,14 +119,9 @@ class RecordRequest:
         return Path(os.path.realpath(self.out))
 
     @property
-    def chosen_layout(self) -> Layout:
-        """`layout`, which was checked."""
-        return cast(Layout, self.layout)
-
-    @property
     def defaults(self) -> LayoutDefaults:
         """What the layout records unless the request says otherwise."""
-        return DEFAULTS[self.chosen_layout]
+        return DEFAULTS[self.layout]
 
     @property
     def chosen_layers(self) -> tuple[str | int, ...]:
