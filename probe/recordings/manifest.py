@@ -195,17 +195,15 @@ def data_flow_order(names: Iterable[str], layers: Iterable[str]) -> tuple[str, .
     """Names of tensors in the order of the data flow: embedding, layer by layer, final norm, logits."""
     labels = {label: place for place, label in enumerate(layers)}
 
-    def key(name: str) -> tuple[int, int, int, str]:
-        label, _, kind = name.rpartition(".")
+    def key(name: str) -> tuple[int, int, str]:
+        label, _, side = name.rpartition(".")
         layer, _, part = label.rpartition(".")
-        place = {"embedding": -1, "final_norm": len(labels) + 1}.get(label, len(labels))
-        inside = 0
         if label in labels:
-            place, inside = labels[label], 0 if kind == "input" else 9
-        elif layer in labels and part in PARTS:
-            inside = {"conv1d": 1, "scan": 2, "mixer": 4}[part] + (kind == "output" and part == "scan")
-            place = labels[layer]
-        return (len(labels) + 2 if name == LOGITS else place, inside, 0, name)
+            return labels[label], 0 if side == "input" else 9, name
+        if layer in labels and part in PARTS:
+            return labels[layer], {"conv1d": 1, "scan": 2, "mixer": 4}[part] + (name.endswith("scan.output")), name
+        ends = {"embedding": -1, "final_norm": len(labels) + 1, "": len(labels) + 2}  # the logits have no label
+        return ends.get(label, len(labels)), 0, name
 
     return tuple(sorted(names, key=key))
 

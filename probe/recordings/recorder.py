@@ -39,13 +39,11 @@ from probe.recordings.request import (
     ModelToRun,
     RecordRequest,
     batches_for,
-    config_of,
     device_name,
     model_to_run,
     recipes_for,
-    texts_of,
+    script_facts,
 )
-from probe.recordings.script_formats import ScriptFacts
 from probe.recordings.stream import TensorStream
 from probe.recordings.taps import TapPoints, is_compiled
 from probe.running.calibration import Calibration, calibrate_on
@@ -115,16 +113,9 @@ def record(
     recipes = recipes_for(request, model)
     batches = batches_for(request, model)
     keys = tuple(map(str, recipes))
-    begun = Manifest(
-        model.loaded.name,
-        model.loaded.fingerprint,
-        device,
-        _tokens_of(batches, request.source),
-        {},
-        environment(),
-        unfinished=UnfinishedWork({}, keys),
-    )
-    existing = publishing.existing_recording(folder, begun, layout, overwrite=request.overwrite)
+    tokens, weights = _tokens_of(batches, request.source), model.loaded.fingerprint
+    begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
+    existing = publishing.existing_recording(folder, begun, keys, layout, overwrite=request.overwrite)
     asked = publishing.shared_facts(begun, layout) | _asked(request, model, batches, keys)
     begun = replace(begun, unfinished=UnfinishedWork(asked, keys))
     with publishing.partial_recording(folder, begun, restart=request.restart) as partial:
@@ -135,9 +126,7 @@ def record(
             partial.save()
         run = _Run(request, model, tuple(batches), existing, partial, progress)
         _record_missing(run, [recipe for recipe in recipes if str(recipe) in partial.missing])
-        text, config = texts_of(request, model, batches), config_of(taps.unwrapped(model.loaded.model))
-        facts = ScriptFacts(text, config, request.pretrained_dir, request.archive)
-        return publishing.publish(folder, partial, existing, facts, layout)
+        return publishing.publish(folder, partial, existing, script_facts(request, model, batches), layout)
 
 
 def _asked(
@@ -161,13 +150,8 @@ def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
     for index, recipe in enumerate(recipes):
         if calibration is None and recipe.needs_calibration and not run.model.runs_as_is:
             run.progress.line(f"[calibration] {request.calibration}")
-            calibration = calibrate_on(
-                loaded,
-                request.calib_data,
-                request.calib_data_num,
-                request.calib_seqlen,
-                percentile=request.percentile,
-            )
+            sizes = (request.calib_data_num, request.calib_seqlen)
+            calibration = calibrate_on(loaded, request.calib_data, *sizes, percentile=request.percentile)
         used = calibration if recipe.needs_calibration else None
         twin = loaded.model
         if not run.model.runs_as_is:
@@ -198,7 +182,8 @@ def _record_recipe(
             twin = taps.record_outputs(twin, request.chosen_layers, taps=request.chosen_taps)
         if request.compile and not is_compiled(twin):
             twin = cast(nn.Module, torch.compile(twin))
-        stray = taps.run_tapped(twin, recipe, points, run.batches, consume)
+        run_model = taps.run_hooked if taps.points_returned(twin) is None else taps.run_returning
+        stray = run_model(twin, recipe, points, run.batches, consume)
         if stray:
             raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
         recorded, stored = _finished(recipe, stream, points.layers)

@@ -180,21 +180,13 @@ def points_returned(model: nn.Module) -> TapPoints | None:
 
 
 @torch.no_grad()
-def run_tapped(
+def run_hooked(
     model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
 ) -> dict[str, str]:
     """Run all batches and hand each tensor to `consumer` as it appears; returns what is not on the recipe's grid.
 
-    A module that never ran is an UncoveredError.
+    No more than one tensor is ever held beside the forward. A module that never ran is an UncoveredError.
     """
-    run = _run_hooked if points_returned(model) is None else _run_returning
-    return run(model, recipe, points, batches, consumer)
-
-
-def _run_hooked(
-    model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
-) -> dict[str, str]:
-    """No more than one tensor is ever held beside the forward."""
     wanted: dict[str, list[str]] = {}
     for name, (module, side) in points.sources.items():
         wanted.setdefault(f"{module}.{side}", []).append(name)
@@ -233,10 +225,11 @@ def _renamed(selected: dict[str, str], wanted: dict[str, list[str]], consumer: C
     return consume
 
 
-def _run_returning(
+@torch.no_grad()
+def run_returning(
     model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
 ) -> dict[str, str]:
-    """Sites are part of the graph here: only the weights are checked against the grid."""
+    """The same for a model of record_outputs. Sites are part of its graph: only weights are checked on the grid."""
     with watching(unwrapped(model), recipe) as stray:
         pass
     device = _device_of(model)
