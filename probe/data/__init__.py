@@ -6,7 +6,7 @@ samples   documents -> samples of at most `seq_len` tokens, chosen with a seed
 batches   windows of running text -> batches, and the fingerprint of batches
 """
 
-from probe.data.batches import fingerprint, token_batches
+from probe.data.batches import token_batches, token_fingerprint
 from probe.data.texts import TEXTS, text_of
 
-__all__ = ["TEXTS", "fingerprint", "text_of", "token_batches"]
+__all__ = ["TEXTS", "text_of", "token_batches", "token_fingerprint"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from probe.data import fingerprint
+from probe.data import token_fingerprint
 from probe.files.atomic import link_or_copy, write
 from probe.files.defects import DefectError, parsing
 from probe.files.paths import file_inside
@@ -138,7 +138,7 @@ def _tokens(base: Path, recipes: Iterable[RecordedRecipe], *, has_metadata: bool
         return Tokens(rows[0] * rows[1], *rows, None), (NO_TOKENS,)
     given = (ids.shape[0], ids.shape[1])
     other = f"{METADATA} has {given[0]} x {given[1]} tokens, {first.layers[0]} is {list(shape)}: padded, or another run"
-    tokens = Tokens(ids.numel(), *given, fingerprint([ids]), METADATA)
+    tokens = Tokens(ids.numel(), *given, token_fingerprint([ids]), METADATA)
     return tokens, () if given == rows else (other,)
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from probe.data import fingerprint
+from probe.data import token_fingerprint
 from probe.files.atomic import make_folder, sync_tree, write
 from probe.recordings import publishing, taps
 from probe.recordings.manifest import (
@@ -291,7 +291,7 @@ def _tokens_of(batches: Sequence[Tensor], source: str | None = None) -> Tokens:
     if any(batch.is_floating_point() or batch.is_complex() for batch in batches):
         raise RecordingError(f"batches are {batches[0].dtype}. Expected token ids, whole numbers.")
     samples, seqlen = sum(shape[0] for shape in shapes), shapes[0][1]
-    return Tokens(samples * seqlen, samples, seqlen, fingerprint(batches), TOKENS, source)
+    return Tokens(samples * seqlen, samples, seqlen, token_fingerprint(batches), TOKENS, source)
 
 
 def _write_tokens(folder: Path, batches: Sequence[Tensor]) -> StoredFile:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from probe.data import text_of, token_batches
 from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
-from probe.models.loading import Loaded, fingerprint, load_model
+from probe.models.loading import Loaded, load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
 from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
@@ -199,7 +199,9 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
     name = type(inner).__name__
     own = getattr(inner, "tokenizer", None)
     tokenizer = own if isinstance(own, Tokenizer) else _NoTokenizer(name)
-    return ModelToRun(Loaded(name, model, tokenizer, fingerprint(inner)), runs_as_is=is_compiled(model) or returns)
+    return ModelToRun(
+        Loaded(name, model, tokenizer, weight_fingerprint(inner)), runs_as_is=is_compiled(model) or returns
+    )
 
 
 def device_name(request: RecordRequest, model: ModelToRun) -> str:

@@ -125,7 +125,7 @@ def test_one_recipe_has_one_default_calibration() -> None:
     from probe.recordings.request import RecordRequest
     from probe.running.calibration import calibrate_on
     from probe.running.measurement import measure_all
-    from probe.sensitivity.named import rank_model
+    from probe.sensitivity.ranking import rank_model
 
     for command in ("record", "errors", "sensitivity"):
         assert parse([command]).percentile == PERCENTILE == 0.9995
