@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from probe.data import token_fingerprint
+from probe.data.batches import token_fingerprint
 from probe.files.atomic import link_or_copy, write
 from probe.files.defects import DefectError, parsing
 from probe.files.paths import file_inside

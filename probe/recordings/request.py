@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, load_model, weight_fingerprint

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from probe.data.transformers_logs import quietly
+from probe.data.library_logs import quietly
 from probe.models.layers import blocks_of, select
 from probe.running.capture import UncoveredError, capture, first_tensor
 from probe.running.coverage import watching
