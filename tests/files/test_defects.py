@@ -31,7 +31,7 @@ def test_a_defect_is_an_error_of_the_caller(problem: Exception, message: str) ->
 def test_other_errors_are_not_taken_for_defects() -> None:
     with pytest.raises(KeyError), reading(FILE, OwnError, remedy=""):
         raise KeyError
-    with pytest.raises(OwnError, match="^its own$"), reading(FILE, OwnError, remedy=""):
+    with pytest.raises(OwnError, match=r"^its own$"), reading(FILE, OwnError, remedy=""):
         raise OwnError("its own")
 
 
