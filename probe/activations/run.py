@@ -15,10 +15,10 @@ from probe.activations.prediction import unlike
 from probe.activations.settings import MemorySettings, Settings
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure
 from probe.data.batches import token_fingerprint
+from probe.data.library_logs import quietly
 from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
 from probe.data.tokenizers import Tokenizer
-from probe.data.transformers_logs import quietly
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place

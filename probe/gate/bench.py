@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from probe.data import text_of, token_batches, token_fingerprint
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation, observe

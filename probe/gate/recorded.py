@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from probe.data import token_fingerprint
+from probe.data.batches import token_fingerprint
 from probe.gate.observations import Observation, Stream, layer_observation, logits_observation
 from probe.metrics import LogitComparison
 from probe.recordings.manifest import AGAIN, RecordingError

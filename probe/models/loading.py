@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from probe.data.library_logs import quietly
 from probe.data.tokenizers import BYTES, ByteTokenizer, Tokenizer, tokenizer_of_factory, tokenizer_of_folder
-from probe.data.transformers_logs import quietly
 from probe.models.checkpoints import from_folder
 from probe.models.offload import Room, state_of
 from probe.words import describe_error, did_you_mean, near

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.formats import FORMATS, PERCENTILE
 from probe.metrics import Comparison, LogitComparison
 from probe.models.layers import blocks_of, select

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from probe.data import TEXTS, text_of, token_batches, token_fingerprint
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import TEXTS, text_of
 from probe.data.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()

@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.library_logs import quietly
+from probe.data.texts import text_of
 from probe.data.tokenizers import ByteTokenizer, PretrainedTokenizer, Tokenizer
-from probe.data.transformers_logs import quietly
 from probe.models.loading import EMBEDDED, Loaded, load_model, weight_fingerprint
 
 TRAINED = [row.name for row in EMBEDDED.values() if row.folder]

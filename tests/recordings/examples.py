@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probe.data import token_fingerprint
+from probe.data.batches import token_fingerprint
 from probe.gate.observations import Observation
 from probe.gate.recorded import observe_recording
 from probe.models.loading import Loaded

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from probe.data import text_of, token_batches, token_fingerprint
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording, write_recording
 from probe.recordings.manifest import manifest_from_json, manifest_to_json

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from probe.data import text_of, token_batches, token_fingerprint
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, rotated_twin
 from probe.running.calibration import Calibration, calibrate, calibrate_on, load_calibration
