@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.diagnosis.causes import WIDTH, diagnose, wrong_corners
 from probe.diagnosis.linear_steps import grid_step
 from probe.diagnosis.plain_grids import PlainGrid, suspects

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from probe.data import fingerprint, text_of, token_batches
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording, write_recording
 from probe.recordings.manifest import manifest_from_json, manifest_to_json
@@ -43,7 +44,7 @@ def test_the_manifest_states_what_ran(stored: Path, loaded: Loaded, batches: lis
         "count": 48,
         "samples": 3,
         "seqlen": 16,
-        "fingerprint": fingerprint(batches),
+        "fingerprint": token_fingerprint(batches),
         "file": "tokens.safetensors",
         "source": None,
     }

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from probe.comparisons.devices.diff import DeviceComparison, diff
-from probe.data import fingerprint as of_data
-from probe.models.loading import fingerprint as of_model
+from probe.data.batches import token_fingerprint as of_data
+from probe.models.loading import weight_fingerprint as of_model
 from probe.recordings import Recording, read_recording, write_recording
 from probe.running.calibration import calibrate
 from probe.running.recipes import Recipe, apply

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from probe.data import text_of
+from probe.data.texts import text_of
 from probe.models.loading import load_model
 
 SAMPLES, TOKENS = 4, 48
