@@ -9,9 +9,10 @@ import numpy as np
 from probe.activations.prediction import keep_in_higher_precision, predict_layers, spoiled_share
 from probe.activations.reference import SIZES
 from probe.activations.run import Analysis
-from probe.activations.statistics import BANDS, PERCENTILES, LayerStatistics, Trimmed
+from probe.activations.statistics import BANDS, PERCENTILES, LayerStatistics
 from probe.files.checked_json import finite
 from probe.formats import GATE_FORMATS
+from probe.numerics.histogram import Trimmed
 from probe.version import VERSION
 
 #: Goes up when a key changes its meaning.

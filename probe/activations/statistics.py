@@ -15,7 +15,7 @@ from torch import Tensor
 
 from probe.activations import reference as readable
 from probe.activations.reference import COUNTS, DEPTHS, SIDE, SIGNED_SIZES, SIZES, largest_three
-from probe.numerics.histogram import linear, spread_evenly
+from probe.numerics.histogram import Trimmed, spread_evenly
 from probe.numerics.moments import Moments
 
 Kind = Literal["input", "output", "weight"]
@@ -35,44 +35,6 @@ Whole = npt.NDArray[np.int64]
 
 #: The tables of counts of LayerStatistics.
 TABLES = ("buckets", "row_buckets", "block_buckets", "depths", "median_depths")
-
-
-@dataclass(frozen=True, eq=False)
-class Trimmed:
-    """A table of counts without the zeros at its ends, which are most of it."""
-
-    size: int
-    first: int
-    counts: Whole
-
-    @classmethod
-    def of(cls, counts: Whole) -> "Trimmed":
-        """A copy of the part of a table that is not zero."""
-        flat = counts.reshape(-1)
-        some = np.flatnonzero(flat)
-        if not some.size:
-            return cls(flat.size, 0, np.zeros(0, np.int64))
-        return cls(flat.size, int(some[0]), flat[some[0] : some[-1] + 1].copy())
-
-    def __add__(self, other: "Trimmed") -> "Trimmed":
-        if not self.counts.size or not other.counts.size:
-            return self if self.counts.size else other
-        first = min(self.first, other.first)
-        last = max(one.first + one.counts.size for one in (self, other))
-        both = np.zeros(last - first, np.int64)
-        for one in (self, other):
-            both[one.first - first : one.first - first + one.counts.size] += one.counts
-        return Trimmed(self.size, first, both)
-
-    def whole(self) -> Whole:
-        """The whole table, flat."""
-        full = np.zeros(self.size, np.int64)
-        full[self.first : self.first + self.counts.size] = self.counts
-        return full
-
-    def as_list(self) -> list[Any]:
-        """For JSON: [the first place that is not 0, the counts from there to the last one]."""
-        return [self.first, self.counts.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +139,7 @@ class LayerStatistics:
 
     def percentile(self, percent: float) -> float:
         """Of |x|, as numpy's `linear`, within PERCENTILE_ERROR."""
-        return quantile_of_sizes(self.buckets, self.zeros, percent / 100, low=self.smallest, high=self.amax)
+        return SIZES.quantile(self.buckets, percent / 100, zeros=self.zeros, low=self.smallest, high=self.amax)
 
     @property
     def max_to_median(self) -> float | None:
@@ -200,7 +162,7 @@ class LayerStatistics:
         elif reduce_dim == -1:
             top, low = self.row_largest, self.row_smallest
             zero_rows = self.rows - int(self.row_buckets.sum())
-            median = quantile_of_sizes(self.row_buckets, zero_rows, 0.5, low=low, high=top[0] if top else 0.0)
+            median = SIZES.quantile(self.row_buckets, 0.5, zeros=zero_rows, low=low, high=top[0] if top else 0.0)
         else:
             channels = np.sort(self.channel_amax)
             top, low = tuple(float(x) for x in channels[:-4:-1]), float(channels[0])
@@ -287,22 +249,6 @@ class ChannelBands:
             value = spread_evenly(self.counts, percent / 100 * np.maximum(total - 1, 0), lows, highs)
             found[row] = np.where(total > 0, np.clip(value, self.minimum, self.maximum), 0.0)
         return found
-
-
-def quantile_of_sizes(counts: Whole, zeros: int, share: float, *, low: float, high: float) -> float:
-    """The quantile `share` of magnitudes, of which `zeros` are 0 and the others are counted in SIZES; 0 of nothing.
-
-    As numpy's `linear`, with values spread evenly over their bucket and kept in [low, high].
-    """
-    total = zeros + int(counts.sum())
-
-    def ranked(rank: int) -> float:
-        if rank < zeros:
-            return 0.0
-        value = spread_evenly(counts, np.array(rank - zeros), SIZES.edges[:-1], SIZES.edges[1:])
-        return min(max(float(value), low), high)
-
-    return linear(share * (total - 1), ranked) if total else 0.0
 
 
 def statistics_of(module: str, kind: Kind, fields: Mapping[str, Any]) -> LayerStatistics:

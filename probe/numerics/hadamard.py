@@ -9,8 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from probe.numerics.integers import resolve_axis
-from probe.numerics.narrowing import FLOAT_DTYPES, require_tensor
+from probe.numerics.blocks import resolve_axis
+from probe.numerics.rounding import FLOAT_DTYPES, require_tensor
 
 #: order of the base -> (p, degree) of the finite field of q = p^degree elements, order = 2 (q + 1).
 BASES: dict[int, tuple[int, int]] = {12: (5, 1), 20: (3, 2)}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from probe.numerics.narrowing import FLOAT_DTYPES, narrow, require_tensor
-from probe.numerics.rounding import draw_noise, round_integer
+from probe.numerics.blocks import resolve_axis
+from probe.numerics.rounding import draw_noise, narrow, require_float, require_tensor, round_integer
 from probe.words import look_up
 
 #: No scale taken from data is below this (the float32 nearest to it).
@@ -133,7 +133,7 @@ def quantize_integer(
 
     Inf goes to the last code, -Inf to the first. -0.0 and 0.0 share one code. NaN has none: ValueError.
     """
-    _check_float(x)
+    require_float(x, "Integer grids")
     missing = int(x.isnan().sum())
     if missing:
         raise ValueError(
@@ -240,7 +240,7 @@ def dynamic_parameters(
     The formula is that of `integer_parameters`. A slice of zeros, or of nothing, gets the smallest scale.
     NaN and Inf are refused: they have no scale.
     """
-    _check_float(x)
+    require_float(x, "Integer grids")
     row = look_up("granularity", granularity, GRANULARITIES)
     if axis is not None and not row.axis_is_free:
         raise ValueError(
@@ -340,30 +340,9 @@ def fake_quantize_integer(
             f"parameters were given together with {', '.join(ignored)}, which the parameters already decide. "
             "Leave one or the other out."
         )
-    _check_float(x)
+    require_float(x, "Integer grids")
     steps = _codes(x, parameters, rounding, generator) - parameters.zero_point
     return narrow(steps * parameters.scale.double(), x.dtype)
-
-
-def resolve_axis(axis: int, ndim: int) -> int:
-    """`axis` counted from the front, or a ValueError that says which there are."""
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise ValueError(f"axis is {axis!r}. Give one whole number.")
-    if -ndim <= axis < ndim:
-        return axis % ndim
-    raise ValueError(
-        f"axis {axis} is out of range for a tensor of {ndim} dimensions. "
-        + (f"Give one from {-ndim} to {ndim - 1}." if ndim else "A single number has no axis.")
-    )
-
-
-def _check_float(x: Tensor) -> None:
-    require_tensor(x)
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"x is {x.dtype}. Integer quantization takes {', '.join(map(str, FLOAT_DTYPES))}. "
-            "Convert first, e.g. x.float()."
-        )
 
 
 def _check_broadcast(scale: Tensor, x: Tensor) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from probe.formats import PERCENTILE
+from probe.numerics.blocks import resolve_axis
 from probe.numerics.histogram import Buckets, linear
-from probe.numerics.integers import IntegerParameters, code_range, integer_parameters, resolve_axis
-from probe.numerics.narrowing import FLOAT_DTYPES, require_tensor
+from probe.numerics.integers import IntegerParameters, code_range, integer_parameters
+from probe.numerics.rounding import require_float
 from probe.words import look_up
 
 #: 2^10 buckets per octave, from 2^-127 (the first one also holds everything below, and the zeros) to 2^128, where
@@ -49,11 +50,7 @@ class Observer(ABC):
 
     def update(self, x: Tensor) -> None:
         """Take in one more batch. An empty one changes nothing; NaN and Inf are refused."""
-        require_tensor(x)
-        if x.dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"x is {x.dtype}. Observers take {', '.join(map(str, FLOAT_DTYPES))}. Convert first, e.g. x.float()."
-            )
+        require_float(x, "Observers")
         wrong = int((~x.isfinite()).sum())
         if wrong:
             raise ValueError(

@@ -9,9 +9,9 @@ from probe.numerics.blocks import Blocks
 from probe.numerics.fast import round_elements
 from probe.numerics.grids import Grid, IntegerGrid
 from probe.numerics.integers import IntegerParameters
-from probe.numerics.narrowing import narrow
 from probe.numerics.quantize import fake_quantize, round_to
 from probe.numerics.reference import power
+from probe.numerics.rounding import narrow
 from probe.scaling import blockwise
 from probe.scaling.advice import recommend
 from probe.scaling.figures import Level

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from probe.formats import FORMATS, Format
-from probe.numerics.narrowing import require_tensor
+from probe.numerics.rounding import require_tensor
 from probe.words import look_up
 
 #: What `all` stands for; mxint8 can be named beside them.

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from probe.activations.configuration import read_configuration
 from probe.activations.prediction import (
     Prediction,
     _mean_error,
@@ -22,6 +21,7 @@ from probe.activations.prediction import (
     unlike,
 )
 from probe.activations.run import analyze, prepare
+from probe.activations.settings import read_configuration
 from probe.activations.statistics import LayerStatistics, measure
 from probe.data import text_of, token_batches
 from probe.formats import FORMATS, GATE_FORMATS

@@ -14,8 +14,7 @@ from probe.diagnosis.plain_grids import PlainGrid, suspects
 from probe.diagnosis.signatures import Step, explain
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.loading import Loaded, load_model
-from probe.numerics.corners import corner_values
-from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
+from probe.numerics.grids import activation_grid, corner_values, sequence_grid, weight_on_grid
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.corners import corner_answers
 from probe.running.modes import GROUPS, register_mode, unregister_mode

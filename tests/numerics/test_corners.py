@@ -172,7 +172,7 @@ def test_round_to_errors():
 
 
 def test_nvfp4_tensor_scale_at_the_ends():
-    from probe.numerics.nvfp4 import tensor_scale_of
+    from probe.numerics.reference import tensor_scale_of
 
     limits = torch.finfo(torch.float32)
     assert tensor_scale_of(torch.full((16,), 2.0**-149)).item() == limits.tiny

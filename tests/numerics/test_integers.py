@@ -420,7 +420,7 @@ def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], message: str
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_a_wrong_dtype_is_one_clear_error(dtype: torch.dtype) -> None:
-    expected = rf"x is {dtype}. Integer quantization takes torch\.float64, .* Convert first, e.g. x\.float\(\)"
+    expected = rf"x is {dtype}. Integer grids take torch\.float64, .* Convert first, e.g. x\.float\(\)"
     for call in (fake_quantize_integer, lambda x: quantize_integer(x, GRID)):
         with pytest.raises(ValueError, match=expected):
             call(torch.ones(2).to(dtype))

@@ -163,10 +163,10 @@ ERRORS = {
     ),
     "integer_tensor": (
         lambda: fake_quantize(X.int(), "int8"),
-        "x is torch.int32; formats take torch.float64, torch.float32, torch.bfloat16, torch.float16. Convert it first",
+        "x is torch.int32. Formats take torch.float64, torch.float32, torch.bfloat16, torch.float16. Convert first",
     ),
-    "complex_tensor": (lambda: quantize(X.to(torch.complex64), "int8"), "x is torch.complex64; formats take"),
-    "float8_tensor": (lambda: quantize(X.to(torch.float8_e4m3fn), "int8"), "x is torch.float8_e4m3fn; formats take"),
+    "complex_tensor": (lambda: quantize(X.to(torch.complex64), "int8"), "x is torch.complex64. Formats take"),
+    "float8_tensor": (lambda: quantize(X.to(torch.float8_e4m3fn), "int8"), "x is torch.float8_e4m3fn. Formats take"),
     "block_size_0": (
         lambda: fake_quantize(X, "fp4_e2m1", block_size=0),
         "block_size 0 is not a whole number of at least 1",

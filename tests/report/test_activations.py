@@ -15,10 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from probe.activations.configuration import read_configuration
 from probe.activations.export import MOST_HEAT, histogram, tables
 from probe.activations.run import Analysis, analyze
-from probe.activations.settings import EnabledSettings
+from probe.activations.settings import EnabledSettings, read_configuration
 from probe.activations.statistics import measure
 from probe.report.activations import drawing
 from probe.report.activations.drawing import bins, families, short
