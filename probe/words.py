@@ -92,6 +92,11 @@ def format_bytes(size: int) -> str:
     return f"{number:.3g} {_UNITS[unit]}"
 
 
+def printable(text: str) -> str:
+    """The text with every character that a terminal might obey spelled out."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def natural_key(text: str) -> list[tuple[str, int]]:
     """A key that sorts numbers by their size: layer_2 before layer_10."""
     parts = re.findall(r"([^0-9]*)([0-9]*)", text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from probe.recordings import Recording
-from probe.recordings.spelling import spelled
+from probe.recordings.script_formats import script_name
 from probe.words import near, near_or_first
 
 #: Elements of a tensor that are mapped at a time: 128 MB of float32.
@@ -29,12 +29,12 @@ class Side:
     @property
     def name(self) -> str:
         """As the users' scripts call it: 2-1, 2-1-fp8_e4m3, fp32."""
-        return spelled(self.mode, self.format)
+        return script_name(self.mode, self.format)
 
     @property
     def mode(self) -> str:
         """2-1."""
-        return spelled(self.recording.manifest.recipes[self.recipe].mode, None)
+        return script_name(self.recording.manifest.recipes[self.recipe].mode, None)
 
     @property
     def format(self) -> str | None:

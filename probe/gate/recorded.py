@@ -8,7 +8,7 @@ from torch import Tensor
 from probe.data import fingerprint
 from probe.gate.observations import Observation, Stream, layer_observation, logits_observation
 from probe.metrics import LogitComparison
-from probe.recordings.checked import AGAIN, RecordingError
+from probe.recordings.manifest import AGAIN, RecordingError
 from probe.recordings.reading import Recording
 from probe.running.recipes import Recipe
 from probe.running.reference import Reference

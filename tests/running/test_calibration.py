@@ -1,5 +1,7 @@
 """Calibration: the figures are those of the data, they survive the disk, and foreign ones are refused."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,23 @@ def test_it_survives_the_disk(tmp_path: Path, loaded: Loaded, calibration: Calib
     assert again.amax == calibration.amax
     assert (again.percentile, again.tokens) == (calibration.percentile, calibration.tokens)
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["tiny.json", "tiny.safetensors"]
+
+
+def test_two_files_of_different_calibrations_are_refused(
+    tmp_path: Path, loaded: Loaded, calibration: Calibration
+) -> None:
+    """What a kill between the two writes leaves."""
+    calibration.save(tmp_path / "c")
+    old = (tmp_path / "c.json").read_bytes()
+    replace(calibration, amax={name: 2 * value for name, value in calibration.amax.items()}).save(tmp_path / "c")
+    assert load_calibration(tmp_path / "c", model=loaded.fingerprint).amax != calibration.amax
+    (tmp_path / "c.json").write_bytes(old)
+    with pytest.raises(ValueError, match=r"c: its two files are not of one calibration\. Make it again\."):
+        load_calibration(tmp_path / "c", model=loaded.fingerprint)
+    facts = json.loads(old)
+    del facts["figures"]
+    (tmp_path / "c.json").write_text(json.dumps(facts))
+    load_calibration(tmp_path / "c", model=loaded.fingerprint)  # as older versions wrote it
 
 
 def test_stale_foreign_and_broken_files_are_refused(tmp_path: Path, loaded: Loaded, calibration: Calibration) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from probe.comparisons.devices.diff import DeviceComparison
 from probe.comparisons.devices.layers import LayerDifference
-from probe.recordings.checked import printable
+from probe.words import printable
 
 
 def device_text(found: DeviceComparison) -> str:

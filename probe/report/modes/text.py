@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from probe.comparisons.results import LayerComparison, ModeComparison
-from probe.recordings.checked import printable
+from probe.words import printable
 
 WIDTH = 80
 RULE = "=" * WIDTH

@@ -1,4 +1,4 @@
-"""The manifest of a recording: what really ran, as JSON. One that came from elsewhere is checked key by key.
+"""The manifest of a recording: what really ran, as JSON. A manifest from elsewhere is checked key by key.
 
     {
      "device": "cuda NVIDIA L4",
@@ -26,7 +26,7 @@
      },
      "tokens": {"count": 2048, "file": "tokens.safetensors", "fingerprint": "0e2c...", "samples": 8, "seqlen": 256,
                 "source": "evaluation"},
-     "unfinished": null,                                or asked, missing: the recipes that are not there yet
+     "unfinished": null,                                or asked, missing: the recipes that are not recorded yet
      "version": 1,
      "versions": {"probe": "0.1.0", "torch": "2.13.0"}
     }
@@ -34,14 +34,18 @@
 The first axis of every tensor is that of the samples; the second of the logits, that of the tokens.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
-from probe.recordings.checked import Node, defect, document, repeated
+from probe.files import atomic, defects
+from probe.files.checked_json import Node, document, repeated
+from probe.files.defects import DefectError
 from probe.words import LOGITS
 
 VERSION = 1
@@ -49,17 +53,8 @@ Layout = Literal["safetensors", "npy", "npz", "pt"]
 LAYOUTS: tuple[Layout, ...] = ("safetensors", "npy", "npz", "pt")
 MANIFEST = "manifest.json"
 TOKENS = "tokens.safetensors"
-#: The dtypes of a recording: as torch calls them, and as a safetensors file does.
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
-#: What numpy can hold; anything else lies in .npy and .npz as float32, which holds all its values.
-NUMPY_DTYPES = ("float64", "float32", "float16")
+#: The types of recorded tensors, as torch calls them.
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 #: Places beside the layers, and parts of a layer, that can be tapped: `embedding.output`, `layer_0.scan.input`.
 ENDS = ("embedding", "final_norm")
 PARTS = ("mixer", "conv1d", "scan")
@@ -67,6 +62,21 @@ TENSOR_NAME = re.compile(rf"{LOGITS}|(?P<label>.+)\.(output|input)", re.DOTALL)
 #: Plain names, in a folder of their mode at most: a manifest from elsewhere must not lead out of its folder.
 FILE_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*\.(safetensors|npy|npz|pt|json)")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+AGAIN = "Copy the recording again from where it was made, or make it again there"
+
+
+class RecordingError(ValueError):
+    """A recording that cannot be read or written, or that is of something else than it is compared with."""
+
+
+def reading(file: Path) -> AbstractContextManager[None]:
+    """A defect of `file` in the block, or a refusal of the system to read it, is a RecordingError."""
+    return defects.reading(file, RecordingError, remedy=AGAIN)
+
+
+def writing(path: Path) -> AbstractContextManager[None]:
+    """A full disk or a folder without permission is a RecordingError."""
+    return atomic.writing(path, RecordingError)
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,8 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor and where it lies."""
+class StoredTensor:
+    """One tensor and its place on disk."""
 
     dtype: str  # as the model gave it
     shape: tuple[int, ...]
@@ -92,8 +102,8 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """What static scales were taken from."""
+class RecordedCalibration:
+    """The data that static scales were taken from."""
 
     data: str
     fingerprint: str
@@ -103,29 +113,35 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRecipe:
     """One recipe: what ran, and its tensors."""
 
     mode: str  # as in test ids: mode_2_1
     format: str | None
     layers: tuple[str, ...]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     applied: Literal["by probe", "before"] = "before"
-    calibration: Calibrated | None = None
+    calibration: RecordedCalibration | None = None
     compiled: bool = False
 
 
 @dataclass(frozen=True)
-class File:
+class StoredFile:
     """A file as it was written."""
 
     bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, file: Path) -> "StoredFile":
+        """The facts of a file on disk, all of which is read."""
+        with open(file, "rb") as stream:
+            return cls(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+
 
 @dataclass(frozen=True)
-class Unfinished:
-    """What an interrupted recording was asked for, and the recipes that it lacks."""
+class UnfinishedWork:
+    """The request of an interrupted recording, and the recipes that it lacks."""
 
     asked: dict[str, str]
     missing: tuple[str, ...]
@@ -139,11 +155,11 @@ class Manifest:
     fingerprint: str | None
     device: str
     tokens: Tokens
-    recipes: dict[str, Recorded]
+    recipes: dict[str, RecordedRecipe]
     versions: dict[str, str]
     layout: Layout = "safetensors"
-    files: dict[str, File] = field(default_factory=dict)
-    unfinished: Unfinished | None = None
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    unfinished: UnfinishedWork | None = None
 
 
 def manifest_to_json(manifest: Manifest) -> bytes:
@@ -151,9 +167,9 @@ def manifest_to_json(manifest: Manifest) -> bytes:
     return (json.dumps({"version": VERSION, **asdict(manifest)}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def manifest_from_json(data: bytes, file: Path) -> Manifest:
-    """The inverse of manifest_to_json; what is wrong is told with `file` and key."""
-    facts = document(data, file, VERSION).members(
+def manifest_from_json(data: bytes) -> Manifest:
+    """The inverse of manifest_to_json; anything wrong is a DefectError with its key."""
+    facts = document(data, version=VERSION).members(
         *("version", "model", "fingerprint", "device", "tokens", "recipes"),
         *("versions", "layout", "files", "unfinished"),
     )
@@ -165,7 +181,7 @@ def manifest_from_json(data: bytes, file: Path) -> Manifest:
         for name, node in facts["recipes"].members(empty=unfinished is not None).items()
     }
     for place in repeated(f"{one.file} {one.key}" for recipe in recipes.values() for one in recipe.tensors.values()):
-        raise defect(file, f"recipes: {place} belongs to more than one tensor")
+        raise DefectError(f"recipes: {place} belongs to more than one tensor")
     return Manifest(
         facts["model"].text(),
         facts["fingerprint"].or_null(Node.text),
@@ -179,7 +195,7 @@ def manifest_from_json(data: bytes, file: Path) -> Manifest:
     )
 
 
-def ordered(names: Iterable[str], layers: Iterable[str]) -> tuple[str, ...]:
+def data_flow_order(names: Iterable[str], layers: Iterable[str]) -> tuple[str, ...]:
     """Names of tensors in the order of the data flow: embedding, layer by layer, final norm, logits."""
     labels = {label: place for place, label in enumerate(layers)}
 
@@ -198,7 +214,7 @@ def ordered(names: Iterable[str], layers: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=key))
 
 
-def _tokens(node: Node, files: dict[str, File]) -> Tokens:
+def _tokens(node: Node, files: dict[str, StoredFile]) -> Tokens:
     facts = node.members("count", "samples", "seqlen", "fingerprint", "file", "source")
     count, samples, seqlen = (facts[key].count() for key in ("count", "samples", "seqlen"))
     if count != samples * seqlen:
@@ -213,46 +229,46 @@ def _tokens(node: Node, files: dict[str, File]) -> Tokens:
     )
 
 
-def _file_name(node: Node, files: dict[str, File]) -> str:
+def _file_name(node: Node, files: dict[str, StoredFile]) -> str:
     name = node.text(FILE_NAME, "the plain name of a file in this folder")
     if name not in files:
         raise node.wrong("the name of a file in files")
     return name
 
 
-def _file(name: str, node: Node) -> File:
+def _file(name: str, node: Node) -> StoredFile:
     if not FILE_NAME.fullmatch(name):
-        raise defect(node.file, f"files: {name!r} is not the plain name of a file in this folder")
+        raise DefectError(f"files: {name!r} is not the plain name of a file in this folder")
     if name == MANIFEST:
-        raise defect(node.file, f"files: {name} cannot vouch for itself")
+        raise DefectError(f"files: {name} cannot vouch for itself")
     facts = node.members("bytes", "sha256")
-    return File(facts["bytes"].count(), facts["sha256"].text(SHA256, "64 hexadecimal digits"))
+    return StoredFile(facts["bytes"].count(), facts["sha256"].text(SHA256, "64 hexadecimal digits"))
 
 
-def _unfinished(node: Node) -> Unfinished:
+def _unfinished(node: Node) -> UnfinishedWork:
     facts = node.members("asked", "missing")
     asked = {name: one.text() for name, one in facts["asked"].members(empty=True).items()}
-    return Unfinished(asked, tuple(one.text() for one in facts["missing"].entries(empty=True)))
+    return UnfinishedWork(asked, tuple(one.text() for one in facts["missing"].entries(empty=True)))
 
 
-def _calibrated(node: Node) -> Calibrated:
+def _calibrated(node: Node) -> RecordedCalibration:
     facts = node.members("data", "fingerprint", "percentile", "samples", "seqlen")
     percentile = facts["percentile"]
     if type(percentile.value) is not float or not 0 < percentile.value <= 1:
         raise percentile.wrong("a share above 0, at most 1.0")
     samples, seqlen = facts["samples"].count(), facts["seqlen"].count()
-    return Calibrated(facts["data"].text(), facts["fingerprint"].text(), percentile.value, samples, seqlen)
+    return RecordedCalibration(facts["data"].text(), facts["fingerprint"].text(), percentile.value, samples, seqlen)
 
 
-def _recorded(recipe: str, node: Node, tokens: Tokens, files: dict[str, File]) -> Recorded:
+def _recorded(recipe: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> RecordedRecipe:
     facts = node.members("mode", "format", "layers", "tensors", "applied", "calibration", "compiled")
     mode, format = facts["mode"].text(), facts["format"].or_null(Node.text)
     if recipe != "-".join(part for part in (mode, format) if part):
-        raise defect(node.file, f"{node.key}: its mode is {mode!r} and its format {format!r}, which is another recipe")
+        raise DefectError(f"{node.key}: its mode is {mode!r} and its format {format!r}, which is another recipe")
     tensors = facts["tensors"].members()
     layers = tuple(one.text() for one in facts["layers"].entries())
     _check_names(facts["layers"], layers, tensors)
-    return Recorded(
+    return RecordedRecipe(
         mode,
         format,
         layers,
@@ -263,25 +279,25 @@ def _recorded(recipe: str, node: Node, tokens: Tokens, files: dict[str, File]) -
     )
 
 
-def _stored(name: str, node: Node, tokens: Tokens, files: dict[str, File]) -> Stored:
+def _stored(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> StoredTensor:
     facts = node.members("dtype", "shape", "file", "key")
     shape = tuple(size.count() for size in facts["shape"].entries())
     expected = (tokens.samples, tokens.seqlen) if name == LOGITS else (tokens.samples,)
     if shape[: len(expected)] != expected:
         raise facts["shape"].wrong(f"{' x '.join(map(str, expected))} first, as tokens says")
     file = _file_name(facts["file"], files)
-    return Stored(facts["dtype"].one_of(DTYPES), shape, file, facts["key"].or_null(Node.text))
+    return StoredTensor(facts["dtype"].one_of(DTYPES), shape, file, facts["key"].or_null(Node.text))
 
 
 def _check_names(node: Node, layers: tuple[str, ...], tensors: dict[str, Node]) -> None:
     """Every layer has an output; every tensor is of a layer or a part of one, of an end of the model, or the logits."""
     for label in repeated(layers):
-        raise defect(node.file, f"{node.key}: {label} is listed twice")
+        raise DefectError(f"{node.key}: {label} is listed twice")
     for label in layers:
         if f"{label}.output" not in tensors:
-            raise defect(node.file, f"{node.key}: {label} is listed, but there is no {label}.output")
+            raise DefectError(f"{node.key}: {label} is listed, but there is no {label}.output")
     known = {None, *layers, *ENDS, *(f"{label}.{part}" for label in layers for part in PARTS)}
     for name, one in tensors.items():
         match = TENSOR_NAME.fullmatch(name)
         if not match or match["label"] not in known:
-            raise defect(node.file, f"{one.key}: is neither {LOGITS} nor of a layer in {node.key}")
+            raise DefectError(f"{one.key}: is neither {LOGITS} nor of a layer in {node.key}")
