@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from probe.gate.cases import Verdict
 from probe.gate.golden import Golden, corner_sketch
+from probe.gate.tolerances import stored_figures
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
@@ -17,17 +18,6 @@ from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, check_reference, replay
 from probe.words import LOGITS
-
-#: The figures of a layer that a baseline keeps. What is left out follows from these and the reference: rmse, psnr,
-#: sqnr and the relative errors from mse and mae, std of the difference from mse and its mean.
-FIGURES = {
-    "injected": (
-        *("mse", "mae", "max_abs", "correlation", "cosine", "p50", "p90", "p95", "p99", "mean_difference"),
-        *("mean_output", "std_output", "min_output", "max_output", "zeroed", "saturated"),
-    ),
-    "propagated": ("mse", "mae", "max_abs", "correlation", "p99", "mean_difference"),
-    "logits": ("mse", "correlation", "kl", "top1_agreement", "bits_per_byte", "change_in_bits_per_byte"),
-}
 
 
 @dataclass(frozen=True)
@@ -141,7 +131,7 @@ def layer_observation(
             flaws.append(Flaw("uncovered", f"{label} gave nothing in the {kind} run: {why}"))
             continue
         metrics = stream.comparison.metrics()
-        figures |= {f"{kind}.{name}": getattr(metrics, name) for name in FIGURES[kind]}
+        figures |= {f"{kind}.{name}": getattr(metrics, name) for name in stored_figures(kind)}
         values[kind], counts[kind] = stream.golden.values(), stream.golden.count
         flaws += _not_finite(label, kind, metrics)
         if kind == judged:
@@ -211,14 +201,13 @@ def logits_observation(
     if not stream.seen:
         return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {uncovered[0]}"),))
     metrics, values = whole.metrics(), stream.comparison.metrics()
-    figures: dict[str, float | None] = {
-        "logits.mse": values.mse,
-        "logits.correlation": values.correlation,
-        "logits.kl": metrics.kl,
-        "logits.top1_agreement": metrics.top1_agreement,
-        "logits.bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
-        "logits.change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
+    known = {
+        **values.as_dict(),
+        **metrics.as_dict(),
+        "bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
+        "change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
     }
+    figures = {f"logits.{name}": known[name] for name in stored_figures("logits")}
     golden = stream.golden
     return Observation(
         figures, {"logits": golden.values()}, {"logits": golden.count}, flaws=tuple(_not_finite(LOGITS, LOGITS, values))
