@@ -43,8 +43,8 @@ def known(x: Tensor, kind: Any = "input", module: str = "m") -> LayerStatistics:
 
 def spearman(a: list[float], b: list[float]) -> float:
     """The correlation of ranks; there are no ties among measured errors."""
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def even(low: float, high: float, count: int = 2**16) -> Tensor:

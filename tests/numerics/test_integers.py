@@ -1,5 +1,6 @@
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +20,7 @@ from probe.numerics.integers import (
 
 BITS = range(2, 9)
 KINDS = pytest.mark.parametrize("symmetric", [True, False], ids=("symmetric", "asymmetric"))
-ROUNDINGS = {
+ROUNDINGS: dict[str, Callable[[Fraction], int]] = {
     "half_even": round,
     "half_away": lambda q: math.floor(abs(q) + Fraction(1, 2)) * (1 if q > 0 else -1),
     "toward_zero": math.trunc,
