@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -220,6 +221,19 @@ GRANULARITIES: dict[str, Granularity] = {
 }
 
 
+class GridOptions(TypedDict, total=False):
+    """The options of `dynamic_parameters`, all keyword-only."""
+
+    bits: int
+    """From 2 to 8; 8 unless given."""
+    symmetric: bool
+    """True unless given."""
+    granularity: str
+    """A name of GRANULARITIES; "tensor" unless given."""
+    axis: int | None
+    group_size: int | None
+
+
 def dynamic_parameters(
     x: Tensor,
     *,
@@ -299,45 +313,26 @@ def _extremes(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def fake_quantize_integer(
     x: Tensor,
     *,
-    bits: int | None = None,
-    symmetric: bool | None = None,
-    granularity: str | None = None,
-    axis: int | None = None,
-    group_size: int | None = None,
     parameters: IntegerParameters | None = None,
     rounding: str = "half_even",
     generator: torch.Generator | None = None,
+    **options: Unpack[GridOptions],
 ) -> Tensor:
     """`x` on the grid, in its own shape and dtype: dequantize(quantize(x)).
 
-    Static if `parameters` are given. Otherwise dynamic, with `dynamic_parameters` of `x`; bits, symmetric
-    and granularity are then 8, True and "tensor" unless given. They default to None only so that giving
-    one next to `parameters`, which would ignore it, is an error.
+    Static if `parameters` are given. Otherwise dynamic, with `dynamic_parameters(x, **options)`. Options beside
+    `parameters`, which decide all of them, are an error.
 
     -0.0 becomes +0.0: integers have one zero. On static grids Inf saturates and NaN stays NaN; a dynamic
     scale cannot be taken from either, so both are refused.
     An empty tensor gives an empty tensor. The result carries no gradient.
     """
-    options = {
-        "bits": bits,
-        "symmetric": symmetric,
-        "granularity": granularity,
-        "axis": axis,
-        "group_size": group_size,
-    }
-    ignored = [name for name, value in options.items() if value is not None]
+    given = cast(GridOptions, {name: value for name, value in options.items() if value is not None})
     if parameters is None:
-        parameters = dynamic_parameters(
-            x,
-            bits=8 if bits is None else bits,
-            symmetric=True if symmetric is None else symmetric,
-            granularity="tensor" if granularity is None else granularity,
-            axis=axis,
-            group_size=group_size,
-        )
-    elif ignored:
+        parameters = dynamic_parameters(x, **given)
+    elif given:
         raise ValueError(
-            f"parameters were given together with {', '.join(ignored)}, which the parameters already decide. "
+            f"parameters were given together with {', '.join(given)}, which the parameters already decide. "
             "Leave one or the other out."
         )
     require_float(x, "Integer grids")
