@@ -1,4 +1,4 @@
-"""Codes: what a quantized tensor is in memory, one element to a byte, and back to numbers."""
+"""Codes: how a quantized tensor is stored, one element per byte, and how codes become numbers again."""
 
 from dataclasses import dataclass
 from functools import cache

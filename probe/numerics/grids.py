@@ -1,4 +1,4 @@
-"""A grid for a tensor inside a model: a format with its scale settled, as something that can be called; corner values.
+"""Grids for tensors inside a model: a format with its scale, as a callable; and the corner values of a grid.
 
 Integers need a scale from calibration (`amax`), nvfp4 its second scale, MX formats nothing. NaN and Inf flow
 through and stay visible. `by_codes` goes through the stored codes and back, which gives the same bits another way.
@@ -148,6 +148,6 @@ def _block_corners(format: Format) -> Tensor:
 
 
 def _rows(values: Tensor, width: int) -> Tensor:
-    """The values over rows of this width, repeated to fill them; each row starts at another value."""
+    """Rows of this width, filled with the values in turn; each row starts at another value."""
     count = max(4, -(-values.numel() // width))
     return torch.stack([values.roll(-row * width).repeat(-(-width // values.numel()))[:width] for row in range(count)])

@@ -63,7 +63,7 @@ class Job:
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class GridRows:
     """Rows on the grid: float64 elements times float64 scales, and the scales as they are stored."""
 
     elements: Tensor
@@ -251,7 +251,7 @@ def _analyze_underflow(job: Job) -> None:
     analyze_job(job, stacklevel=4)
 
 
-def on_grid(job: Job) -> Grid:
+def on_grid(job: Job) -> GridRows:
     """The rows of a job on their grid, for every kind of scale."""
     rounder = reference.round_elements if job.implementation == "reference" else fast.round_elements
     if job.format.scale == "e8m0":
@@ -259,24 +259,24 @@ def on_grid(job: Job) -> Grid:
             _, elements, bytes_ = reference.mx_blocks(job.rows, job.format, job.rule, job.rounding, job.draw_noise())
         else:
             elements, bytes_ = fast.mx_blocks(job.rows, job.plan, job.rounding, job.draw_noise())
-        return Grid(elements.to(torch.float64), scale_values(bytes_), bytes_.to(torch.uint8))
+        return GridRows(elements.to(torch.float64), scale_values(bytes_), bytes_.to(torch.uint8))
     if job.format.scale == "e4m3":
         assert job.tensor_scale is not None
         elements, scales = nvfp4_blocks(job.rows, job.tensor_scale, job.format, job.rounding, job.draw_noise(), rounder)
         stored = encode(scales, FORMATS["fp8_e4m3"])
-        return Grid(elements, combined_scale(scales, job.tensor_scale), stored)
+        return GridRows(elements, combined_scale(scales, job.tensor_scale), stored)
     if job.format.scale == "float32":
         finite = job.rows.isfinite().all(-1, keepdim=True)
         rows = torch.where(finite, job.rows, torch.zeros_like(job.rows))
         parameters = dynamic_parameters(rows, bits=job.format.bits, granularity="token")
         codes = quantize_integer(rows, parameters, rounding=job.rounding, generator=job.generator)
         scales = torch.where(finite, parameters.scale, torch.nan)
-        return Grid(codes.to(torch.float64), scales.to(torch.float64), scales)
-    return Grid(rounder(job.rows, job.format, job.rounding, job.draw_noise()), None, None)
+        return GridRows(codes.to(torch.float64), scales.to(torch.float64), scales)
+    return GridRows(rounder(job.rows, job.format, job.rounding, job.draw_noise()), None, None)
 
 
 def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
-    """The fast twin: eager in pieces, or compiled; straight into `out` where its memory is in rows."""
+    """Run the fast twin, eager in pieces or compiled; writes to `out` directly where its memory is in rows."""
     noise = job.draw_noise()
     if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
         values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
@@ -294,7 +294,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _compiled_mx(job: Job, target: Tensor, noise: Tensor | None) -> bool:
-    """Run the compiled kernel if it was asked for, or if it pays; False if it was not run."""
+    """Run the compiled kernel if it was requested or is worth it; returns whether it was run."""
     forced = job.implementation == "compiled"
     if not forced and (job.implementation != "auto" or job.rows.numel() < compiled.LARGE):
         return False
