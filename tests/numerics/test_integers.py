@@ -407,7 +407,7 @@ GRID = given_parameters(1.0)
         ),
         (
             {"parameters": GRID, "granularity": "token", "symmetric": True},
-            "parameters were given together with symmetric, granularity, which",
+            "parameters were given together with granularity, symmetric, which",
         ),
         ({"parameters": GRID, "axis": 0}, "parameters were given together with axis,"),
         ({"parameters": GRID, "group_size": 4}, "parameters were given together with group_size,"),
