@@ -15,9 +15,10 @@ import torch
 
 from probe.activations.collecting import Collector
 from probe.activations.plan import Plan
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.library_logs import quietly
 from probe.data.samples import Batch
-from probe.data.transformers_logs import quietly
+from probe.data.texts import text_of
 from probe.models.loading import load_model
 from probe.models.mamba import with_sites
 
@@ -84,7 +85,7 @@ sys.path.insert(0, "benchmarks")
 from activations import batch_of, plan_of
 from probe.activations.collecting import Collector
 from probe.models.loading import load_model
-from probe.data.transformers_logs import quietly
+from probe.data.library_logs import quietly
 from probe.models.mamba import with_sites
 with quietly():
     loaded = load_model("mamba-130m-random")

@@ -14,14 +14,14 @@ from probe.activations.plan import Plan, make_plan, weight_rows
 from probe.activations.prediction import unlike
 from probe.activations.settings import MemorySettings, Settings
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure
-from probe.data.batches import fingerprint
+from probe.data.batches import token_fingerprint
+from probe.data.library_logs import quietly
 from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
 from probe.data.tokenizers import Tokenizer
-from probe.data.transformers_logs import quietly
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
-from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_of, place
+from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
 from probe.models.positions import position_notes
 from probe.words import describe_error, first_few
 
@@ -102,7 +102,7 @@ def prepare(
 
 def room_of(memory: MemorySettings) -> Room:
     """Which devices may hold the weights."""
-    return Room(device_of(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
+    return Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
 
 
 def analyze(
@@ -218,7 +218,7 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
         "path": settings.model.path,
         "model_fingerprint": prepared.loaded.fingerprint,
         "data": prepared.about_data,
-        "data_fingerprint": fingerprint([row[None] for row in real]),
+        "data_fingerprint": token_fingerprint([row[None] for row in real]),
         "samples": len(real),
         "tokens": sum(len(row) for row in real),
         "shortest": min(len(row) for row in real),

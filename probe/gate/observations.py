@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from probe.gate.cases import Verdict
 from probe.gate.golden import Golden, corner_sketch
-from probe.gate.tolerances import stored_figures
+from probe.gate.tolerances import OF_VALUES, RULES
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
@@ -18,6 +18,15 @@ from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, check_reference, replay
 from probe.words import LOGITS
+
+#: The stored figures of each group: those with a rule, except the comparisons of golden values. Rmse, psnr, sqnr and
+#: the relative errors follow from mse, mae and the reference, so they have no rule.
+FIGURES = {
+    group: tuple(
+        name for kind, _, name in (one.partition(".") for one in RULES) if kind == group and name not in OF_VALUES
+    )
+    for group in ("injected", "propagated", "logits")
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def layer_observation(
             flaws.append(Flaw("uncovered", f"{label} gave nothing in the {kind} run: {why}"))
             continue
         metrics = stream.comparison.metrics()
-        figures |= {f"{kind}.{name}": getattr(metrics, name) for name in stored_figures(kind)}
+        figures |= {f"{kind}.{name}": getattr(metrics, name) for name in FIGURES[kind]}
         values[kind], counts[kind] = stream.golden.values(), stream.golden.count
         flaws += _not_finite(label, kind, metrics)
         if kind == judged:
@@ -207,7 +216,7 @@ def logits_observation(
         "bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
         "change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
     }
-    figures = {f"logits.{name}": known[name] for name in stored_figures("logits")}
+    figures = {f"logits.{name}": known[name] for name in FIGURES["logits"]}
     golden = stream.golden
     return Observation(
         figures, {"logits": golden.values()}, {"logits": golden.count}, flaws=tuple(_not_finite(LOGITS, LOGITS, values))

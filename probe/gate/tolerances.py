@@ -35,8 +35,6 @@ class Rule:
 
 
 #: The figures that a baseline keeps and how far each may move; those of layers are fields of `probe.metrics.Metrics`.
-#: What follows from these and the reference is left out: rmse, psnr, sqnr and the relative errors from mse and mae, std
-#: of the difference from mse and its mean.
 RULES: dict[str, Rule] = {
     "injected.mse": Rule(relative=7e-4, worse=1),
     "injected.mae": Rule(relative=5e-4, worse=1),
@@ -74,12 +72,6 @@ RULES: dict[str, Rule] = {
 }
 #: The figures that compare values with golden values, not with a stored figure: their baseline is 0.
 OF_VALUES = ("distance", "moved")
-
-
-def stored_figures(group: str) -> list[str]:
-    """The measured figures of a group, such as `injected`, in the order of RULES."""
-    figures = [name.partition(".") for name in RULES]
-    return [figure for its_group, _, figure in figures if its_group == group and figure not in OF_VALUES]
 
 
 def tolerance(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.data import fingerprint
+from probe.data.batches import token_fingerprint
 from probe.files.defects import DefectError
 from probe.files.paths import file_inside
 from probe.files.tensors import Kind, kind_of, load_tensor, numpy_dtype, tensors_in
@@ -85,7 +85,7 @@ class Recording:
         file = self._base / tokens.file
         with reading(file):
             ids = _token_ids(file) if tokens.file.endswith(".safetensors") else token_ids_of_metadata(file)
-            if ids is not None and fingerprint([ids]) != tokens.fingerprint:
+            if ids is not None and token_fingerprint([ids]) != tokens.fingerprint:
                 raise DefectError(f"the tokens are not those of the manifest, {tokens.fingerprint}")
         return ids
 

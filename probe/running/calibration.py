@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import fingerprint, token_batches
-from probe.data.texts import text_of
+from probe.data.batches import TextSamples, token_fingerprint
 from probe.files.atomic import write
 from probe.files.defects import DefectError, parsing, reading
 from probe.formats import PERCENTILE
@@ -118,11 +117,11 @@ def calibrate(
                     site = name.replace(".sites.", ".")
                     quantile = site.endswith(PERCENTILE_SITES)
                     observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
-                    hooks.callback(module.register_forward_hook(_after(observers[site])).remove)
+                    hooks.callback(module.register_forward_hook(_observe_output(observers[site])).remove)
         for name, linear in linears(runs[0][0]).items():
             if not name.endswith(NEVER_CALLED):
                 observer = observers[linear_key(name)] = MinMaxObserver()
-                hooks.callback(linear.register_forward_pre_hook(_before(observer)).remove)
+                hooks.callback(linear.register_forward_pre_hook(_observe_input(observer)).remove)
         for done, batch in enumerate(batches):
             for running, options in runs:
                 running(batch, **options)
@@ -136,29 +135,29 @@ def calibrate(
     return Calibration(amax, model_fingerprint, data_fingerprint, percentile, tokens)
 
 
-def _after(observer: Observer) -> Callable[[nn.Module, Any, Tensor], None]:
-    def observe(module: nn.Module, inputs: Any, output: Tensor) -> None:
+def _observe_output(observer: Observer) -> Callable[[nn.Module, Any, Tensor], None]:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
         observer.update(output)
 
-    return observe
+    return hook
 
 
-def _before(observer: Observer) -> Callable[[nn.Module, Any], None]:
-    def observe(module: nn.Module, inputs: Any) -> None:
+def _observe_input(observer: Observer) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, inputs: Any) -> None:
         observer.update(inputs[0])
 
-    return observe
+    return hook
 
 
 def calibrate_on(
-    loaded: Loaded, source: str, samples: int, seqlen: int, *, percentile: float = PERCENTILE, batch_size: int = 8
+    loaded: Loaded, source: str, samples: int, seqlen: int, batch_size: int = 8, *, percentile: float = PERCENTILE
 ) -> Calibration:
-    """Calibrate a model on a text."""
-    batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
+    """Calibrate a model on `samples` windows of `seqlen` tokens of a text."""
+    batches = TextSamples(source, samples, seqlen, batch_size).batches(loaded.tokenizer)
     return calibrate(
         loaded.model,
         batches,
         model_fingerprint=loaded.fingerprint,
-        data_fingerprint=fingerprint(batches),
+        data_fingerprint=token_fingerprint(batches),
         percentile=percentile,
     )

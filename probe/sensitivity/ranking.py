@@ -8,11 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.formats import FORMATS, PERCENTILE
 from probe.metrics import Comparison, LogitComparison
 from probe.models.layers import blocks_of, select
-from probe.models.loading import fingerprint, load_model
+from probe.models.loading import load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on
@@ -103,7 +104,7 @@ def rank_layers(
             "they cannot be exchanged."
         )
     found = Sensitivity(
-        model=fingerprint(model),
+        model=weight_fingerprint(model),
         recipe=str(recipe),
         kind=_KINDS[sites],
         tokens=sum(batch.numel() for batch in batches),

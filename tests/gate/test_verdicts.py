@@ -8,14 +8,14 @@ import pytest
 from probe.gate.baselines.entry import Entry, Stored
 from probe.gate.cases import Case
 from probe.gate.golden import KEPT, flat
-from probe.gate.observations import Flaw, Observation
-from probe.gate.tolerances import FLOAT_FACTOR, MOST, RULES, Rule, stored_figures, tolerance
+from probe.gate.observations import FIGURES, Flaw, Observation
+from probe.gate.tolerances import FLOAT_FACTOR, MOST, RULES, Rule, tolerance
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
 
 CASE = Case("mode_2_1", "layer_0", "cpu", "int8")
 VALUES = {group: tuple(float(i) for i in range(KEPT[group])) for group in ("injected", "propagated", "corners")}
 FOUND = Observation(
-    {f"{group}.{name}": 0.5 for group in ("injected", "propagated") for name in stored_figures(group)},
+    {f"{group}.{name}": 0.5 for group in ("injected", "propagated") for name in FIGURES[group]},
     VALUES,
     dict.fromkeys(VALUES, 1000),
 )

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from probe.data import fingerprint, text_of, token_batches
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, rotated_twin
 from probe.running.calibration import Calibration, calibrate, calibrate_on, load_calibration
@@ -108,4 +109,6 @@ def test_mistakes_are_told(loaded: Loaded, calibration: Calibration) -> None:
         calibrate(loaded.model, [], model_fingerprint="a", data_fingerprint="b")
     batches = token_batches(text_of("calibration"), loaded.tokenizer, samples=1, seqlen=8, batch_size=1)
     with pytest.raises(ValueError, match="alpha"):
-        calibrate(loaded.model, batches, model_fingerprint="a", data_fingerprint=fingerprint(batches), percentile=2)
+        calibrate(
+            loaded.model, batches, model_fingerprint="a", data_fingerprint=token_fingerprint(batches), percentile=2
+        )

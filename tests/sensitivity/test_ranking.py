@@ -42,13 +42,13 @@ def test_the_definition_is_a_model_with_one_block_of_the_other(mamba: tuple[Load
 
 
 def test_the_model_is_left_as_it_was(mamba: tuple[Loaded, Calibration]) -> None:
-    from probe.models.loading import fingerprint
+    from probe.models.loading import weight_fingerprint
 
     loaded, calibration = mamba
     before = [name for name, _ in loaded.model.named_modules()]
     rank_layers(loaded.model, Recipe("2-1", "int8"), batches_of(loaded, 1, 16), calibration, advice=False)
     assert [name for name, _ in loaded.model.named_modules()] == before
-    assert fingerprint(loaded.model) == loaded.fingerprint
+    assert weight_fingerprint(loaded.model) == loaded.fingerprint
     assert not any("forward" in vars(module) for module in loaded.model.modules())
 
 

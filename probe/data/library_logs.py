@@ -1,9 +1,10 @@
-"""Running transformers without its progress bars, warnings and log lines."""
+"""Running transformers and datasets without their progress bars, warnings and log lines."""
 
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -31,3 +32,25 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             bars.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def quiet_datasets(datasets: Any, *, offline: bool = False) -> Iterator[None]:
+    """No progress bars or log lines from datasets; with `offline`, it reads its cache and uses no network."""
+    from datasets.utils import logging as log_lines
+
+    hidden, level, was = (
+        datasets.utils.are_progress_bars_disabled(),
+        log_lines.get_verbosity(),
+        datasets.config.HF_HUB_OFFLINE,
+    )
+    datasets.utils.disable_progress_bars()
+    log_lines.set_verbosity_error()
+    datasets.config.HF_HUB_OFFLINE = offline or was
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was
+        log_lines.set_verbosity(level)
+        if not hidden:
+            datasets.utils.enable_progress_bars()
