@@ -22,13 +22,20 @@ def writing(path: Path, error: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def write(path: str | Path, data: str | bytes) -> Path:
-    """Replace the file, text as UTF-8, and make its folder. An OSError names `path`, and the old file is whole."""
-    target = Path(path)
+    """Replace the file, text as UTF-8, and make its folder. An OSError names `path`, and the old file is whole.
+
+    A link is followed. What is no regular file, such as /dev/null or a pipe, is written to and stays.
+    """
+    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    if Path(path).exists() and not Path(path).is_file():
+        Path(path).write_bytes(content)
+        return Path(path)
+    target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -38,7 +45,7 @@ def write(path: str | Path, data: str | bytes) -> Path:
         if isinstance(problem, OSError) and problem.errno is not None:  # it names the temporary file
             raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise
-    return target
+    return Path(path)
 
 
 def remove_unfinished(folder: Path, process: int | None = None) -> None:

@@ -192,7 +192,7 @@ def _write_array(stream: IO[bytes], tensor: Tensor) -> None:
     header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": tuple(tensor.shape)}
     np.lib.format.write_array_header_1_0(stream, header)
     for row in tensor if tensor.dim() else tensor[None]:
-        stream.write(row.to(getattr(torch, dtype)).contiguous().numpy().data.cast("B"))
+        stream.write(row.to(getattr(torch, dtype)).reshape(-1).view(torch.uint8).numpy().data)
 
 
 # --------------------------------------------------------------------------------------------------------- pt

@@ -38,8 +38,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -69,14 +69,10 @@ class RecordingError(ValueError):
     """A recording that cannot be read or written, or that is of something else than it is compared with."""
 
 
-def reading(file: Path) -> AbstractContextManager[None]:
-    """A defect of `file` in the block, or a refusal of the system to read it, is a RecordingError."""
-    return defects.reading(file, RecordingError, remedy=AGAIN)
-
-
-def writing(path: Path) -> AbstractContextManager[None]:
-    """A full disk or a folder without permission is a RecordingError."""
-    return atomic.writing(path, RecordingError)
+#: Around code that reads a file: a defect of it, or a refusal of the system, is a RecordingError.
+reading = partial(defects.reading, error=RecordingError, remedy=AGAIN)
+#: Around code that writes: a full disk, or a folder without permission, is a RecordingError.
+writing = partial(atomic.writing, error=RecordingError)
 
 
 @dataclass(frozen=True)
@@ -199,17 +195,15 @@ def data_flow_order(names: Iterable[str], layers: Iterable[str]) -> tuple[str, .
     """Names of tensors in the order of the data flow: embedding, layer by layer, final norm, logits."""
     labels = {label: place for place, label in enumerate(layers)}
 
-    def key(name: str) -> tuple[int, int, int, str]:
-        label, _, kind = name.rpartition(".")
+    def key(name: str) -> tuple[int, int, str]:
+        label, _, side = name.rpartition(".")
         layer, _, part = label.rpartition(".")
-        place = {"embedding": -1, "final_norm": len(labels) + 1}.get(label, len(labels))
-        inside = 0
         if label in labels:
-            place, inside = labels[label], 0 if kind == "input" else 9
-        elif layer in labels and part in PARTS:
-            inside = {"conv1d": 1, "scan": 2, "mixer": 4}[part] + (kind == "output" and part == "scan")
-            place = labels[layer]
-        return (len(labels) + 2 if name == LOGITS else place, inside, 0, name)
+            return labels[label], 0 if side == "input" else 9, name
+        if layer in labels and part in PARTS:
+            return labels[layer], {"conv1d": 1, "scan": 2, "mixer": 4}[part] + (name.endswith("scan.output")), name
+        ends = {"embedding": -1, "final_norm": len(labels) + 1, "": len(labels) + 2}  # the logits have no label
+        return ends.get(label, len(labels)), 0, name
 
     return tuple(sorted(names, key=key))
 

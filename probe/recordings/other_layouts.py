@@ -6,8 +6,10 @@ one. Whatever cannot be verified is said in notes.
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +21,7 @@ from probe.files.atomic import link_or_copy, write
 from probe.files.defects import DefectError, parsing
 from probe.files.paths import file_inside
 from probe.files.tensors import Kind, kind_of, load_plain, npz_writer, tensors_in, write_npy, write_pt
+from probe.recordings import script_formats as scripts
 from probe.recordings.manifest import (
     DTYPES,
     FILE_NAME,
@@ -30,25 +33,7 @@ from probe.recordings.manifest import (
     Tokens,
     reading,
 )
-from probe.recordings.script_formats import (
-    METADATA,
-    NPY_FILE,
-    NPZ,
-    NPZ_KEY,
-    PT_FILE,
-    Figures,
-    ScriptFacts,
-    figures_of,
-    npy_file,
-    npy_statistics,
-    npz_key,
-    npz_statistics,
-    pt_file,
-    pt_metadata,
-    recipe_named,
-    script_name,
-    tensor_named,
-)
+from probe.recordings.script_formats import METADATA, NPZ, Figures, ScriptFacts, recorded_figures, script_name
 
 if TYPE_CHECKING:
     from probe.recordings.reading import Recording
@@ -70,12 +55,14 @@ def manifest_of_scripts(folder: Path) -> tuple[Manifest, tuple[str, ...]] | None
         names = [folder.name] if folder.is_file() else sorted(path.name for path in folder.iterdir())
     base = folder.parent if folder.is_file() else folder
     layout: Layout
-    if any(PT_FILE.fullmatch(name) for name in names):
-        layout, found = "pt", _files(base, names, PT_FILE)
-    elif any(NPY_FILE.fullmatch(name) for name in names):
-        layout, found = "npy", _files(base, names, NPY_FILE)
+    if any(scripts.PT_FILE.fullmatch(name) for name in names):
+        layout, found = "pt", _files(base, names, scripts.PT_FILE)
+    elif any(scripts.NPY_FILE.fullmatch(name) for name in names):
+        layout, found = "npy", _files(base, names, scripts.NPY_FILE)
     elif archives := [name for name in names if name.endswith(".npz")]:
-        layout, found = "npz", _archive(base, NPZ if NPZ in archives else _only(folder, archives))
+        if len(archives) > 1 and NPZ not in archives:
+            raise RecordingError(f"{folder} has {len(archives)} .npz files: {', '.join(archives)}. Give one of them.")
+        layout, found = "npz", _archive(base, NPZ if NPZ in archives else archives[0])
     else:
         return None
     notes = [NO_MANIFEST, *([NO_MODE] if layout == "pt" else [])]
@@ -107,8 +94,8 @@ def _files(base: Path, names: Iterable[str], pattern: re.Pattern[str]) -> Found:
                 if None not in kinds:
                     raise DefectError("is not a tensor but a dict of tensors")
                 mode = match.groupdict().get("mode")
-                recipe = (UNKNOWN, None) if mode is None else recipe_named(mode)
-                _add(found, recipe, tensor_named(match), kinds[None], name, None)
+                recipe = (UNKNOWN, None) if mode is None else scripts.recipe_named(mode)
+                _add(found, recipe, scripts.tensor_named(match), kinds[None], name, None)
     return found
 
 
@@ -116,17 +103,11 @@ def _archive(base: Path, name: str) -> Found:
     found: Found = {}
     with reading(base / name):
         for key, kind in tensors_in(file_inside(base, name)).items():
-            match = NPZ_KEY.fullmatch(str(key))
+            match = scripts.NPZ_KEY.fullmatch(str(key))
             if not match:
                 raise DefectError(f"the key {key} is not as in mode_2-1_output, mode_2-1_layer_0_input")
-            _add(found, recipe_named(match["mode"]), tensor_named(match), kind, name, key)
+            _add(found, scripts.recipe_named(match["mode"]), scripts.tensor_named(match), kind, name, key)
     return found
-
-
-def _only(folder: Path, archives: list[str]) -> str:
-    if len(archives) != 1:
-        raise RecordingError(f"{folder} has {len(archives)} .npz files: {', '.join(archives)}. Give one of them.")
-    return archives[0]
 
 
 def _add(found: Found, recipe: tuple[str, str | None], name: str, kind: Kind, file: str, key: str | None) -> None:
@@ -191,42 +172,50 @@ class Export:
                 yield recipe, recorded, name, self.source.tensor(recipe, name)
 
 
-Places = dict[tuple[str, str], tuple[str, str | None]]  # recipe, tensor -> file, key
-AllFigures = dict[str, dict[str, Figures]]  # recipe -> tensor -> figures
+AllTensors = dict[str, dict[str, StoredTensor]]  # by recipe and name
+AllFigures = dict[str, dict[str, Figures]]
 
 
-def _free(file: str, places: Places) -> str:
-    if any(file == other for other, _ in places.values()):
-        raise RecordingError(f"two tensors would be {file}. Choose other layers.")
-    if not FILE_NAME.fullmatch(file):
-        raise RecordingError(f"{file!r} cannot be the name of a file. Use letters, digits, '_', '-' and '.'.")
-    return file
-
-
-def _place_safetensors(export: Export) -> Places:
+def _link_safetensors(export: Export) -> AllTensors:
     for file in {one.file for recorded in export.recipes.values() for one in recorded.tensors.values()}:
         (export.folder / file).unlink(missing_ok=True)
         link_or_copy(export.source.folder / file, export.folder / file)
-    return {
-        (recipe, name): (one.file, one.key)
-        for recipe, recorded in export.recipes.items()
-        for name, one in recorded.tensors.items()
-    }
+    return {recipe: recorded.tensors for recipe, recorded in export.recipes.items()}
 
 
-def _place_npy(export: Export) -> Places:
-    places: Places = {}
+def _write_files(
+    export: Export, file_of: Callable[[RecordedRecipe, str], str], write_tensor: Callable[[Path, Tensor], None]
+) -> AllTensors:
+    """A file for each tensor."""
+    made: set[str] = set()
+    stored: AllTensors = {recipe: {} for recipe in export.recipes}
     for recipe, recorded, name, tensor in export.tensors():
-        file = _free(npy_file(script_name(recorded.mode, recorded.format), name, recorded.layers), places)
-        places[recipe, name] = (file, None)
-        write_npy(export.folder / file, tensor)
-    return places
+        file = file_of(recorded, name)
+        if not FILE_NAME.fullmatch(file):
+            raise RecordingError(f"{file!r} cannot be the name of a file. Use letters, digits, '_', '-' and '.'.")
+        if file in made:
+            raise RecordingError(f"two tensors would be {file}. Choose other layers.")
+        made.add(file)
+        stored[recipe][name] = replace(recorded.tensors[name], file=file, key=None)
+        (export.folder / file).parent.mkdir(exist_ok=True)
+        write_tensor(export.folder / file, tensor)
+    return stored
 
 
-def _place_npz(export: Export) -> Places:
+def _write_npy(export: Export) -> AllTensors:
+    return _write_files(export, scripts.npy_file, write_npy)
+
+
+def _write_pt(export: Export) -> AllTensors:
+    alone = len(export.recipes) == 1 and not export.staying
+    return _write_files(export, partial(scripts.pt_file, alone=alone), write_pt)
+
+
+def _write_npz(export: Export) -> AllTensors:
     """All recipes in one archive, so those that stay are written again."""
-    places: Places = {}
-    file = _free(export.facts.output_file, places)
+    made: set[str] = set()
+    stored: AllTensors = {recipe: {} for recipe in export.recipes}
+    file = export.facts.output_file
     with npz_writer(export.folder / file) as add:
         for recipe, recorded in export.staying.items():
             assert export.kept is not None
@@ -234,73 +223,88 @@ def _place_npz(export: Export) -> Places:
                 if one.file == file:
                     add(str(one.key), export.kept.tensor(recipe, name))
         for recipe, recorded, name, tensor in export.tensors():
-            key = npz_key(script_name(recorded.mode, recorded.format), name, recorded.layers)
-            if key in {other for _, other in places.values()}:
+            key = scripts.npz_key(recorded, name)
+            if key in made:
                 raise RecordingError(f"{name} would be a second {key} in {file}. Choose other layers.")
-            places[recipe, name] = (file, key)
+            made.add(key)
+            stored[recipe][name] = replace(recorded.tensors[name], file=file, key=key)
             add(key, tensor)
-    return places
+    return stored
 
 
-def _place_pt(export: Export) -> Places:
-    """One mode fills the folder; several have a folder each."""
-    places: Places = {}
-    alone = len(export.recipes) == 1 and not export.staying
-    for recipe, recorded, name, tensor in export.tensors():
-        base = "" if alone else f"mode_{script_name(recorded.mode, recorded.format)}/"
-        file = _free(f"{base}{pt_file(name, recorded.layers)}", places)
-        places[recipe, name] = (file, None)
-        (export.folder / file).parent.mkdir(exist_ok=True)
-        write_pt(export.folder / file, tensor)
-    return places
-
-
-def _npy_files(export: Export, built: "Recording", figures: AllFigures) -> list[str]:
-    made = []
+def _npy_statistics(export: Export, built: "Recording", figures: AllFigures) -> Iterator[str]:
     for recipe, by_name in figures.items():
-        statistics = npy_statistics(built.manifest, recipe, by_name)
-        made.append(f"mode_{statistics['mode']}_stats.json")
-        write(export.folder / made[-1], _json(statistics))
-    return made
+        recorded, tokens = built.manifest.recipes[recipe], built.manifest.tokens
+        mode = script_name(recorded.mode, recorded.format)
+        statistics = {
+            "mode": mode,
+            "format": recorded.format,
+            "model": built.manifest.model,
+            "samples": tokens.samples,
+            "seq_len": tokens.seqlen,
+            "layers": {scripts.npy_stem(name, recorded.layers): one.as_json() for name, one in by_name.items()},
+        }
+        yield _write_json(export.folder, f"mode_{mode}_stats.json", statistics)
 
 
-def _npz_files(export: Export, built: "Recording", figures: AllFigures) -> list[str]:
-    everything = {
-        recipe: figures.get(recipe)
-        or {name: figures_of(built.tensor(recipe, name), built.dtype(recipe, name)) for name in built.names(recipe)}
-        for recipe in built.recipes
+def _npz_statistics(export: Export, built: "Recording", figures: AllFigures) -> Iterator[str]:
+    modes = {}
+    for recipe in built.recipes:
+        recorded, names = built.manifest.recipes[recipe], built.names(recipe)
+        by_name = figures.get(recipe) or {name: recorded_figures(built, recipe, name) for name in names}
+        modes[script_name(recorded.mode, recorded.format)] = {
+            scripts.npz_stem(name, recorded.layers): one.as_json() for name, one in by_name.items()
+        }
+    statistics = {
+        "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "model": built.manifest.model,
+        "pretrained_dir": export.facts.pretrained_dir,
+        "seq_len": built.manifest.tokens.seqlen,
+        "modes": modes,
     }
-    made = f"{export.facts.output_file.removesuffix('.npz')}_stats.json"
-    write(export.folder / made, _json(npz_statistics(built.manifest, everything, export.facts.pretrained_dir)))
-    return [made]
+    yield _write_json(export.folder, f"{export.facts.output_file.removesuffix('.npz')}_stats.json", statistics)
 
 
-def _pt_files(export: Export, built: "Recording", figures: AllFigures) -> list[str]:
+def _write_json(folder: Path, name: str, statistics: dict[str, Any]) -> str:
+    write(folder / name, json.dumps(statistics, indent=4, ensure_ascii=False, allow_nan=False) + "\n")
+    return name
+
+
+def _pt_metadata(export: Export, built: "Recording", figures: AllFigures) -> Iterator[str]:
     ids = export.source.input_ids()
-    made = []
     for recipe, by_name in figures.items():
         recorded = built.manifest.recipes[recipe]
-        base = next(iter(recorded.tensors.values())).file.rpartition("/")[0]
-        made.append(f"{base}/{METADATA}" if base else METADATA)
-        write_pt(export.folder / made[-1], pt_metadata(recorded.layers, by_name, ids, export.facts))
-    return made
-
-
-def _json(facts: dict[str, Any]) -> str:
-    return json.dumps(facts, indent=4, ensure_ascii=False, allow_nan=False) + "\n"
+        statistics = {
+            scripts.pt_stem(name, recorded.layers).removesuffix("_output"): {
+                "shape": list(one.shape),
+                "dtype": f"torch.{one.dtype}",
+                **{key: getattr(one, key) for key in ("mean", "std", "min", "max", "has_nan", "has_inf")},
+            }
+            for name, one in by_name.items()
+        }
+        metadata = {
+            "prompt": export.facts.prompt,
+            "input_ids": ids,
+            "attention_mask": None if ids is None else torch.ones_like(ids),
+            "config": export.facts.config or {},
+            "statistics": statistics,
+        }
+        file = str(Path(next(iter(recorded.tensors.values())).file).with_name(METADATA))
+        write_pt(export.folder / file, metadata)
+        yield file
 
 
 class LayoutWriter(NamedTuple):
     """How a layout writes its tensors, and the files of statistics beside them."""
 
-    tensors: Callable[[Export], Places]
-    statistics: Callable[[Export, "Recording", AllFigures], list[str]]
+    tensors: Callable[[Export], AllTensors]
+    statistics: Callable[[Export, "Recording", AllFigures], Iterable[str]]
 
 
 #: A new layout is a row here and one in DEFAULTS.
 WRITERS: dict[Layout, LayoutWriter] = {
-    "safetensors": LayoutWriter(_place_safetensors, lambda export, built, figures: []),
-    "npy": LayoutWriter(_place_npy, _npy_files),
-    "npz": LayoutWriter(_place_npz, _npz_files),
-    "pt": LayoutWriter(_place_pt, _pt_files),
+    "safetensors": LayoutWriter(_link_safetensors, lambda export, built, figures: ()),
+    "npy": LayoutWriter(_write_npy, _npy_statistics),
+    "npz": LayoutWriter(_write_npz, _npz_statistics),
+    "pt": LayoutWriter(_write_pt, _pt_metadata),
 }

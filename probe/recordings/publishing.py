@@ -8,7 +8,7 @@ layout, and renamed: a folder is a whole recording or not there.
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.files.atomic import link_or_copy, link_tree, move, replace_folder, sync_tree, write
+from probe.files.atomic import link_or_copy, link_tree, make_folder, move, replace_folder, sync_tree, write
 from probe.files.lock import locked
 from probe.recordings.manifest import (
     MANIFEST,
@@ -25,11 +25,10 @@ from probe.recordings.manifest import (
     RecordedRecipe,
     RecordingError,
     StoredFile,
-    StoredTensor,
     manifest_to_json,
     writing,
 )
-from probe.recordings.other_layouts import WRITERS, AllFigures, Export, Places
+from probe.recordings.other_layouts import WRITERS, AllFigures, Export
 from probe.recordings.reading import PARTIAL, PREVIOUS, Recording, check_files, read_manifest, read_recording
 from probe.recordings.script_formats import ScriptFacts, figures_of
 from probe.running.environment import comparable, differences
@@ -79,16 +78,16 @@ def shared_facts(manifest: Manifest, layout: Layout) -> dict[str, str]:
     }
 
 
-def existing_recording(folder: Path, begun: Manifest, layout: Layout, *, overwrite: bool) -> Recording | None:
-    """The recording that is there already, if the recipes that `begun` misses can be added to it."""
+def existing_recording(
+    folder: Path, begun: Manifest, new: Sequence[str], layout: Layout, *, overwrite: bool
+) -> Recording | None:
+    """The recording that is there already, if the `new` recipes can be added to it."""
     if not holds_recording(folder):
         return None
     existing = read_recording(folder, verify=False)
     there = existing.manifest
     if other := differences(shared_facts(there, there.layout), shared_facts(begun, layout)):
         raise RecordingError(f"{folder} holds a recording of something else: {'; '.join(other)}. Give another folder.")
-    assert begun.unfinished is not None
-    new = begun.unfinished.missing
     clash = [recipe for recipe in new if recipe in there.recipes]
     if clash and not overwrite:
         raise RecordingError(
@@ -167,10 +166,13 @@ def partial_recording(out: Path, begun: Manifest, *, restart: bool) -> Iterator[
     If the block fails, whole recipes are kept; a folder without one is removed.
     """
     folder = out.with_name(PARTIAL.format(out.name))
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(exist_ok=True)
-    with _alone(folder):
+    with ExitStack() as lock:
+        with writing(folder):
+            make_folder(folder)
+            try:
+                lock.enter_context(locked(folder, wait=False))
+            except BlockingIOError:
+                raise RecordingError(f"{folder} is being written by another process. Wait for it, or end it.") from None
         partial = PartialRecording(folder, begun)
         is_interrupted = os.path.lexists(folder / MANIFEST)
         if not is_interrupted and any(folder.iterdir()):
@@ -189,18 +191,6 @@ def partial_recording(out: Path, begun: Manifest, *, restart: bool) -> Iterator[
             if not partial.manifest.recipes:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time."""
-    with ExitStack() as lock:
-        with writing(folder):
-            try:
-                lock.enter_context(locked(folder, wait=False))
-            except BlockingIOError:
-                raise RecordingError(f"{folder} is being written by another process. Wait for it, or end it.") from None
-        yield
 
 
 def _continued(folder: Path, asked: Mapping[str, str]) -> Manifest:
@@ -246,20 +236,21 @@ def _build(export: Export, layout: Layout) -> Manifest:
     folder, writer = export.folder, WRITERS[layout]
     with writing(folder):
         _take_along(export)
-        places = writer.tensors(export)
-    manifest = _manifest(export, layout, places)
+        tensors = writer.tensors(export)
+    new = {recipe: replace(recorded, tensors=tensors[recipe]) for recipe, recorded in export.recipes.items()}
+    recipes = {**export.staying, **new}
+    manifest = replace(export.source.manifest, recipes=recipes, layout=layout, files={}, unfinished=None)
     built = Recording(folder, manifest)
     figures: AllFigures = {}
     for recipe, _, name, tensor in export.tensors():
-        if _is_linked(export, places[recipe, name][0]):
-            continue
-        found = built.tensor(recipe, name)
-        _check_same(folder, recipe, name, found, tensor)
-        if layout != "safetensors":
-            dtype = built.dtype(recipe, name)
-            figures.setdefault(recipe, {})[name] = figures_of(found, dtype, unbiased=layout == "pt")
+        if not _is_linked(export, tensors[recipe][name].file):
+            found, dtype = built.tensor(recipe, name), built.dtype(recipe, name)
+            _check_same(folder, recipe, name, found, tensor)
+            if layout != "safetensors":
+                figures.setdefault(recipe, {})[name] = figures_of(found, dtype, unbiased=layout == "pt")
     with writing(folder):
-        made = {file for file, _ in places.values()} | set(writer.statistics(export, built, figures))
+        made = {one.file for by_name in tensors.values() for one in by_name.values()}
+        made |= set(writer.statistics(export, built, figures))
         manifest = replace(manifest, files=_files(export, made))
         write(folder / MANIFEST, manifest_to_json(manifest))
         sync_tree(folder)
@@ -281,21 +272,6 @@ def _take_along(export: Export) -> None:
     tokens = source.manifest.tokens.file
     if tokens is not None and not (folder / tokens).exists():
         link_or_copy(source.folder / tokens, folder / tokens)
-
-
-def _manifest(export: Export, layout: Layout, places: Places) -> Manifest:
-    new = {
-        recipe: replace(
-            recorded,
-            tensors={
-                name: StoredTensor(one.dtype, one.shape, *places[recipe, name])
-                for name, one in recorded.tensors.items()
-            },
-        )
-        for recipe, recorded in export.recipes.items()
-    }
-    recipes = {**export.staying, **new}
-    return replace(export.source.manifest, recipes=recipes, layout=layout, files={}, unfinished=None)
 
 
 def _files(export: Export, made: Iterable[str]) -> dict[str, StoredFile]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from probe.data.batches import token_fingerprint
 from probe.files.atomic import make_folder, sync_tree, write
+from probe.recordings import publishing, taps
 from probe.recordings.manifest import (
     ENDS,
     MANIFEST,
@@ -33,39 +34,18 @@ from probe.recordings.manifest import (
     manifest_to_json,
     writing,
 )
-from probe.recordings.publishing import (
-    PartialRecording,
-    existing_recording,
-    holds_recording,
-    is_to_be_replaced,
-    partial_recording,
-    publish,
-    put_in_place,
-    recover,
-    shared_facts,
-)
 from probe.recordings.reading import Recording, read_recording
 from probe.recordings.request import (
     ModelToRun,
     RecordRequest,
     batches_for,
-    config_of,
     device_name,
     model_to_run,
     recipes_for,
-    texts_of,
+    script_facts,
 )
-from probe.recordings.script_formats import ScriptFacts
 from probe.recordings.stream import TensorStream
-from probe.recordings.taps import (
-    TapPoints,
-    is_compiled,
-    points_returned,
-    record_outputs,
-    run_tapped,
-    tap_points,
-    unwrapped,
-)
+from probe.recordings.taps import TapPoints, is_compiled
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.environment import environment
 from probe.running.measurement import NotAppliedError
@@ -103,6 +83,7 @@ class _Run:
     model: ModelToRun
     batches: tuple[Tensor, ...]
     existing: Recording | None
+    partial: publishing.PartialRecording
     progress: Progress
 
 
@@ -122,9 +103,9 @@ def record(
     """
     request = replace(out, **options) if isinstance(out, RecordRequest) else RecordRequest(out, **options)
     progress = progress or _Silent()
-    folder, layout = request.folder, request.chosen_layout
-    recover(folder)
-    holds_recording(folder)
+    folder, layout = request.folder, request.layout
+    publishing.recover(folder)
+    publishing.holds_recording(folder)
     model = model_to_run(request)
     device = device_name(request, model)
     for note in model.loaded.notes:
@@ -132,82 +113,64 @@ def record(
     recipes = recipes_for(request, model)
     batches = batches_for(request, model)
     keys = tuple(map(str, recipes))
-    begun = Manifest(
-        model.loaded.name,
-        model.loaded.fingerprint,
-        device,
-        _tokens_of(batches, request.source),
-        {},
-        environment(),
-        unfinished=UnfinishedWork({}, keys),
-    )
-    existing = existing_recording(folder, begun, layout, overwrite=request.overwrite)
-    run = _Run(request, model, tuple(batches), existing, progress)
-    asked = shared_facts(begun, layout) | _asked(run, keys)
+    tokens, weights = _tokens_of(batches, request.source), model.loaded.fingerprint
+    begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
+    existing = publishing.existing_recording(folder, begun, keys, layout, overwrite=request.overwrite)
+    asked = publishing.shared_facts(begun, layout) | _asked(request, model, batches, keys)
     begun = replace(begun, unfinished=UnfinishedWork(asked, keys))
-    with partial_recording(folder, begun, restart=request.restart) as partial:
+    with publishing.partial_recording(folder, begun, restart=request.restart) as partial:
         if partial.reused:
             progress.line(f"continuing {partial.folder}: {', '.join(partial.reused)} recorded already")
         elif not partial.manifest.files:
             partial.manifest = replace(partial.manifest, files={TOKENS: _write_tokens(partial.folder, batches)})
             partial.save()
-        _record_missing(run, partial, [recipe for recipe in recipes if str(recipe) in partial.missing])
-        text, config = texts_of(request, model, batches), config_of(unwrapped(model.loaded.model))
-        facts = ScriptFacts(text, config, request.pretrained_dir, request.archive)
-        return publish(folder, partial, existing, facts, layout)
+        run = _Run(request, model, tuple(batches), existing, partial, progress)
+        _record_missing(run, [recipe for recipe in recipes if str(recipe) in partial.missing])
+        return publishing.publish(folder, partial, existing, script_facts(request, model, batches), layout)
 
 
-def _asked(run: _Run, recipes: Sequence[str]) -> dict[str, str]:
+def _asked(
+    request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor], recipes: Sequence[str]
+) -> dict[str, str]:
     """What must be the same, beside the shared facts, for an interrupted recording to be continued."""
-    request = run.request
     return {
         "recipes": " ".join(recipes),
         "layers": " ".join(map(str, request.chosen_layers)),
         "taps": " ".join(request.chosen_taps) or "none",
         "output file": request.archive,
-        "batch size": str(len(run.batches[0])),
-        "compiled": str(request.compile or is_compiled(run.model.loaded.model)),
+        "batch size": str(len(batches[0])),
+        "compiled": str(request.compile or is_compiled(model.loaded.model)),
         "calibration": request.calibration,
     }
 
 
-def _record_missing(run: _Run, partial: PartialRecording, recipes: Sequence[Recipe]) -> None:
+def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
     request, loaded = run.request, run.model.loaded
     calibration: Calibration | None = None
     for index, recipe in enumerate(recipes):
         if calibration is None and recipe.needs_calibration and not run.model.runs_as_is:
             run.progress.line(f"[calibration] {request.calibration}")
-            calibration = calibrate_on(
-                loaded,
-                request.calib_data,
-                request.calib_data_num,
-                request.calib_seqlen,
-                percentile=request.percentile,
-            )
+            sizes = (request.calib_data_num, request.calib_seqlen)
+            calibration = calibrate_on(loaded, request.calib_data, *sizes, percentile=request.percentile)
         used = calibration if recipe.needs_calibration else None
         twin = loaded.model
         if not run.model.runs_as_is:
             twin = apply(loaded.model, recipe, used).to(request.device)
-        points = points_returned(twin)
+        points = taps.points_returned(twin)
         if points is None:
-            points = tap_points(twin, request.chosen_layers, request.chosen_taps, model_name=loaded.name)
-        _check_addition(run, partial, recipe, points)
+            points = taps.tap_points(twin, request.chosen_layers, request.chosen_taps, model_name=loaded.name)
+        _check_addition(run, recipe, points)
         if not index:
             run.progress.begin(len(points.names) * len(run.batches) * len(recipes))
         run.progress.line(f"[{index + 1}/{len(recipes)}] {recipe}")
-        _record_recipe(run, partial, recipe, twin, points, used)
+        _record_recipe(run, recipe, twin, points, used)
 
 
 def _record_recipe(
-    run: _Run,
-    partial: PartialRecording,
-    recipe: Recipe,
-    twin: nn.Module,
-    points: TapPoints,
-    calibration: Calibration | None,
+    run: _Run, recipe: Recipe, twin: nn.Module, points: TapPoints, calibration: Calibration | None
 ) -> None:
     """Run one recipe over all batches, and list it once its file is whole."""
-    request, key = run.request, str(recipe)
+    request, partial, key = run.request, run.partial, str(recipe)
     file = partial.folder / f"{key}.safetensors"
     with TensorStream(file, points.names, partial.manifest.tokens.samples, label=key) as stream:
 
@@ -215,11 +178,12 @@ def _record_recipe(
             stream.add(name, tensor)
             run.progress.step(key, name)
 
-        if request.compile and points_returned(twin) is None:
-            twin = record_outputs(twin, request.chosen_layers, taps=request.chosen_taps)
+        if request.compile and taps.points_returned(twin) is None:
+            twin = taps.record_outputs(twin, request.chosen_layers, taps=request.chosen_taps)
         if request.compile and not is_compiled(twin):
             twin = cast(nn.Module, torch.compile(twin))
-        stray = run_tapped(twin, recipe, points, run.batches, consume)
+        run_model = taps.run_hooked if taps.points_returned(twin) is None else taps.run_returning
+        stray = run_model(twin, recipe, points, run.batches, consume)
         if stray:
             raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
         recorded, stored = _finished(recipe, stream, points.layers)
@@ -229,15 +193,15 @@ def _record_recipe(
             calibration=None if calibration is None else request.recorded_calibration(calibration),
             compiled=is_compiled(twin),
         )
-        _check_changed(run, partial, recipe, recorded)
+        _check_changed(run, recipe, recorded)
     partial.add(key, recorded, file.name, stored)
 
 
-def _check_addition(run: _Run, partial: PartialRecording, recipe: Recipe, points: TapPoints) -> None:
+def _check_addition(run: _Run, recipe: Recipe, points: TapPoints) -> None:
     """All recipes of a folder have the same layers and taps."""
     there = run.existing.manifest.recipes if run.existing else {}
-    staying = {name: one for name, one in there.items() if name not in partial.missing}
-    for other in (staying | partial.manifest.recipes).values():
+    staying = {name: one for name, one in there.items() if name not in run.partial.missing}
+    for other in (staying | run.partial.manifest.recipes).values():
         if other.layers != points.layers or set(other.tensors) != set(points.names):
             those, these = (", ".join(sorted(some)) for some in (other.tensors, points.names))
             raise RecordingError(
@@ -246,9 +210,9 @@ def _check_addition(run: _Run, partial: PartialRecording, recipe: Recipe, points
             )
 
 
-def _check_changed(run: _Run, partial: PartialRecording, recipe: Recipe, recorded: RecordedRecipe) -> None:
+def _check_changed(run: _Run, recipe: Recipe, recorded: RecordedRecipe) -> None:
     """A recipe whose every layer is bit-identical to fp32 did nothing."""
-    reference = str(Recipe("fp32"))
+    partial, reference = run.partial, str(Recipe("fp32"))
     here = Recording(partial.folder, partial.manifest)
     place = here if reference in partial.manifest.recipes else run.existing
     if recipe.mode == reference or place is None or reference not in place.recipes:
@@ -284,7 +248,7 @@ def write_recording(
     folder is a whole recording or not there. With `overwrite` an older recording, and nothing else, is replaced.
     """
     folder = Path(os.path.realpath(folder))
-    is_to_be_replaced(folder, overwrite=overwrite)
+    publishing.is_to_be_replaced(folder, overwrite=overwrite)
     tokens = _tokens_of(batches)
     fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -313,7 +277,7 @@ def write_recording(
             write(fresh / MANIFEST, manifest_to_json(manifest))
             sync_tree(fresh)
         read_recording(fresh)
-        put_in_place(fresh, folder, replaces=is_to_be_replaced(folder, overwrite=overwrite))
+        publishing.put_in_place(fresh, folder, replaces=publishing.is_to_be_replaced(folder, overwrite=overwrite))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return Recording(folder, manifest)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
-from probe.recordings.manifest import LAYOUTS, Layout, RecordedCalibration
-from probe.recordings.script_formats import NPZ
+from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
+from probe.recordings.script_formats import NPZ, ScriptFacts
 from probe.recordings.taps import TAPS, is_compiled, points_returned, unwrapped
 from probe.running.calibration import Calibration
 from probe.running.devices import check_device, is_present, is_recorded
@@ -85,7 +85,7 @@ class RecordRequest:
     calib_data_num: int = 16
     calib_seqlen: int = 256
     percentile: float = PERCENTILE
-    layout: str = "safetensors"
+    layout: Layout = "safetensors"
     output_file: str | None = None
     """The archive of the layout npz."""
     overwrite: bool = False
@@ -101,11 +101,8 @@ class RecordRequest:
             look_up("tap", tap, dict.fromkeys(TAPS))
         if self.output_file is not None and self.layout != "npz":
             raise ValueError(f"an output file is for the layout npz, and the layout is {self.layout}. Leave it out.")
-        if not self.archive.endswith(".npz") or Path(self.archive).name != self.archive:
+        if not self.archive.endswith(".npz") or "/" in self.archive or not FILE_NAME.fullmatch(self.archive):
             raise ValueError(f"the output file is {self.archive!r}. Expected a plain name that ends in .npz.")
-        self._check_one_source_of_tokens()
-
-    def _check_one_source_of_tokens(self) -> None:
         for first, others, why in (
             ("batches", ("prompt", "data", "samples", "seqlen"), "batches are whole"),
             ("prompt", ("data", "samples"), "a prompt is one sample of its own"),
@@ -120,14 +117,9 @@ class RecordRequest:
         return Path(os.path.realpath(self.out))
 
     @property
-    def chosen_layout(self) -> Layout:
-        """`layout`, which was checked."""
-        return cast(Layout, self.layout)
-
-    @property
     def defaults(self) -> LayoutDefaults:
         """What the layout records unless the request says otherwise."""
-        return DEFAULTS[self.chosen_layout]
+        return DEFAULTS[self.layout]
 
     @property
     def chosen_layers(self) -> tuple[str | int, ...]:
@@ -233,14 +225,6 @@ def device_name(request: RecordRequest, model: ModelToRun) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else device
 
 
-def config_of(model: nn.Module) -> dict[str, Any]:
-    """The configuration of a model of transformers in plain values."""
-    config: Any = getattr(model, "config", None)
-    found = config.to_dict() if hasattr(config, "to_dict") else {}
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return plain
-
-
 # ------------------------------------------------------------------------------------------ recipes and tokens
 
 
@@ -280,9 +264,13 @@ def batches_for(request: RecordRequest, model: ModelToRun) -> list[Tensor]:
     return token_batches(text, tokenizer, samples=samples, seqlen=seqlen, batch_size=request.batch_size)
 
 
-def texts_of(request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor]) -> str | list[str]:
-    """What was fed to the model as text: one, or one for each sample."""
-    if request.prompt is not None:
-        return request.prompt
-    texts = [model.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch]
-    return texts[0] if len(texts) == 1 else texts
+def script_facts(request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor]) -> ScriptFacts:
+    """What the users' scripts write down: the text of each sample, and the configuration in plain values."""
+    texts: str | list[str] | None = request.prompt
+    if texts is None:
+        decoded = [model.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch]
+        texts = decoded[0] if len(decoded) == 1 else decoded
+    config: Any = getattr(unwrapped(model.loaded.model), "config", None)
+    found = config.to_dict() if hasattr(config, "to_dict") else {}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return ScriptFacts(texts, plain, request.pretrained_dir, request.archive)

@@ -1,4 +1,4 @@
-"""The formats of the users' own scripts: names of files and keys, statistics beside the tensors, printed blocks.
+"""The formats of the users' own scripts: names of files and keys, figures, printed blocks.
 
     recipe             tensor              npy                              npz, one layer       pt
     fp32               layer_0.output      mode_fp32_layer_0.npy            mode_fp32_output     layer_0_output.pt
@@ -12,17 +12,15 @@ what these scripts print, so that whatever parses their output keeps working.
 
 import math
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from probe.files.checked_json import finite
 from probe.formats import FORMATS
-from probe.recordings.manifest import ENDS, PARTS, Manifest
+from probe.recordings.manifest import ENDS, PARTS, RecordedRecipe
 from probe.running.modes import MODES
 from probe.words import LOGITS
 
@@ -73,34 +71,37 @@ def tensor_named(match: re.Match[str]) -> str:
     return ".".join(filter(None, (found["label"], found["part"], found["kind"] or "output")))
 
 
-def npy_file(recipe: str, name: str, layers: Sequence[str]) -> str:
-    """The file of a tensor; `recipe` is a `script_name`."""
-    return f"mode_{recipe}_{_npy_stem(name, layers)}.npy"
+def npy_file(recorded: RecordedRecipe, name: str) -> str:
+    """The file of a tensor."""
+    return f"mode_{script_name(recorded.mode, recorded.format)}_{npy_stem(name, recorded.layers)}.npy"
 
 
-def npz_key(recipe: str, name: str, layers: Sequence[str]) -> str:
+def npz_key(recorded: RecordedRecipe, name: str) -> str:
     """The key of a tensor in the archive: without the layer, if there is only one."""
-    return f"mode_{recipe}_{_npz_stem(name, layers)}"
+    return f"mode_{script_name(recorded.mode, recorded.format)}_{npz_stem(name, recorded.layers)}"
 
 
-def pt_file(name: str, layers: Sequence[str]) -> str:
-    """The file of a tensor in the folder of its mode."""
-    return f"{_stem(name, layers)}.pt"
+def pt_file(recorded: RecordedRecipe, name: str, *, alone: bool) -> str:
+    """The file of a tensor: one mode fills the folder `alone`, several have a folder each."""
+    folder = "" if alone else f"mode_{script_name(recorded.mode, recorded.format)}/"
+    return f"{folder}{pt_stem(name, recorded.layers)}.pt"
 
 
-def _npy_stem(name: str, layers: Sequence[str]) -> str:
-    stem = _stem(name, layers)
+def npy_stem(name: str, layers: Sequence[str]) -> str:
+    """`layer_0`, `layer_0_input`: outputs are not named."""
+    stem = pt_stem(name, layers)
     return stem if stem.endswith("_scan_output") else stem.removesuffix("_output")
 
 
-def _npz_stem(name: str, layers: Sequence[str]) -> str:
-    stem = _stem(name, layers)
+def npz_stem(name: str, layers: Sequence[str]) -> str:
+    """`input` and `output` of a single layer, `layer_3_output` of several."""
+    stem = pt_stem(name, layers)
     if len(layers) == 1:
         stem = stem.removeprefix(f"{layers[0]}_")
     return stem if name.startswith(tuple(layers)) else stem.removesuffix("_output")
 
 
-def _stem(name: str, layers: Sequence[str]) -> str:
+def pt_stem(name: str, layers: Sequence[str]) -> str:
     """`layer_0.scan.input` with underscores; the dots in names of modules stay."""
     label, dot, kind = name.rpartition(".")
     layer, _, part = label.rpartition(".")
@@ -126,9 +127,10 @@ class Figures:
     has_nan: bool
     has_inf: bool
 
-    def chosen(self, *names: str) -> dict[str, Any]:
-        """These figures as JSON has them: what is not finite is null."""
-        return {name: finite(value) for name, value in asdict(self).items() if name in names}
+    def as_json(self) -> dict[str, Any]:
+        """What the statistics in JSON have; null for what is not finite."""
+        left_out = ("has_nan", "has_inf")
+        return {name: finite(value) for name, value in asdict(self).items() if name not in left_out}
 
 
 def figures_of(tensor: Tensor, dtype: str, *, unbiased: bool = False) -> Figures:
@@ -136,9 +138,7 @@ def figures_of(tensor: Tensor, dtype: str, *, unbiased: bool = False) -> Figures
 
     With `unbiased` the divisor is n - 1, as in torch's std; numpy's is n. One sample is in memory at a time.
     """
-    count = tensor.numel()
-    total = 0.0
-    low, high = math.inf, -math.inf
+    count, total, low, high = tensor.numel(), 0.0, math.inf, -math.inf
     has_nan = has_inf = False
     for sample in tensor:
         values = sample.double()
@@ -156,7 +156,10 @@ def figures_of(tensor: Tensor, dtype: str, *, unbiased: bool = False) -> Figures
     return Figures(tuple(tensor.shape), dtype, first, mean, std, low, high, has_nan, has_inf)
 
 
-_STATISTICS = ("shape", "dtype", "first_10", "mean", "std", "min", "max")
+def recorded_figures(recording: "Recording", recipe: str, name: str) -> Figures:
+    """The figures of a recorded tensor; std as the layout's own library has it, numpy's or torch's."""
+    unbiased = recording.manifest.layout == "pt"
+    return figures_of(recording.tensor(recipe, name), recording.dtype(recipe, name), unbiased=unbiased)
 
 
 @dataclass(frozen=True)
@@ -167,59 +170,6 @@ class ScriptFacts:
     config: dict[str, Any] | None = None
     pretrained_dir: str | None = None
     output_file: str = NPZ
-
-
-def npy_statistics(manifest: Manifest, recipe: str, figures: Mapping[str, Figures]) -> dict[str, Any]:
-    """`mode_2-1_stats.json`, from the figures by tensor."""
-    recorded = manifest.recipes[recipe]
-    return {
-        "mode": script_name(recorded.mode, recorded.format),
-        "format": recorded.format,
-        "model": manifest.model,
-        "samples": manifest.tokens.samples,
-        "seq_len": manifest.tokens.seqlen,
-        "layers": {_npy_stem(name, recorded.layers): one.chosen(*_STATISTICS) for name, one in figures.items()},
-    }
-
-
-def npz_statistics(
-    manifest: Manifest, figures: Mapping[str, Mapping[str, Figures]], pretrained_dir: str | None
-) -> dict[str, Any]:
-    """`first_layer_io_all_modes_stats.json`, from the figures by recipe and tensor."""
-    modes = {}
-    for recipe, by_name in figures.items():
-        recorded = manifest.recipes[recipe]
-        modes[script_name(recorded.mode, recorded.format)] = {
-            _npz_stem(name, recorded.layers): one.chosen(*_STATISTICS) for name, one in by_name.items()
-        }
-    return {
-        "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "model": manifest.model,
-        "pretrained_dir": pretrained_dir,
-        "seq_len": manifest.tokens.seqlen,
-        "modes": modes,
-    }
-
-
-def pt_metadata(
-    layers: Sequence[str], figures: Mapping[str, Figures], ids: Tensor | None, facts: ScriptFacts
-) -> dict[str, Any]:
-    """`metadata.pt`, from the figures by tensor."""
-    statistics = {
-        _stem(name, layers).removesuffix("_output"): {
-            "shape": list(one.shape),
-            "dtype": f"torch.{one.dtype}",
-            **{key: getattr(one, key) for key in ("mean", "std", "min", "max", "has_nan", "has_inf")},
-        }
-        for name, one in figures.items()
-    }
-    return {
-        "prompt": facts.prompt,
-        "input_ids": ids,
-        "attention_mask": None if ids is None else torch.ones_like(ids),
-        "config": facts.config or {},
-        "statistics": statistics,
-    }
 
 
 # ------------------------------------------------------------------------------------------------ printed blocks
@@ -236,7 +186,7 @@ def first_layer_text(recording: "Recording") -> str:
         label = recorded.layers[0]
         for title, name in (("📥 INPUT", f"{label}.input"), ("📤 OUTPUT", f"{label}.output")):
             if name in recorded.tensors:
-                figures = _figures(recording, recipe, name)
+                figures = recorded_figures(recording, recipe, name)
                 lines += [
                     "",
                     f"{title} (Shape: {list(figures.shape)}):",
@@ -256,7 +206,7 @@ def key_layers_text(recording: "Recording", recipe: str) -> str:
     lines = ["关键层统计信息:"]
     for label in ("embedding", *chosen, "final_norm"):
         if f"{label}.output" in recording.names(recipe):
-            figures = _figures(recording, recipe, f"{label}.output")
+            figures = recorded_figures(recording, recipe, f"{label}.output")
             lines += [
                 f"  {label}:",
                 f"    Shape: {list(figures.shape)}",
@@ -266,8 +216,3 @@ def key_layers_text(recording: "Recording", recipe: str) -> str:
                 "",
             ]
     return "\n".join(lines)
-
-
-def _figures(recording: "Recording", recipe: str, name: str) -> Figures:
-    unbiased = recording.manifest.layout == "pt"
-    return figures_of(recording.tensor(recipe, name), recording.dtype(recipe, name), unbiased=unbiased)

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -59,11 +58,9 @@ class TensorStream:
     def __enter__(self) -> "TensorStream":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, problem: type[BaseException] | None, *more: object) -> None:
         self._opened.close()
-        if kind is not None or not self._whole:
+        if problem is not None or not self._whole:
             self.file.unlink(missing_ok=True)
 
     def add(self, name: str, rows: Tensor) -> None:

@@ -5,7 +5,7 @@ its tensors itself.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -42,23 +42,6 @@ class TapPoints:
         return (*self.sources, *((LOGITS,) if self.logits else ()))
 
 
-def _inputs(label: str, module: str) -> Iterator[tuple[str, str, Side]]:
-    yield f"{label}.input", module, "input"
-
-
-def _mixer(label: str, module: str) -> Iterator[tuple[str, str, Side]]:
-    yield f"{label}.mixer.output", f"{module}.mixer", "output"
-
-
-def _conv1d(label: str, module: str) -> Iterator[tuple[str, str, Side]]:
-    yield f"{label}.conv1d.output", f"{module}.mixer.sites.conv1d.output", "output"
-
-
-def _scan(label: str, module: str) -> Iterator[tuple[str, str, Side]]:
-    yield f"{label}.scan.input", f"{module}.mixer.sites.scan.u", "output"
-    yield f"{label}.scan.output", f"{module}.mixer.sites.scan.y", "output"
-
-
 def _embedding(model: nn.Module) -> str | None:
     """The module that a model of transformers says is its embedding, else the first nn.Embedding."""
     known = getattr(model, "get_input_embeddings", None)
@@ -66,9 +49,9 @@ def _embedding(model: nn.Module) -> str | None:
         found = known() if known is not None else None
     except (AttributeError, NotImplementedError):
         found = None
-    names = [name for name, module in model.named_modules() if module is found or isinstance(module, nn.Embedding)]
-    exact = [name for name, module in model.named_modules() if module is found]
-    return next(iter(exact or names), None)
+    names = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    stated = [name for name, module in model.named_modules() if module is found]
+    return next(iter(stated or names), None)
 
 
 def _final_norm(model: nn.Module) -> str | None:
@@ -81,13 +64,14 @@ def _final_norm(model: nn.Module) -> str | None:
     return ".".join(filter(None, (parent, beside[-1]))) if beside else None
 
 
-#: Taps of every selected layer, and taps of the model.
-OF_LAYERS: dict[str, Callable[[str, str], Iterator[tuple[str, str, Side]]]] = {
-    "inputs": _inputs,
-    "mixer": _mixer,
-    "conv1d": _conv1d,
-    "scan": _scan,
+#: Taps of every selected layer: the name of the tensor, the module in the layer, and the side of it.
+OF_LAYERS: dict[str, tuple[tuple[str, str, Side], ...]] = {
+    "inputs": (("input", "", "input"),),
+    "mixer": (("mixer.output", ".mixer", "output"),),
+    "conv1d": (("conv1d.output", ".mixer.sites.conv1d.output", "output"),),
+    "scan": (("scan.input", ".mixer.sites.scan.u", "output"), ("scan.output", ".mixer.sites.scan.y", "output")),
 }
+#: Taps of the model: the module, if it has one.
 OF_MODEL: dict[str, Callable[[nn.Module], str | None]] = {"embedding": _embedding, "final_norm": _final_norm}
 TAPS = (*OF_LAYERS, *OF_MODEL, LOGITS)
 
@@ -114,12 +98,14 @@ def tap_points(
 
 def _sources(model: nn.Module, tap: str, selected: dict[str, str], there: set[str]) -> dict[str, tuple[str, Side]]:
     if tap in OF_MODEL:
-        module = OF_MODEL[tap](model)
-        return {} if module is None else {f"{tap}.output": (module, "output")}
-    if tap not in OF_LAYERS:
-        return {}
-    points = [point for label, module in selected.items() for point in OF_LAYERS[tap](label, module)]
-    return {name: (module, side) for name, module, side in points if module in there}
+        found = OF_MODEL[tap](model)
+        return {} if found is None else {f"{tap}.output": (found, "output")}
+    return {
+        f"{label}.{name}": (f"{module}{inside}", side)
+        for label, module in selected.items()
+        for name, inside, side in OF_LAYERS.get(tap, ())
+        if f"{module}{inside}" in there
+    }
 
 
 # ------------------------------------------------------------------------------------- models that return tensors
@@ -194,21 +180,13 @@ def points_returned(model: nn.Module) -> TapPoints | None:
 
 
 @torch.no_grad()
-def run_tapped(
+def run_hooked(
     model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
 ) -> dict[str, str]:
     """Run all batches and hand each tensor to `consumer` as it appears; returns what is not on the recipe's grid.
 
-    A module that never ran is an UncoveredError.
+    No more than one tensor is ever held beside the forward. A module that never ran is an UncoveredError.
     """
-    run = _run_hooked if points_returned(model) is None else _run_returning
-    return run(model, recipe, points, batches, consumer)
-
-
-def _run_hooked(
-    model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
-) -> dict[str, str]:
-    """No more than one tensor is ever held beside the forward."""
     wanted: dict[str, list[str]] = {}
     for name, (module, side) in points.sources.items():
         wanted.setdefault(f"{module}.{side}", []).append(name)
@@ -247,10 +225,11 @@ def _renamed(selected: dict[str, str], wanted: dict[str, list[str]], consumer: C
     return consume
 
 
-def _run_returning(
+@torch.no_grad()
+def run_returning(
     model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
 ) -> dict[str, str]:
-    """Sites are part of the graph here: only the weights are checked against the grid."""
+    """The same for a model of record_outputs. Sites are part of its graph: only weights are checked on the grid."""
     with watching(unwrapped(model), recipe) as stray:
         pass
     device = _device_of(model)

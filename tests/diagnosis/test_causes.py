@@ -246,8 +246,8 @@ def one_nan(x: Tensor) -> Tensor:
 @pytest.fixture
 def user_mode() -> Iterator[Callable[[Callable[[Tensor], Tensor]], Recipe]]:
     def register(change: Callable[[Tensor], Tensor]) -> Recipe:
-        def build(model: Any, format: str, calibration: Calibration | None) -> nn.Module:
-            block = model.backbone.layers[1]
+        def build(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+            block: Any = model.get_submodule("backbone.layers.1")
             block.mixer = Changed(block.mixer, change)
             return model
 

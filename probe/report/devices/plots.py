@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from probe.comparisons.devices.diff import DeviceComparison
-from probe.comparisons.devices.pairs import DeviceSide
 from probe.comparisons.samples import error_map, sample_pairs
+from probe.comparisons.selection import Side
 from probe.report.figure import (
     BAD,
     COLOURS,
@@ -56,7 +56,7 @@ def error_picture(found: DeviceComparison) -> bytes:
         return png(figure)
 
 
-def value_picture(found: DeviceComparison, a: DeviceSide, b: DeviceSide, label: str) -> bytes:
+def value_picture(found: DeviceComparison, a: Side, b: Side, label: str) -> bytes:
     """One tensor: histogram of B - A, B against A, and where the difference lies."""
     from matplotlib.colors import LogNorm
 

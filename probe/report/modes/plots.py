@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probe.comparisons.results import ModeComparison
+from probe.comparisons.modes import ModeComparison
 from probe.comparisons.samples import Pairs
 from probe.metrics import Metrics
 from probe.report.figure import (

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from probe.comparisons.results import LayerComparison, ModeComparison
+from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.words import printable
 
 WIDTH = 80

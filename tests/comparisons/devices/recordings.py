@@ -17,7 +17,8 @@ def network(*, layers: int = 4, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) / rows**0.5
+        found: Tensor = torch.randn(rows, columns, generator=generator) / rows**0.5
+        return found
 
     x = torch.randn(19, WIDTH, generator=generator)[IDS]
     found = {"embedding.output": x}
