@@ -19,10 +19,18 @@ from typing import Any, TypeVar
 
 from probe.files.atomic import remove_unfinished
 from probe.files.paths import check_outputs
-from probe.report.scaling import files
-from probe.report.scaling.blocks import overflow_block, recommendation_block, truth_block
-from probe.report.scaling.page import Failed, Found, write_page
+from probe.report.scaling.page import (
+    LOG,
+    AnalysedTensor,
+    FailedTensor,
+    truth_block,
+    write_log,
+    write_page,
+    write_plots,
+    write_results,
+)
 from probe.report.scaling.plots import pictures
+from probe.report.script_layouts import overflow_block, recommendation_block
 from probe.scaling.advice import recommend
 from probe.scaling.inputs import Source
 from probe.scaling.levels import GRANULARITIES, check_levels, ends_of, expand_formats
@@ -65,7 +73,7 @@ class Outcome:
 
     source: Source
     lines: tuple[str, ...]
-    found: tuple[Found, ...] = ()
+    found: tuple[AnalysedTensor, ...] = ()
     reason: str = ""
     unread: bool = False
     """There was no tensor to analyse: the input is wrong, not its numbers."""
@@ -85,14 +93,14 @@ def run_batch(
     show(RULE)
     places = OutputFolders(output_dir, alone=len(sources) == 1)
     folders = [places.folder_for(source) for source in sources]
-    found: list[Found] = []
-    failed: list[Failed] = []
-    unread: list[Failed] = []
+    found: list[AnalysedTensor] = []
+    failed: list[FailedTensor] = []
+    unread: list[FailedTensor] = []
     with closing(_outcomes(sources, request, folders, jobs, show)) as outcomes:
         for outcome in outcomes:
             found += outcome.found
             if outcome.reason:
-                failed.append(Failed(outcome.source.text, outcome.reason))
+                failed.append(FailedTensor(outcome.source.text, outcome.reason))
                 unread += failed[-1:] if outcome.unread else []
     page = write_page(places.root, found, failed) if found else None
     for line in ("", RULE, "FINAL SUMMARY", RULE, f"Total tensors: {len(sources)}"):
@@ -137,7 +145,7 @@ def analyse(
     transcript = Transcript(show)
     transcript.add(*header)
     opening = list(transcript.stamped)
-    found: list[Found] = []
+    found: list[AnalysedTensor] = []
     logs: dict[str, list[str]] = {}
     reason, unread = "", True
     try:
@@ -155,17 +163,17 @@ def analyse(
         reason = f"{type(problem).__name__}: {problem}"
     transcript.add(_failure(source, reason) if reason else f"✅ Successfully processed: {source.text}")
     for format, lines in logs.items():
-        files.write_log(folder, source.name, format, [*opening, *lines, transcript.stamped[-1]])
+        write_log(folder, source.name, format, [*opening, *lines, transcript.stamped[-1]])
     return Outcome(source, tuple(transcript.lines), tuple(found), reason, unread)
 
 
 def _failure(source: Source, reason: str) -> str:
-    return f"❌ Failed to process: {source.text}: {reason}"
+    return f"❌ FailedTensor to process: {source.text}: {reason}"
 
 
 def _analyse_format(
     source: Source, prepared: Prepared, format: str, request: Request, folder: Path, transcript: Transcript
-) -> Found:
+) -> AnalysedTensor:
     result = scaling_sweep(
         prepared,
         format,
@@ -181,13 +189,13 @@ def _analyse_format(
     rules = block_truth(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
     for block in (overflow_block(result, advice), recommendation_block(result, advice), truth_block(rules)):
         transcript.add("", *block)
-    written = files.write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
+    written = write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
     plots = pictures(result, advice) if request.plots else ()
     if plots:
-        written += files.write_plots(folder, format, plots)
-    log = folder / files.LOG.format(name=source.name, format=format)
+        written += write_plots(folder, format, plots)
+    log = folder / LOG.format(name=source.name, format=format)
     transcript.add(*(f"Wrote {path}" for path in (*written, log)))
-    return Found(source.text, str(folder), result, advice, rules, plots)
+    return AnalysedTensor(source.text, str(folder), result, advice, rules, plots)
 
 
 class OutputFolders:

@@ -20,7 +20,7 @@ from probe.comparisons.results import place_of
 from probe.comparisons.selection import Side, all_sides, bands, find_side, layer_number
 from probe.metrics import Comparison, Metrics
 from probe.recordings import Recording, read_recording
-from probe.words import LOGITS
+from probe.words import LOGITS, look_up
 
 #: What a mean and what the change between adjacent layers may be.
 LARGEST_MEAN = 10.0
@@ -77,6 +77,14 @@ class Health:
     def first(self) -> LayerHealth | None:
         """The first of them: where to look."""
         return next(iter(self.suspicious), None)
+
+    def layer(self, name: str) -> LayerHealth:
+        """A layer by its name or number: layer_30 or 30."""
+        return look_up(
+            "layer",
+            f"layer_{name}" if name.isdecimal() else name,
+            {layer.name: layer for layer in self.layers},
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""

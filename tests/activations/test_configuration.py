@@ -10,7 +10,7 @@ import yaml
 from probe.activations.configuration import ConfigurationError, full_key, keys_of, read_configuration, settings_of
 from probe.activations.run import analyze
 from probe.activations.settings import Settings
-from probe.report.activations.writing import write_analysis
+from probe.report.activations.files import write_analysis
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TOY = {

@@ -8,7 +8,7 @@ import pytest
 
 from probe.commands import main
 from probe.files.atomic import write
-from probe.report.activations.earlier import LIST, in_place_of_earlier
+from probe.files.leftovers import LIST, replacing_earlier_files
 from tests.activations.test_compare import TOY
 
 
@@ -23,7 +23,7 @@ def names(folder: Path) -> set[str]:
 
 
 def fill(folder: Path, **texts: str) -> None:
-    with in_place_of_earlier(folder, progress=print) as written:
+    with replacing_earlier_files(folder, progress=print) as written:
         written += [write(folder / name, text) for name, text in texts.items()]
 
 
@@ -49,7 +49,7 @@ def test_what_somebody_changed_stays_and_is_said(tmp_path: Path, capsys: pytest.
 
 def test_a_run_that_fails_deletes_nothing_and_the_next_one_knows_of_both(tmp_path: Path) -> None:
     def fail() -> None:
-        with in_place_of_earlier(tmp_path, progress=print) as written:
+        with replacing_earlier_files(tmp_path, progress=print) as written:
             written.append(write(tmp_path / "c", "3"))
             raise KeyboardInterrupt
 

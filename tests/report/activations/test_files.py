@@ -20,14 +20,15 @@ from probe.activations.export import MOST_HEAT, histogram, tables
 from probe.activations.run import Analysis, analyze
 from probe.activations.settings import EnabledSettings
 from probe.activations.statistics import measure
-from probe.report.activations import drawing
-from probe.report.activations.drawing import bins, families, short
-from probe.report.activations.earlier import LIST
-from probe.report.activations.page import hardest
-from probe.report.activations.pictures import heat_file, pictures_of, planned_files
-from probe.report.activations.terminal import summary_text
-from probe.report.activations.tokens import token_label
-from probe.report.activations.writing import csv_text, write_analysis
+from probe.files.checked_json import finite
+from probe.files.leftovers import LIST
+from probe.report.activations.files import heat_file, pictures_of, planned_files, write_analysis
+from probe.report.activations.layer_plots import families, family_sheet
+from probe.report.activations.tensor_plots import octave_ticks, token_label
+from probe.report.activations.text import summary_text
+from probe.report.figure import layer_axis, sheet
+from probe.report.numbers import csv_text
+from probe.words import short_names
 from tests.report.browser import open_report
 
 TOY = {
@@ -178,65 +179,26 @@ def test_the_page_never_says_that_there_is_no_outlier_where_there_are_some(tmp_p
     assert "No token is an outlier" not in (tmp_path / "analysis_report.html").read_text()
 
 
-def test_values_below_a_logarithmic_axis_are_marked_on_its_edge() -> None:
-    with drawing.sheet(1, dpi=50) as page:
-        axes = page.panels[0]
-        values = [1.0, 1e-9, 0.0, None, 2.0]
-        drawing.line(axes, values, colour="black", label="min")
-        drawing.log_axis(axes, [v or 0.0 for v in values], floor=1e-6)
-        drawing.mark_below(axes, values, colour="black")
-        marks = axes.lines[-1]
-    assert marks.get_marker() == "v"
-    assert list(marks.get_xdata()) == [1, 2]
-
-
-FORMATS = [f"a format {i}" for i in range(8)]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_legend_is_never_cut_off(count: int) -> None:
-    """However few panels there are, and however much it has to say."""
-    for labels in (FORMATS, [name * 6 for name in FORMATS]):
-        with drawing.sheet(count, dpi=50) as page:
-            for label in labels:
-                drawing.line(page.panels[0], [1.0, 2.0], colour="black", label=label)
-            drawing.legend(page, page.panels[0])
-            page.png()
-            (made,) = page.figure.legends
-            assert len(made.get_texts()) == len(labels)
-            for text in made.get_texts():
-                box = text.get_window_extent()
-                assert box.x0 >= 0
-                assert box.x1 <= page.figure.bbox.width
-                assert box.y1 <= page.figure.bbox.height
-
-
 def test_long_names_leave_a_panel_its_height() -> None:
     groups = {"all layers": [f"branch_with_a_long_name_{i}" for i in "abcdefghij"]}
     heights = []
     for some in (groups, {"layers.#": ["layers.0", "layers.1"]}):
-        with drawing.family_sheet(some, dpi=50) as page:
+        with family_sheet(some, dpi=50) as page:
             axes = page.panels[0]
             axes.plot(range(len(next(iter(some.values())))))
-            drawing.layer_axis(axes, next(iter(some.values())))
+            layer_axis(axes, next(iter(some.values())))
             page.png()
             heights.append(axes.get_window_extent().height)
     assert heights[0] > 0.9 * heights[1]
 
 
-def test_modules_that_are_no_family_are_not_joined_by_a_line() -> None:
-    with drawing.sheet(1, dpi=50) as page:
-        drawing.line(page.panels[0], [1.0, 2.0], colour="black", label="x", joined=False)
-        assert page.panels[0].lines[0].get_linestyle() == "None"
-
-
 def test_ticks_of_octaves_are_far_enough_apart() -> None:
-    with drawing.sheet(3, dpi=50) as page:
+    with sheet(3, dpi=50) as page:
         axes = page.panels[0]
         axes.set_xscale("log", base=2)
         for low in range(-149, -4, 3):
             axes.set_xlim(2.0**low, 2.0**5)
-            drawing.octave_ticks(axes.xaxis)
+            octave_ticks(axes.xaxis)
             page.png()
             boxes = [one.get_window_extent() for one in axes.get_xticklabels() if low <= _octave(one) <= 5]
             assert all(b.x0 - a.x1 > 4 for a, b in pairwise(boxes)), low  # 4 of 50 dots per inch
@@ -265,7 +227,7 @@ def test_a_tensor_that_is_mostly_zeros_is_the_hardest_and_said_so() -> None:
     analysis = dataclasses.replace(
         found(**FEW), statistics={("b", "output"): usual, ("c", "output"): none, ("a", "output"): sparse}
     )
-    assert [s.module for s in hardest(analysis)] == ["a", "b", "c"]
+    assert [s.module for s in analysis.hardest()] == ["a", "b", "c"]
     assert "a output: max |x| 5, the median is 0, the 99th percentile is 0\n" in summary_text(analysis, [])
 
 
@@ -287,12 +249,6 @@ def test_a_file_that_is_not_written_is_not_named(tmp_path: Path) -> None:
 class TestManyLayersAndChannels:
     """Nothing grows without bound: points, panels, pictures, rows."""
 
-    def test_points_are_gathered_in_bins(self) -> None:
-        assert [(part.start, part.stop) for part in bins(5, 2)] == [(0, 3), (3, 5)]
-        assert len(bins(400)) == 400
-        assert 200 <= len(bins(100_001)) <= 400
-        assert bins(100_001)[-1].stop == 100_001
-
     def test_families_are_modules_that_differ_in_numbers_of_their_path_only(self) -> None:
         names = [f"layers.{i}.{kind}" for i in range(3) for kind in ("up", "down")]
         assert families(names) == {"layers.#.up": names[::2], "layers.#.down": names[1::2]}
@@ -300,11 +256,6 @@ class TestManyLayersAndChannels:
         assert families(layers) == {"layers.#.fc1": layers[::2], "layers.#.fc2": layers[1::2]}
         odd = [f"part_{chr(97 + i)}" for i in range(14)]
         assert families(odd) == {"all layers": odd}
-
-    def test_names_are_shortened_to_what_tells_them_apart(self) -> None:
-        assert short(["model.layers.0.mlp.up", "model.layers.1.mlp.up"]) == ["0", "1"]
-        assert short(["a.b", "a.c.d"]) == ["b", "c.d"]
-        assert len(short(["x" * 99, "y" * 99])[0]) == 24
 
     def test_many_layers_and_channels_stay_one_picture(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tests.activations.toys.Toy.__init__.__defaults__", (90,))
@@ -314,7 +265,7 @@ class TestManyLayersAndChannels:
         assert [*analysis.bands][:: len(analysis.bands) - 1] == ["layers.0", "layers.89"]
         blank = io.BytesIO()
         Image.new("L", (9, 9)).save(blank, "png")
-        monkeypatch.setattr("probe.report.activations.channels.heat_picture", lambda *_, **__: blank.getvalue())
+        monkeypatch.setattr("probe.report.activations.tensor_plots.heat_picture", lambda *_, **__: blank.getvalue())
         made = list(pictures_of(analysis, tables(analysis)))
         maps = [one for one in made if one.file.startswith("heatmap")]
         assert len(maps) == MOST_HEAT
@@ -322,6 +273,12 @@ class TestManyLayersAndChannels:
         for one in made:
             width, height = Image.open(io.BytesIO(one.png)).size
             assert max(width, height) <= 1000, one.file  # 20 inches
+
+
+def test_names_are_shortened_to_what_tells_them_apart() -> None:
+    assert short_names(["model.layers.0.mlp.up", "model.layers.1.mlp.up"], most=24) == ["0", "1"]
+    assert short_names(["a.b", "a.c.d"], most=24) == ["b", "c.d"]
+    assert len(short_names(["x" * 99, "y" * 99], most=24)[0]) == 24
 
 
 def test_files_are_named_safely() -> None:
@@ -333,4 +290,4 @@ def test_tokens_are_shown_so_that_they_can_be_told_apart() -> None:
     assert token_label({"text": " ", "token": 32}) == "' ' (32)"
     assert token_label({"text": "\u4e2d", "token": 9}) == "'\\u4e2d' (9)", "the font has no such letter"
     assert token_label({"text": None, "token": 9}) == "id 9"
-    assert csv_text([{"a": math.inf, "b": None, "c": "x,\n"}]) == 'a,b,c\n,,"x,\n"\n'
+    assert csv_text(finite([{"a": math.inf, "b": None, "c": "x,\n"}])) == 'a,b,c\n,,"x,\n"\n'
