@@ -16,16 +16,17 @@ ALIKE = 0.5
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
-def near(name: object, names: Iterable[str], *, count: int = 3) -> list[str]:
+def near(name: object, names: Iterable[str], *, count: int = 3, alike: float = ALIKE) -> list[str]:
     """The names that somebody who wrote `name` may have meant, best first; empty if none is like it.
 
-    Names that begin with what was written come first.
+    Names that begin with what was written come first; `alike` is the difflib ratio that the others need.
     """
     wanted = str(name).lower()
     folded = {option.lower(): option for option in names} if wanted else {}
     starting = [option for option in folded if option.startswith(wanted)]
-    alike = difflib.get_close_matches(wanted, folded, n=len(folded) or 1, cutoff=ALIKE)
-    return [folded[option] for option in dict.fromkeys([*starting, *alike])][:count]
+    first = difflib.get_close_matches(wanted, starting, n=count, cutoff=0.0)
+    then = difflib.get_close_matches(wanted, folded, n=count, cutoff=alike)
+    return [folded[option] for option in dict.fromkeys([*first, *then])][:count]
 
 
 def near_or_first(name: object, names: Sequence[str], *, aliases: Iterable[str] = ()) -> str:
@@ -89,6 +90,11 @@ def format_bytes(size: int) -> str:
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
     return f"{number:.3g} {_UNITS[unit]}"
+
+
+def printable(text: str) -> str:
+    """The text with every character that a terminal might obey spelled out."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def natural_key(text: str) -> list[tuple[str, int]]:

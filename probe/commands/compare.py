@@ -12,7 +12,7 @@ from probe.files.paths import check_outputs, safe_name
 
 #: The folders that the users' own scripts record to, and write figures to.
 RECORDED, SAVED = "layer_outputs", "comparisons"
-#: The limits of probe.comparisons.limits, and the figure of a layer that each bounds.
+#: The limits of probe.comparisons.modes, and the figure of a layer that each bounds.
 LIMITS = {
     "max_mse": "the mse of a layer",
     "max_mae": "its mean |difference|",
@@ -60,8 +60,7 @@ def add(commands: Subparsers) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from probe.comparisons.limits import failures
-    from probe.comparisons.modes import compare_sides
+    from probe.comparisons.modes import compare_sides, failures
     from probe.comparisons.selection import all_sides, find_reference, find_side
     from probe.recordings import read_recording
     from probe.report import script_layouts

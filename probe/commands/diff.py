@@ -38,7 +38,7 @@ def add(commands: Subparsers) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from probe.comparisons.devices.diff import diff
-    from probe.comparisons.devices.layers import Limits
+    from probe.comparisons.devices.differences import Limits
 
     if options.recipe is not None and len(options.recipe) > 2:
         raise ValueError(f"--recipe has {len(options.recipe)} names. Give one for both, or one for A and one for B.")

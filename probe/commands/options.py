@@ -55,8 +55,10 @@ def model_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 def data_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """What `add_data` and `add_calibration` added, as keyword arguments of the library."""
+    from probe.data.batches import TextSamples
+
     return {
-        "data": (options.data, options.samples, options.seqlen, options.batch_size),
-        "calibration_data": (options.calib_data, options.calib_data_num, options.calib_seqlen),
+        "data": TextSamples(options.data, options.samples, options.seqlen, options.batch_size),
+        "calibration_data": TextSamples(options.calib_data, options.calib_data_num, options.calib_seqlen),
         "percentile": options.percentile,
     }

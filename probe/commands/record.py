@@ -1,10 +1,11 @@
 """`probe record`: run a model under modes and keep the outputs of its layers."""
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
-from probe.commands.options import Subparsers, add_calibration, add_model, add_option, model_arguments
+from probe.commands.options import Subparsers, add_calibration, add_model, add_option
 from probe.commands.output import write_document
 from probe.commands.progress import Progress
 from probe.files.paths import check_outputs
@@ -46,37 +47,15 @@ def add(commands: Subparsers) -> None:
 
 
 def _record(options: argparse.Namespace) -> int:
-    from probe.recordings.format import manifest_to_json
+    from probe.recordings.manifest import manifest_to_json
     from probe.recordings.recorder import record
+    from probe.recordings.request import RecordRequest
 
     check_outputs(files=[options.json])
+    names = {field.name for field in fields(RecordRequest)}
+    chosen = {name: value for name, value in vars(options).items() if name in names}
     with Progress() as progress:
-        recording = record(
-            options.out,
-            model=options.model,
-            pretrained_dir=options.pretrained_dir,
-            modes=options.modes,
-            formats=options.formats,
-            layers=options.layers,
-            taps=options.taps,
-            samples=options.samples,
-            seqlen=options.seqlen,
-            data=options.data,
-            prompt=options.prompt,
-            batch_size=options.batch_size,
-            device=options.device,
-            compile=options.compile,
-            calib_data=options.calib_data,
-            calib_data_num=options.calib_data_num,
-            calib_seqlen=options.calib_seqlen,
-            percentile=options.percentile,
-            layout=options.layout,
-            output_file=options.output_file,
-            overwrite=options.overwrite,
-            restart=options.restart,
-            progress=progress,
-            **model_arguments(options),
-        )
+        recording = record(**chosen, progress=progress)
     document = manifest_to_json(recording.manifest).decode()
     if options.json is not None:
         write_document(options.json, document)
@@ -87,7 +66,7 @@ def _record(options: argparse.Namespace) -> int:
 
 def _summary(recording: "Recording") -> str:
     """What the users' scripts print for their layouts, and then what was recorded and where it is."""
-    from probe.recordings.printed import first_layer_text, key_layers_text
+    from probe.recordings.script_formats import first_layer_text, key_layers_text
 
     manifest = recording.manifest
     blocks = []

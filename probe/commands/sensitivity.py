@@ -36,7 +36,7 @@ def add(commands: Subparsers) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from probe.sensitivity.named import rank_model
+    from probe.sensitivity.ranking import rank_model
 
     require_positive("--top", options.top)
     check_outputs(files=[options.json], folders=[options.report])

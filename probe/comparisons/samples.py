@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from probe.comparisons.devices.diff import DeviceComparison
-from probe.comparisons.results import ModeComparison
+from probe.comparisons.modes import ModeComparison
 from probe.comparisons.selection import Side, bands
 from probe.recordings import read_recording
 

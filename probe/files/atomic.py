@@ -6,19 +6,36 @@ This package is the only one that opens files for writing. `write` is for everyt
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 
+@contextmanager
+def writing(path: Path, error: Callable[[str], Exception]) -> Iterator[None]:
+    """A refusal of the system in the block (a full disk, no permission) is raised as `error`, in one message."""
+    try:
+        yield
+    except OSError as problem:
+        raise error(f"cannot write {path}: {problem.strerror or problem}. What was there before is whole.") from None
+
+
 def write(path: str | Path, data: str | bytes) -> Path:
-    """Replace the file, text as UTF-8, and make its folder. An OSError names `path`, and the old file is whole."""
-    target = Path(path)
+    """Replace the file, text as UTF-8, and make its folder. An OSError names `path`, and the old file is whole.
+
+    A link is followed. What is no regular file, such as /dev/null or a pipe, is written to and stays.
+    """
+    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    if Path(path).exists() and not Path(path).is_file():
+        Path(path).write_bytes(content)
+        return Path(path)
+    target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -28,7 +45,7 @@ def write(path: str | Path, data: str | bytes) -> Path:
         if isinstance(problem, OSError) and problem.errno is not None:  # it names the temporary file
             raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise
-    return target
+    return Path(path)
 
 
 def remove_unfinished(folder: Path, process: int | None = None) -> None:
@@ -54,6 +71,23 @@ def move(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
+    """Put a folder in the place of another, which is deleted.
+
+    No system call does that in one step: a kill between the two renames leaves the old folder as `aside`. If the
+    second rename fails, the old folder is put back.
+    """
+    shutil.rmtree(aside, ignore_errors=True)
+    target.rename(aside)
+    try:
+        source.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise
+    sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, durably."""
     if not folder.is_dir():
@@ -68,6 +102,11 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         os.link(source, target)
         return
     shutil.copy2(source, target)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """A new folder `target` with everything that is in `source`, its files by `link_or_copy`, links as links."""
+    shutil.copytree(source, target, copy_function=link_or_copy, symlinks=True)
 
 
 def sync(path: Path) -> None:

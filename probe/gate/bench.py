@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from probe.data import fingerprint, text_of, token_batches
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation, observe
@@ -114,8 +115,8 @@ class Bench:
         )
         return {
             "input.model": self.loaded.fingerprint,
-            "input.tokens": f"{fingerprint(self.batches())} ({self.settings.samples} x {self.settings.seqlen})",
-            "input.calibration": f"{fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
+            "input.tokens": f"{token_fingerprint(self.batches())} ({self.settings.samples} x {self.settings.seqlen})",
+            "input.calibration": f"{token_fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
             "input.percentile": f"{ours.percentile:g}",
         }
 
@@ -157,7 +158,7 @@ class Bench:
                 recipe,
                 reference,
                 model_fingerprint=self.loaded.fingerprint,
-                data_fingerprint=fingerprint(self.batches()),
+                data_fingerprint=token_fingerprint(self.batches()),
                 bytes_per_token=self.bytes_per_token,
             )
         calibration = self.calibration(variation) if recipe.needs_calibration else None

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from probe.gate.baselines.entry import Entry
 from probe.gate.baselines.store import Store
 from probe.gate.cases import Case, Outcome
-from probe.gate.configuration import ConfigurationError, Settings
+from probe.gate.configuration import Settings
 from probe.gate.observations import Observation
 from probe.gate.session import Dossier, Session
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
+from probe.settings import ConfigurationError
 
 
 @dataclass(frozen=True)

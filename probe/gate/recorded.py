@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from probe.data import fingerprint
+from probe.data.batches import token_fingerprint
 from probe.gate.observations import Observation, Stream, layer_observation, logits_observation
 from probe.metrics import LogitComparison
-from probe.recordings.checked import AGAIN, RecordingError
+from probe.recordings.manifest import AGAIN, RecordingError
 from probe.recordings.reading import Recording
 from probe.running.recipes import Recipe
 from probe.running.reference import Reference
@@ -51,7 +51,7 @@ def observe_recording(
 
 
 def _check_same(recording: Recording, reference: Reference, model_fingerprint: str, data_fingerprint: str) -> None:
-    own = (reference.model, fingerprint(reference.batches))
+    own = (reference.model, token_fingerprint(reference.batches))
     if own != (model_fingerprint, data_fingerprint):
         raise ValueError(
             f"the reference is of model {own[0]} and tokens {own[1]}, expected {model_fingerprint} and "

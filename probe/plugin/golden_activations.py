@@ -14,12 +14,13 @@ from probe.activations.run import Analysis, Prepared, facts_of, prepare, run
 from probe.activations.settings import Settings as AnalysisSettings
 from probe.activations.statistics import Kind
 from probe.gate.cases import Case
-from probe.gate.configuration import ConfigurationError, Settings
+from probe.gate.configuration import Settings
 from probe.gate.held import Judged, admit, held
 from probe.gate.observations import Flaw, Observation
 from probe.gate.session import Session
 from probe.gate.tolerances import Rule
 from probe.gate.verdicts import Standards
+from probe.settings import ConfigurationError
 from probe.words import look_up
 
 MODE = "activations"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from probe.gate.cases import Case
-from probe.gate.configuration import ConfigurationError, Settings
+from probe.gate.configuration import Settings
 from probe.gate.held import Judged, admit, held
 from probe.gate.observations import Observation
 from probe.gate.session import Session
@@ -19,6 +19,7 @@ from probe.scaling.advice import recommend
 from probe.scaling.inputs import Source, sources
 from probe.scaling.levels import GRANULARITIES, check_levels, expand_formats
 from probe.scaling.sweep import scaling_sweep
+from probe.settings import ConfigurationError
 from probe.words import look_up
 
 MODEL = "scaling"

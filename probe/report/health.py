@@ -10,7 +10,6 @@ import numpy as np
 from probe.comparisons.health import Health, LayerHealth
 from probe.comparisons.samples import DrawnLayer
 from probe.files.atomic import write
-from probe.files.checked_json import printable
 from probe.files.paths import safe_name
 from probe.report.document import Document
 from probe.report.figure import (
@@ -29,6 +28,7 @@ from probe.report.figure import (
     shade_map,
     sheet,
 )
+from probe.words import printable
 
 
 def health_text(health: Health) -> str:

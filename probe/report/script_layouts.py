@@ -6,12 +6,12 @@
 import math
 from collections.abc import Sequence
 
-from probe.comparisons.results import LayerComparison, ModeComparison
-from probe.files.checked_json import printable
+from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.formats import Format
 from probe.scaling.advice import Recommendation
 from probe.scaling.figures import Level
 from probe.scaling.results import ScalingResult
+from probe.words import printable
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
 _TABLE_RULE = "-" * 100

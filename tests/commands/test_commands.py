@@ -122,14 +122,14 @@ def test_a_limit_that_is_no_number_says_what_was_expected(capsys: pytest.Capture
 
 def test_one_recipe_has_one_default_calibration() -> None:
     from probe.gate.configuration import CalibrationSettings
-    from probe.recordings.recorder import record
+    from probe.recordings.request import RecordRequest
     from probe.running.calibration import calibrate_on
     from probe.running.measurement import measure_all
-    from probe.sensitivity.named import rank_model
+    from probe.sensitivity.ranking import rank_model
 
     for command in ("record", "errors", "sensitivity"):
         assert parse([command]).percentile == PERCENTILE == 0.9995
-    for function in (probe.calibrate, calibrate_on, measure_all, record, rank_model):
+    for function in (probe.calibrate, calibrate_on, measure_all, RecordRequest, rank_model):
         assert inspect.signature(function).parameters["percentile"].default == PERCENTILE
     assert CalibrationSettings().percentile == PERCENTILE
     assert PercentileObserver().settings == {"alpha": PERCENTILE}

@@ -9,7 +9,7 @@ import torch
 
 from probe import ModeComparison, compare
 from probe.comparisons import selection as sides
-from probe.comparisons.limits import LIMITS, failures
+from probe.comparisons.modes import LIMITS, failures
 from probe.recordings import read_recording
 from tests.comparisons.recorded import IDS, SHAPE, noisy, plain, recorded
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.diagnosis.causes import WIDTH, diagnose, wrong_corners
 from probe.diagnosis.linear_steps import grid_step
 from probe.diagnosis.plain_grids import PlainGrid, suspects
@@ -245,8 +246,8 @@ def one_nan(x: Tensor) -> Tensor:
 @pytest.fixture
 def user_mode() -> Iterator[Callable[[Callable[[Tensor], Tensor]], Recipe]]:
     def register(change: Callable[[Tensor], Tensor]) -> Recipe:
-        def build(model: Any, format: str, calibration: Calibration | None) -> nn.Module:
-            block = model.backbone.layers[1]
+        def build(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+            block: Any = model.get_submodule("backbone.layers.1")
             block.mixer = Changed(block.mixer, change)
             return model
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probe.data import fingerprint
+from probe.data.batches import token_fingerprint
 from probe.gate.observations import Observation
 from probe.gate.recorded import observe_recording
 from probe.models.loading import Loaded
@@ -60,7 +60,7 @@ def write_small(folder: Path, seed: int = 0, **more: Any) -> Recording:
 
 
 def seen(recording: Recording, recipe: Recipe, reference: Reference, **more: Any) -> dict[str, Observation]:
-    facts = {"model_fingerprint": reference.model, "data_fingerprint": fingerprint(reference.batches)} | more
+    facts = {"model_fingerprint": reference.model, "data_fingerprint": token_fingerprint(reference.batches)} | more
     return observe_recording(recording, recipe, reference, **facts)
 
 

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 import probe.numerics.grids
 import probe.running.recipes
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SiteMixer, mamba_blocks
@@ -371,7 +372,7 @@ def test_the_table_covers_every_mode_and_the_gate_formats_are_known() -> None:
 def test_mamba2_is_captured_by_hooks_and_quantized_by_its_linears() -> None:
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    from probe.data.transformers_logs import quietly
+    from probe.data.library_logs import quietly
 
     torch.manual_seed(0)
     config = Mamba2Config(

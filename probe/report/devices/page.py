@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from probe.comparisons.devices.diff import DeviceComparison
-from probe.comparisons.devices.layers import LayerDifference
+from probe.comparisons.devices.differences import LayerDifference
 from probe.comparisons.samples import DrawnTensor
 from probe.files.atomic import write
-from probe.files.checked_json import printable
 from probe.report.devices.plots import error_picture, value_picture
 from probe.report.document import Document
-from probe.words import columns
+from probe.words import columns, printable
 
 PAGE, FIGURES = "diff.html", "diff.json"
 
@@ -27,7 +26,7 @@ def write_device_page(folder: Path | str, found: DeviceComparison, drawn: DrawnT
     page.text(headline(found))
     page.text("Passed." if found.passed else "Failed.")
     page.pre("\n".join(f"- {said}" for said in found.verdict.evidence))
-    page.text(f"Inputs: {found.inputs.said}. Limits: {limits_text(found)}.")
+    page.text(f"Inputs: {found.inputs.reason}. Limits: {limits_text(found)}.")
     for note in found.notes:
         page.text(f"Note: {note}.")
     if drawn is not None:
@@ -139,7 +138,7 @@ def _sides(found: DeviceComparison) -> str:
     lines = [f"{name}  {folder}: {recipe} on {device}" for name, folder, recipe, device in sides]
     if found.reference is not None:
         lines.append(f"R  {found.reference}: float reference of A")
-    return "\n".join([*lines, f"Inputs: {found.inputs.said}"])
+    return "\n".join([*lines, f"Inputs: {found.inputs.reason}"])
 
 
 def _layer_lines(found: DeviceComparison) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from probe.comparisons.results import LayerComparison, ModeComparison
+from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.comparisons.samples import DrawnTensor
 from probe.report.document import Document
 from probe.report.modes.plots import difference_histograms, error_by_layer, error_maps, value_scatter

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.comparisons.results import ModeComparison
+from probe.comparisons.modes import ModeComparison
 from probe.comparisons.samples import DrawnTensor
 from probe.metrics import Metrics
 from probe.report.figure import (
