@@ -35,6 +35,22 @@ assert main(["formats"]) == 0
 assert main(["errors", "--modes", "2-1", "--formats", fmt.name, "--samples", "1", "--seqlen", "32"]) == 0
 """
 
+#: A field of Metrics and a row of RULES, and a project whose gate then checks the new figure.
+FIGURE = "peak_error: float | None = value(lambda t: t.difference.largest / t.output.largest)"
+RULE = '"injected.peak_error": Rule(relative=1e-3, worse=1),'
+PROJECT = {
+    "pyproject.toml": """[tool.probe]
+model = "tiny-llama"
+modes = ["linear_w"]
+formats = ["int8"]
+layers = ["first"]
+samples = 1
+seqlen = 32
+calibration = { samples = 1, seqlen = 32 }
+""",
+    "test_gate.py": "def test_matches_baseline(probe_case):\n    probe_case.check()\n",
+}
+
 
 @pytest.mark.parametrize("kind", ["a format", "a mode", "a figure", "a command"])
 def test_at_most_two_files_are_touched_for(kind: str) -> None:
@@ -64,14 +80,14 @@ def insert(file: Path, before: str, line: str) -> None:
     file.write_text("".join([*lines[:place], f"{indent}{line}\n", *lines[place:]]))
 
 
-def run(folder: Path, *command: str) -> str:
-    """What a Python command prints with the copy of probe/ in `folder`; a failure fails the test."""
+def run(folder: Path, *command: str, code: int = 0) -> str:
+    """What a Python command prints with the copy of probe/ in `folder`; its exit code must be `code`."""
     clean = {name: value for name, value in os.environ.items() if name != "CI" and "PYTEST" not in name}
     environment = {**clean, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
@@ -80,3 +96,18 @@ def test_a_new_format_is_a_row_of_one_table(copy: Path) -> None:
     printed = run(copy, "-c", USES_FORMAT)
     assert "a format that only this test has" in printed
     assert "mode_2_1-fp8_e3m4" in printed
+
+
+def test_a_new_figure_is_a_field_and_a_rule(copy: Path) -> None:
+    insert(copy / "probe" / "metrics" / "figures.py", "    p50: float", FIGURE)
+    insert(copy / "probe" / "gate" / "tolerances.py", '"injected.distance": Rule', RULE)
+    for name, text in PROJECT.items():
+        (copy / name).write_text(text)
+    pytest_here = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "probe.plugin")
+    run(copy, *pytest_here, "--update-baselines")
+    file = copy / "baselines" / "tiny-llama" / "cpu" / "linear_w.json"
+    (figure,) = re.findall(r'"peak_error": \[([\d.]+),', file.read_text())
+    file.write_text(file.read_text().replace(f'"peak_error": [{figure},', '"peak_error": [0.5,'))
+    printed = run(copy, *pytest_here, code=pytest.ExitCode.TESTS_FAILED)
+    assert "1 failed, 1 passed" in printed
+    assert f"0.5 -> {figure}" in printed

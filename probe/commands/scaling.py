@@ -49,7 +49,7 @@ def add(commands: Subparsers) -> None:
 
 def _scaling(options: argparse.Namespace) -> int:
     from probe.commands.scaling_batch import Request, run_batch
-    from probe.scaling.inputs import sources
+    from probe.recordings.tensor_sources import tensor_sources
 
     request = Request(
         formats=tuple(options.elem_format),
@@ -63,4 +63,4 @@ def _scaling(options: argparse.Namespace) -> int:
     )
     output = Path(options.output_dir) if options.output_dir else None
     show = partial(print, flush=True)
-    return run_batch(sources(options.input_tensor), request, output, jobs=options.jobs, show=show)
+    return run_batch(tensor_sources(options.input_tensor), request, output, jobs=options.jobs, show=show)

@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 
 from probe.files.atomic import remove_unfinished
 from probe.files.paths import check_outputs
+from probe.recordings.tensor_sources import TensorSource
 from probe.report.scaling.page import (
     LOG,
     AnalysedTensor,
     FailedTensor,
-    truth_block,
+    rules_block,
     write_log,
     write_page,
     write_plots,
@@ -32,10 +33,9 @@ from probe.report.scaling.page import (
 from probe.report.scaling.plots import pictures
 from probe.report.script_layouts import overflow_block, recommendation_block
 from probe.scaling.advice import recommend
-from probe.scaling.inputs import Source
 from probe.scaling.levels import GRANULARITIES, check_levels, ends_of, expand_formats
+from probe.scaling.rules import compare_rules
 from probe.scaling.sweep import Prepared, scaling_sweep
-from probe.scaling.truth import block_truth
 from probe.words import look_up, require_positive
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Request:
 class Outcome:
     """One tensor, analysed in every format or failed for a `reason`; `lines` are what was printed about it."""
 
-    source: Source
+    source: TensorSource
     lines: tuple[str, ...]
     found: tuple[AnalysedTensor, ...] = ()
     reason: str = ""
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def run_batch(
-    sources: Sequence[Source], request: Request, output_dir: Path | None, *, jobs: int = 1, show: Show = print
+    sources: Sequence[TensorSource], request: Request, output_dir: Path | None, *, jobs: int = 1, show: Show = print
 ) -> int:
     """Analyse all sources in order and write one page over them; returns 0, or 1 if a tensor failed.
 
@@ -139,7 +139,7 @@ class Transcript:
 
 
 def analyse(
-    source: Source, request: Request, folder: Path, header: Sequence[str] = (), show: Show | None = None
+    source: TensorSource, request: Request, folder: Path, header: Sequence[str] = (), show: Show | None = None
 ) -> Outcome:
     """Analyse one tensor in every format and write its files; an error is one line of the outcome."""
     transcript = Transcript(show)
@@ -167,12 +167,12 @@ def analyse(
     return Outcome(source, tuple(transcript.lines), tuple(found), reason, unread)
 
 
-def _failure(source: Source, reason: str) -> str:
-    return f"❌ FailedTensor to process: {source.text}: {reason}"
+def _failure(source: TensorSource, reason: str) -> str:
+    return f"❌ Failed to process: {source.text}: {reason}"
 
 
 def _analyse_format(
-    source: Source, prepared: Prepared, format: str, request: Request, folder: Path, transcript: Transcript
+    source: TensorSource, prepared: Prepared, format: str, request: Request, folder: Path, transcript: Transcript
 ) -> AnalysedTensor:
     result = scaling_sweep(
         prepared,
@@ -186,8 +186,8 @@ def _analyse_format(
         name=source.name,
     )
     advice = recommend(result)
-    rules = block_truth(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
-    for block in (overflow_block(result, advice), recommendation_block(result, advice), truth_block(rules)):
+    rules = compare_rules(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
+    for block in (overflow_block(result, advice), recommendation_block(result, advice), rules_block(rules)):
         transcript.add("", *block)
     written = write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
     plots = pictures(result, advice) if request.plots else ()
@@ -210,7 +210,7 @@ class OutputFolders:
         self._use_root = output_dir is not None and alone
         self._used: set[Path] = set()
 
-    def folder_for(self, source: Source) -> Path:
+    def folder_for(self, source: TensorSource) -> Path:
         """The folder of this input, the one of an earlier run if there is one."""
         if self._use_root and self._is_free(self.root, source):
             return self.root
@@ -221,7 +221,7 @@ class OutputFolders:
         self._used.add(folder)
         return folder
 
-    def _is_free(self, folder: Path, source: Source) -> bool:
+    def _is_free(self, folder: Path, source: TensorSource) -> bool:
         if not folder.exists():
             return True
         results = folder.glob("mxfp_scaling_results_*.json")
@@ -239,7 +239,7 @@ def _identity_in(file: Path) -> str:
 
 
 def _outcomes(
-    sources: Sequence[Source], request: Request, folders: Sequence[Path], jobs: int, show: Show
+    sources: Sequence[TensorSource], request: Request, folders: Sequence[Path], jobs: int, show: Show
 ) -> Generator[Outcome, None, None]:
     """The outcome of every source in order, its lines shown."""
     calls = [
@@ -259,7 +259,7 @@ def _outcomes(
 
 
 def _outcome_of(
-    future: "Future[Outcome]", source: Source, request: Request, folder: Path, header: Sequence[str]
+    future: "Future[Outcome]", source: TensorSource, request: Request, folder: Path, header: Sequence[str]
 ) -> Outcome:
     """The result of a worker. When one dies, each source that is left gets its own process."""
     try:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from probe.gate.cases import Verdict
 from probe.gate.golden import Golden, corner_sketch
+from probe.gate.tolerances import OF_VALUES, RULES
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
@@ -18,15 +19,13 @@ from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, check_reference, replay
 from probe.words import LOGITS
 
-#: The figures of a layer that a baseline keeps. What is left out follows from these and the reference: rmse, psnr,
-#: sqnr and the relative errors from mse and mae, std of the difference from mse and its mean.
+#: The stored figures of each group: those with a rule, except the comparisons of golden values. Rmse, psnr, sqnr and
+#: the relative errors follow from mse, mae and the reference, so they have no rule.
 FIGURES = {
-    "injected": (
-        *("mse", "mae", "max_abs", "correlation", "cosine", "p50", "p90", "p95", "p99", "mean_difference"),
-        *("mean_output", "std_output", "min_output", "max_output", "zeroed", "saturated"),
-    ),
-    "propagated": ("mse", "mae", "max_abs", "correlation", "p99", "mean_difference"),
-    "logits": ("mse", "correlation", "kl", "top1_agreement", "bits_per_byte", "change_in_bits_per_byte"),
+    group: tuple(
+        name for kind, _, name in (one.partition(".") for one in RULES) if kind == group and name not in OF_VALUES
+    )
+    for group in ("injected", "propagated", "logits")
 }
 
 

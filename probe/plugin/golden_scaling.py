@@ -15,8 +15,8 @@ from probe.gate.session import Session
 from probe.gate.tolerances import Rule
 from probe.gate.verdicts import Standards
 from probe.numerics.quantize import SCALE_RULES
+from probe.recordings.tensor_sources import TensorSource, tensor_sources
 from probe.scaling.advice import recommend
-from probe.scaling.inputs import Source, sources
 from probe.scaling.levels import GRANULARITIES, check_levels, expand_formats
 from probe.scaling.sweep import scaling_sweep
 from probe.settings import ConfigurationError
@@ -40,7 +40,7 @@ class AskedScaling:
 
     settings: Settings
     case: Case
-    source: Source
+    source: TensorSource
     num_levels: int
 
     @property
@@ -62,7 +62,7 @@ def ask(session: Session, marked: Mapping[str, Any], *, where: str) -> list[Aske
     settings = replace(session.settings, model=MODEL, baselines=session.options.baselines or session.settings.baselines)
     mode = MODEL if granularity == "tensor" else f"{MODEL}_{granularity}"
     asked = []
-    for source in sources([str(session.root / text) for text in given]):
+    for source in tensor_sources([str(session.root / text) for text in given]):
         if source.defect:
             raise ConfigurationError(f"{where}: {source.defect}")
         label = source.text.removeprefix(f"{session.root}/")

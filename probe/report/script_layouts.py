@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.formats import Format
 from probe.scaling.advice import Recommendation
-from probe.scaling.figures import Level
-from probe.scaling.results import ScalingResult
+from probe.scaling.results import Level, ScalingResult
 from probe.words import printable
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40

@@ -4,7 +4,6 @@ Two twins of the same weights have the same modules by name: one float, one quan
 names, and a mixed model is the one twin with those modules taken from the other.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -158,9 +157,9 @@ def mixed(base: nn.Module, donor: nn.Module, paths: Sequence[str], *, at: str = 
 
 def structure(module: nn.Module) -> nn.Module:
     """A copy of the modules, not of the tensors: what is done to its modules is done to it alone."""
-    result = copy.copy(module)
-    result._modules = {name: child and structure(child) for name, child in module._modules.items()}
-    result._parameters = dict(module._parameters)
+    result: nn.Module = object.__new__(type(module))  # copy.copy gives the same and is several times slower
+    children = {name: child and structure(child) for name, child in module._modules.items()}
+    vars(result).update(vars(module) | {"_modules": children, "_parameters": dict(module._parameters)})
     return result
 
 

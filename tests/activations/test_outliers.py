@@ -6,7 +6,7 @@ import torch
 
 from probe.activations.collecting import CHANNELS, TOKENS, WORST, LayerOutliers, find_outliers, heat_of, pooled
 from probe.activations.statistics import BAND_ERROR, BANDS, measure_bands
-from probe.scaling.kernels import LOWEST
+from probe.scaling.blockwise import LOWEST
 
 
 def found(values: list[float], *, threshold: float = 4.0, sample: int = 0) -> LayerOutliers:

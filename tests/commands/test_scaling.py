@@ -258,7 +258,7 @@ def test_several_processes_give_the_same_files(run: Run) -> None:
 
 def test_a_killed_worker_fails_its_own_tensor_only(run: Run, tmp_path: Path) -> None:
     """The source below kills whichever process loads it."""
-    good = batch.Source("tensor1.pt", "tensor1", tmp_path / "tensor1.pt")
+    good = batch.TensorSource("tensor1.pt", "tensor1", tmp_path / "tensor1.pt")
     deadly = Deadly("deadly.pt", "deadly", tmp_path / "deadly.pt")
     told: list[str] = []
     code = batch.run_batch([deadly, good], batch.Request(plots=False), None, jobs=2, show=told.append)
@@ -267,7 +267,7 @@ def test_a_killed_worker_fails_its_own_tensor_only(run: Run, tmp_path: Path) -> 
     assert "❌ Failed to process: deadly.pt: its process was killed, perhaps for want of memory" in told
 
 
-class Deadly(batch.Source):
+class Deadly(batch.TensorSource):
     def load(self) -> torch.Tensor:
         signal.raise_signal(signal.SIGKILL)
         raise AssertionError
@@ -281,14 +281,14 @@ def test_workers_do_not_see_an_interrupt_and_this_process_does_again() -> None:
 
 
 def test_a_fault_of_ours_is_shown_and_the_others_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = batch.block_truth
+    real = batch.compare_rules
 
     def broken(given: batch.Prepared, *arguments: object, **options: object) -> object:
         if float(given.x.float().sum()) == float(normal(8, 64).bfloat16().float().sum()):
             raise RuntimeError("not this one")
         return real(given, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(batch, "block_truth", broken)
+    monkeypatch.setattr(batch, "compare_rules", broken)
     code, out, _ = run("tensor1.pt", "tensor2.pt", "--no-plots")
     assert code == 1
     assert "❌ Failed to process: tensor1.pt: RuntimeError: not this one" in out

@@ -18,9 +18,8 @@ from probe.report.script_layouts import (
     recommendation_block,
 )
 from probe.scaling.advice import Recommendation
-from probe.scaling.figures import Level
-from probe.scaling.results import ScalingResult
-from probe.scaling.truth import RuleTruth
+from probe.scaling.results import Level, ScalingResult
+from probe.scaling.rules import RuleResult
 from probe.words import columns
 
 PAGE = "scaling.html"
@@ -39,7 +38,7 @@ class AnalysedTensor:
     folder: str
     result: ScalingResult
     recommendation: Recommendation
-    truths: tuple[RuleTruth, ...]
+    rules: tuple[RuleResult, ...]
     plots: tuple[bytes, ...] = ()
 
 
@@ -89,7 +88,7 @@ def _row(one: AnalysedTensor) -> dict[str, object]:
         "overflow %": level.percent(level.overflow),
         "underflow %": level.percent(level.underflow),
         "safe range": "none" if safe is None else f"{safe[0]:.2f} to {safe[1]:.2f}",
-        "best block rule": min(one.truths, key=lambda truth: truth.level.mse).rule if one.truths else None,
+        "best block rule": min(one.rules, key=lambda rule: rule.level.mse).rule if one.rules else None,
     }
 
 
@@ -99,9 +98,9 @@ def _section(page: Document, one: AnalysedTensor) -> None:
     page.text(f"{one.source}; files in {one.folder}")
     for png, what in zip(one.plots, ("six figures", "summary"), strict=False):
         page.picture(png, alt=f"{what} of {result.name} in {result.format} over the scale exponent")
-    if one.truths:
-        first = one.truths[0]
-        page.table(truth_rows(one.truths), f"scale rules over {first.blocks} blocks of {first.block_size}")
+    if one.rules:
+        first = one.rules[0]
+        page.table(rule_rows(one.rules), f"scale rules over {first.blocks} blocks of {first.block_size}")
     page.pre("\n".join(recommendation_block(result, advice)))
     page.pre("\n".join(overflow_block(result, advice)))
 
@@ -110,7 +109,7 @@ def write_results(
     folder: Path,
     result: ScalingResult,
     found: Recommendation,
-    truths: Sequence[RuleTruth],
+    rules: Sequence[RuleResult],
     *,
     source: str,
     identity: str,
@@ -121,7 +120,7 @@ def write_results(
         "source": source,
         "identity": identity,
         "recommendation": found.as_dict(),
-        "blocks": [truth.as_dict() for truth in truths],
+        "blocks": [rule.as_dict() for rule in rules],
     }
     return [
         write(folder / f"{stem}.txt", results_text(result, found, source=source)),
@@ -206,11 +205,11 @@ def results_csv(result: ScalingResult, found: Recommendation) -> str:
     return csv_text(rows)
 
 
-def truth_block(truths: Sequence[RuleTruth]) -> list[str]:
+def rules_block(rules: Sequence[RuleResult]) -> list[str]:
     """BLOCK-LEVEL ANALYSIS: the scale rules of real MX blocks side by side."""
-    rows = truth_rows(truths)
+    rows = rule_rows(rules)
     texts = [{name: _cell(value) for name, value in row.items()} for row in rows]
-    first = truths[0]
+    first = rules[0]
     return [
         *(DOUBLE, "BLOCK-LEVEL ANALYSIS", DOUBLE),
         f"{first.blocks} blocks of {first.block_size}, a power-of-two scale each; {first.zero_blocks} are all zeros",
@@ -223,10 +222,10 @@ def truth_block(truths: Sequence[RuleTruth]) -> list[str]:
     ]
 
 
-def truth_rows(truths: Sequence[RuleTruth]) -> list[dict[str, object]]:
+def rule_rows(rules: Sequence[RuleResult]) -> list[dict[str, object]]:
     """A row for every rule; shares in percent."""
     rows: list[dict[str, object]] = []
-    for one in truths:
+    for one in rules:
         level = one.level
 
         def share(count: int, blocks: int = one.blocks) -> float:

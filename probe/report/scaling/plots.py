@@ -8,8 +8,7 @@ from typing import Any
 
 from probe.report.figure import BAD, COLOURS, DASHED, GREY, LARGEST, label, log_ticks, sheet
 from probe.scaling.advice import Recommendation
-from probe.scaling.figures import Level
-from probe.scaling.results import ScalingResult
+from probe.scaling.results import Level, ScalingResult
 
 #: Behind levels with overflow and underflow; the curves of underflow; the recommended level and the best ones.
 OVERFLOW, UNDERFLOW, UNDERFLOW_LINE, CHOSEN = "#f9dadd", "#fcf0cc", "#a87800", "#1c2733"

@@ -27,7 +27,7 @@ SUFFIXES = (".pt", ".npy", ".npz", ".safetensors")
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor that may be loaded, or what was given in the place of one and why there is none."""
 
     text: str
@@ -55,19 +55,19 @@ class Source:
             return load_tensor(self.path, self.key or None)
 
 
-def sources(given: list[str]) -> list[Source]:
+def tensor_sources(given: list[str]) -> list[TensorSource]:
     """Everything that the arguments name, in order. What is wrong with one of them is told when it is loaded."""
     return [source for text in given for source in _expanded(text)]
 
 
-def _expanded(text: str) -> list[Source]:
+def _expanded(text: str) -> list[TensorSource]:
     try:
         path, chosen = _parted(text)
         if path.is_dir():
             return list(_folder(path, chosen))
         return list(_file(path, chosen))
     except (ValueError, OSError) as problem:
-        return [Source(text, safe_name(Path(text).stem), Path(text), defect=str(problem))]
+        return [TensorSource(text, safe_name(Path(text).stem), Path(text), defect=str(problem))]
 
 
 def _parted(text: str) -> tuple[Path, str]:
@@ -81,7 +81,7 @@ def _parted(text: str) -> tuple[Path, str]:
     return Path(text.partition(":")[0]), text.partition(":")[2]
 
 
-def _folder(folder: Path, chosen: str) -> Iterator[Source]:
+def _folder(folder: Path, chosen: str) -> Iterator[TensorSource]:
     if (folder / "manifest.json").is_file():
         yield from _recording(folder, chosen)
         return
@@ -102,7 +102,7 @@ def _has_tensors(folder: Path) -> bool:
     return any(path.suffix in SUFFIXES for path in folder.rglob("*"))
 
 
-def _file(path: Path, chosen: str) -> Iterator[Source]:
+def _file(path: Path, chosen: str) -> Iterator[TensorSource]:
     if not path.exists():
         raise ValueError(f"there is no file {path}. Give a .pt, .npy, .npz or .safetensors file, or a folder of them.")
     if path.suffix not in SUFFIXES:
@@ -120,7 +120,7 @@ def _file(path: Path, chosen: str) -> Iterator[Source]:
     for name in [chosen] if chosen or not names else names:
         shown = f"{path}:{name}" if name else str(path)
         label = safe_name(f"{path.stem}.{name}" if name else path.stem)
-        yield Source(shown, label, path, name)
+        yield TensorSource(shown, label, path, name)
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:
@@ -130,7 +130,7 @@ def _reading(path: Path) -> AbstractContextManager[None]:
 # -------------------------------------------------------------------------------------------------- recordings
 
 
-def _recording(folder: Path, chosen: str) -> Iterator[Source]:
+def _recording(folder: Path, chosen: str) -> Iterator[TensorSource]:
     from probe.recordings import read_recording
 
     recording = read_recording(folder)
@@ -143,7 +143,7 @@ def _recording(folder: Path, chosen: str) -> Iterator[Source]:
         )
     for recipe, name in wanted:
         label = safe_name(f"{folder.name}.{recipe}.{name}")
-        yield Source(f"{folder}:{recipe}:{name}", label, folder, f"{recipe}:{name}")
+        yield TensorSource(f"{folder}:{recipe}:{name}", label, folder, f"{recipe}:{name}")
 
 
 def _load_recorded(folder: Path, key: str) -> Tensor:

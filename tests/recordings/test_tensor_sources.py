@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from probe import Recipe
 from probe.recordings import write_recording
-from probe.scaling.inputs import sources
+from probe.recordings.tensor_sources import tensor_sources
 from tests.scaling.tensors import normal
 
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_walked_and_files_with_several_tensors_are_taken_apart(folder: Path) -> None:
-    found = sources([str(folder)])
+    found = tensor_sources([str(folder)])
     assert [source.name for source in found] == ["a", "b", "c.one", "c.two", "d.v_1", "d.w.0"]
     x = normal(4, 6)
     expected = [x.bfloat16(), x, x, 2 * x, 3 * x, x]
@@ -47,7 +47,7 @@ def test_a_folder_is_walked_and_files_with_several_tensors_are_taken_apart(folde
 )
 def test_one_tensor_of_a_file_is_named_behind_a_colon(folder: Path, given: str, factor: int) -> None:
     torch.save({"layer.weight": 5 * normal(4, 6), "step": 7}, folder / "state.pt")
-    (source,) = sources([str(folder / given)])
+    (source,) = tensor_sources([str(folder / given)])
     assert torch.equal(source.load(), factor * normal(4, 6))
 
 
@@ -57,15 +57,15 @@ def test_layers_of_a_recording_are_tensors(tmp_path: Path) -> None:
     recipes = [(Recipe("fp32"), {**parts, "logits": [normal(2, 3, 5)]}), (Recipe("0", "int8"), parts)]
     write_recording(tmp_path / "rec", recipes, model="m", batches=tokens, device="cpu")
     where = str(tmp_path / "rec")
-    assert [source.text.removeprefix(where) for source in sources([where])] == [
+    assert [source.text.removeprefix(where) for source in tensor_sources([where])] == [
         *(":fp32:layer_0.output", ":fp32:layer_1.output", ":mode_0-int8:layer_0.output", ":mode_0-int8:layer_1.output")
     ]
-    (one,) = sources([f"{where}:mode_0-int8:layer_1"])
+    (one,) = tensor_sources([f"{where}:mode_0-int8:layer_1"])
     assert torch.equal(one.load(), normal(2, 3, 4, seed=1))
     assert one.name == "rec.mode_0-int8.layer_1.output"
-    assert len(sources([f"{where}:layer_0"])) == 2
-    assert len(sources([f"{where}:fp32:*"])) == 3
-    (wrong,) = sources([f"{where}:layer_9"])
+    assert len(tensor_sources([f"{where}:layer_0"])) == 2
+    assert len(tensor_sources([f"{where}:fp32:*"])) == 3
+    (wrong,) = tensor_sources([f"{where}:layer_9"])
     with pytest.raises(ValueError, match=r"has nothing that 'layer_9' chooses. It has: fp32:layer_0\.output"):
         wrong.load()
 
@@ -112,7 +112,7 @@ def bad_files(folder: Path) -> dict[str, str]:
 
 def test_bad_input_is_one_clear_line_and_nothing_is_unpickled(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given, message in bad_files(folder).items():
-        (source,) = sources([str(folder / given)])
+        (source,) = tensor_sources([str(folder / given)])
         with pytest.raises(ValueError, match=message) as caught:
             source.load()
         assert "\n" not in str(caught.value), given
@@ -125,5 +125,5 @@ def test_other_floats_are_taken(tmp_path: Path) -> None:
     np.save(tmp_path / "long.npy", np.ones(3, dtype=np.longdouble))
     np.save(tmp_path / "fortran.npy", np.asfortranarray(np.ones((2, 3))))
     for name in ("f8.pt", "big-endian.npy", "long.npy", "fortran.npy"):
-        (source,) = sources([str(tmp_path / name)])
+        (source,) = tensor_sources([str(tmp_path / name)])
         assert float(source.load().float().sum()) in (3, 4, 6)

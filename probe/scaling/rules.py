@@ -1,4 +1,4 @@
-"""What real MX blocks do to a tensor, whatever one scale for all of it would: the scale rules side by side."""
+"""The scale rules of real MX blocks side by side: errors, overflow and underflow by block, scales, outliers."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,8 +13,9 @@ from probe.numerics.fast import round_elements
 from probe.numerics.quantize import SCALE_RULES
 from probe.numerics.reference import power
 from probe.scaling import blockwise
-from probe.scaling.figures import Level, level_of
 from probe.scaling.levels import element_format, largest_exponent
+from probe.scaling.reference import level_of
+from probe.scaling.results import Level
 from probe.scaling.sweep import BLOCK_SIZE, Prepared
 
 #: An outlier spoils a block when the squared error of the others is more than this many times what it would be without.
@@ -22,7 +23,7 @@ SPOILED = 4.0
 
 
 @dataclass(frozen=True)
-class RuleTruth:
+class RuleResult:
     """One scale rule over all blocks of a tensor."""
 
     rule: str
@@ -52,7 +53,7 @@ class RuleTruth:
 
 
 class _Tally:
-    """What is gathered of one rule, piece by piece."""
+    """The counts of one rule, gathered piece by piece."""
 
     def __init__(self) -> None:
         self.blocks = self.zeros = self.spoiled = 0
@@ -60,8 +61,8 @@ class _Tally:
         self.worst = torch.zeros(3, dtype=torch.float64)
         self.exponents = torch.zeros(256, dtype=torch.int64)
 
-    def take(self, rows: Tensor, exponent: Tensor, without: Tensor, spared: Tensor, fmt: Format) -> None:
-        """`without` are the rows with their largest magnitude taken out, `spared` the exponents of those."""
+    def add(self, rows: Tensor, exponent: Tensor, without: Tensor, spared: Tensor, fmt: Format) -> None:
+        """Add rows; `without` are the rows without their largest magnitude, `spared` the exponents of those."""
         x, y = rows.double(), rows.double() / power(exponent)
         size, some = y.abs(), rows != 0
         step = fmt.min_subnormal
@@ -85,7 +86,7 @@ def _squares(rows: Tensor, exponent: Tensor, fmt: Format) -> Tensor:
     return (d * d).sum(-1)
 
 
-def block_truth(
+def compare_rules(
     x: Tensor | Prepared,
     format: str,
     *,
@@ -93,7 +94,7 @@ def block_truth(
     axis: int = -1,
     scale_rules: Sequence[str] = tuple(SCALE_RULES),
     scale_bits: int = 8,
-) -> tuple[RuleTruth, ...]:
+) -> tuple[RuleResult, ...]:
     """Every scale rule over the blocks of `x`, as fake_quantize has it: errors, rates by block, scales, outliers.
 
     A block is spoiled by one outlier when, with the scale that its largest magnitude asks for, the squared error of
@@ -111,21 +112,21 @@ def block_truth(
         exponents = blockwise.rule_exponents(rows, rules, fmt, limit)
         spared = blockwise.rule_exponents(without, rules, fmt, limit)
         for rule, tally in tallies.items():
-            tally.take(rows, exponents[rule], without, spared[rule], fmt)
+            tally.add(rows, exponents[rule], without, spared[rule], fmt)
     return tuple(
-        _truth(rule, size, tally, level_of(index, 0, 1.0, rule, sums[rule, 0], given.extent))
+        _result(rule, size, tally, level_of(index, 0, 1.0, rule, sums[rule, 0], given.extent))
         for index, (rule, tally) in enumerate(tallies.items())
     )
 
 
-def _truth(rule: str, size: int, tally: _Tally, level: Level) -> RuleTruth:
+def _result(rule: str, size: int, tally: _Tally, level: Level) -> RuleResult:
     present = tally.exponents.nonzero().reshape(-1)
     counts, values = tally.exponents[present].double(), (present - 127).double()
     mean = float((counts * values).sum() / counts.sum())
     spread = float((counts * (values - mean) ** 2).sum() / counts.sum()) ** 0.5
     overflowing, underflowing, flushing = tally.touched.tolist()
     worst_overflow, worst_underflow, worst_flush = tally.worst.tolist()
-    return RuleTruth(
+    return RuleResult(
         rule=rule,
         block_size=size,
         blocks=tally.blocks,
