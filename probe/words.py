@@ -1,6 +1,7 @@
-"""Names and sentences for people: the nearest name, the first few of many, sizes, an exception on one line."""
+"""Names and sentences for people: nearest name, first few of many, natural order, sizes, an exception on one line."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -67,3 +68,9 @@ def format_bytes(size: int) -> str:
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1
     return f"{number:.3g} {_UNITS[unit]}"
+
+
+def natural_key(text: str) -> list[tuple[str, int]]:
+    """A key that sorts numbers by their size: layer_2 before layer_10."""
+    parts = re.findall(r"([^0-9]*)([0-9]*)", text)
+    return [*((word, int(number or -1)) for word, number in parts), (text, 0)]

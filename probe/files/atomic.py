@@ -1,11 +1,12 @@
 """Writing so that a reader, or a kill at any moment, finds the old file or the new one, never half of one.
 
-This package is the only one that opens files for writing. `write` is for everything that fits in memory. `create` and
-`move` are for a folder that is built under another name and then published by one rename.
+This package is the only one that opens files for writing. `write` and `write_all` are for everything that fits in
+memory. `create` and `move` are for a folder that is built under another name and then published by one rename.
 """
 
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -14,21 +15,36 @@ from typing import BinaryIO
 def write(path: str | Path, data: str | bytes) -> Path:
     """Replace the file, text as UTF-8, and make its folder. An OSError names `path`, and the old file is whole."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    write_all({target: data})
+    return target
+
+
+def write_all(files: Mapping[Path, str | bytes]) -> None:
+    """Replace several files, each as `write` does; a disk that has no room for all of them keeps every old file.
+
+    All are written under temporary names before the first is renamed. A kill between two renames leaves some files
+    old and some new, each of them whole.
+    """
+    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
+    path = Path()
     try:
-        with temporary.open("wb") as file:
-            file.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        sync(target.parent)
+        for path, data in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporaries[path].open("wb") as file:
+                file.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, temporary in temporaries.items():
+            os.replace(temporary, path)
+        for folder in dict.fromkeys(path.parent for path in files):
+            sync(folder)
     except BaseException as problem:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         if isinstance(problem, OSError) and problem.errno is not None:  # it names the temporary file
             raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise
-    return target
 
 
 def remove_unfinished(folder: Path, process: int | None = None) -> None:

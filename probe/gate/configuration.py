@@ -2,13 +2,13 @@
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
-from probe.words import look_up
+from probe.words import did_you_mean, look_up
 
 
 class ConfigurationError(ValueError):
@@ -97,13 +97,21 @@ def settings_of(given: Any, *, where: str, base: Settings | None = None) -> Sett
     values = {}
     for key, value in given.items():
         name = key.replace("-", "_")
-        if name not in known:
-            raise ConfigurationError(f"{where}: unknown key {key!r}.{_near(key, known)} Known: {', '.join(known)}.")
+        check_keys(where, [key], known)
         values[name] = _checked(f"{where}: {key}", name, value, getattr(base, name))
     settings = replace(base, **values)
     for format in settings.formats:
         _look_up(f"{where}: formats", "format", format, FORMATS)
     return settings
+
+
+def check_keys(where: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a key that is not known, and name the nearest; `-` and `_` are the same."""
+    for key in given:
+        name = key.replace("-", "_")
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigurationError(f"{where}: unknown key {key!r}.{near} Known: {', '.join(known)}.")
 
 
 def _checked(where: str, name: str, value: Any, default: Any) -> Any:
@@ -138,10 +146,7 @@ def _words(where: str, value: Any) -> tuple[str, ...]:
 def _calibration(where: str, value: Any, default: CalibrationSettings) -> CalibrationSettings:
     if not isinstance(value, Mapping):
         raise ConfigurationError(f"{where} is {value!r}; expected a table with data, samples, seqlen, percentile.")
-    known = {one.name: one for one in fields(CalibrationSettings)}
-    for key in value:
-        if key not in known:
-            raise ConfigurationError(f"{where}: unknown key {key!r}.{_near(key, known)} Known: {', '.join(known)}.")
+    check_keys(where, value, [one.name for one in fields(CalibrationSettings)])
     checked = {key: _plain(f"{where}.{key}", one, type(getattr(default, key))) for key, one in value.items()}
     if not 0 < checked.get("percentile", 1.0) <= 1:
         raise ConfigurationError(f"{where}.percentile is {checked['percentile']}; expected a share above 0, at most 1.")
@@ -191,8 +196,3 @@ def _look_up(where: str, kind: str, name: str, table: Mapping[str, Any]) -> None
         look_up(kind, name, table)
     except ValueError as problem:
         raise ConfigurationError(f"{where}: {problem}") from None
-
-
-def _near(name: str, names: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import probe.diagnosis.causes  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
-import probe.running.modes
+import probe.running.recipes
 from probe.models import mamba
 from probe.models.mamba import Grid, SiteMixer
 from probe.models.scans import SCANS, Scan
@@ -42,7 +42,7 @@ class Patient:
 
     @property
     def mixer(self) -> SiteMixer:
-        return self.block.mixer
+        return cast(SiteMixer, self.block.mixer)
 
     @property
     def format(self) -> str:
@@ -60,11 +60,11 @@ Damage = Callable[[Patient], None]
 @contextmanager
 def damaged(damage: Damage, index: int) -> Iterator[None]:
     """While it lasts, every copy that a recipe makes has this damage; the float reference stays whole."""
-    real = probe.running.modes.apply
+    real = probe.running.recipes.apply
 
     def broken(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
         twin = real(model, recipe, calibration)
-        if find_mode(recipe.mode).name != "fp32":
+        if not find_mode(recipe.mode).is_reference:
             with torch.no_grad():
                 damage(Patient(twin, model, recipe, calibration, index))
         return twin

@@ -123,7 +123,7 @@ def test_two_tests_of_one_tensor_must_agree_on_the_levels(run: Run, pytester: py
     result = run()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["*another test holds scaling-tensors/a.pt-cpu-fp8_e4m3 of scaling*{'num_levels': '3'} there, *'7'} here*"]
+        ["*another test compares scaling-tensors/a.pt-cpu-fp8_e4m3 of scaling*{'num_levels': '3'} there, *'7'} here*"]
     )
 
 
@@ -183,7 +183,10 @@ def test_options_narrow_the_formats_and_blocks_have_cases_of_their_own(run: Run,
         ("tensors=[]", "expected a list of names"),
         ("", "tensors is None; expected a list of names"),
         ("tensors=['tensors'], formats=['fp9']", "unknown format 'fp9'"),
-        ("tensors=['tensors'], levels=3", "unknown key 'levels'. Known: tensors, formats, granularity, num_levels"),
+        (
+            "tensors=['tensors'], levels=3",
+            "unknown key 'levels'. Did you mean 'num_levels'? Known: tensors",
+        ),
         ("tensors=['tensors'], num_levels=0", "num_levels is 0"),
     ],
 )
