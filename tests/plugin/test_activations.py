@@ -242,7 +242,7 @@ def test_a_test_that_never_checks_fails(run: Run) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("layers=3", "*probe_activations marker of test_activations: unknown key 'layers'. Known: config, overrides*"),
+        ("layers=3", "*probe_activations marker of test_activations: unknown key 'layers'.*Known: config, overrides*"),
         ("figures=['outlier']", "*unknown figure 'outlier'. Did you mean 'outliers'?*"),
         ("figures=3", "*figures is 3; expected some of outliers, amax*"),
         ("tolerances=3", "*tolerances is 3; expected a dict such as*"),
