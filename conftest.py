@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 
-pytest_plugins = ["probe.plugin", "pytester", "tests.faults.kills"]  # the first also where it is not installed
+pytest_plugins = ["probe.plugin", "pytester", "tests.faults.kills"]  # the first one also works if it is not installed
 
-if importlib.util.find_spec("hypothesis"):  # the gate alone does without
+if importlib.util.find_spec("hypothesis"):  # the gate alone does not need it
     from hypothesis import settings
 
     settings.register_profile("probe", deadline=None, derandomize=True, max_examples=60)

@@ -15,9 +15,10 @@ import torch
 
 from probe.activations.collecting import Collector
 from probe.activations.plan import Plan
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.library_logs import quietly
 from probe.data.samples import Batch
-from probe.data.transformers_logs import quietly
+from probe.data.texts import text_of
 from probe.models.loading import load_model
 from probe.models.mamba import with_sites
 
@@ -83,12 +84,9 @@ torch.set_num_threads(1); torch.set_grad_enabled(False)
 sys.path.insert(0, "benchmarks")
 from activations import batch_of, plan_of
 from probe.activations.collecting import Collector
-from probe.activations.memory import keep_large_blocks_apart
 from probe.models.loading import load_model
-from probe.data.transformers_logs import quietly
+from probe.data.library_logs import quietly
 from probe.models.mamba import with_sites
-if sys.argv[1] != "bare":
-    keep_large_blocks_apart()  # as probe analyze does
 with quietly():
     loaded = load_model("mamba-130m-random")
     model = with_sites(loaded.model, scan="fast")
@@ -100,7 +98,7 @@ with quietly():
         model(small.tokens, use_cache=False)
     collector = Collector(plan, threshold=64.0, heat_sample=0)
     open("/proc/self/clear_refs", "w").write("5")  # from here on the peak is that of the forward
-    if sys.argv[1].startswith("bare"):
+    if sys.argv[1] == "bare":
         model(batch.tokens, use_cache=False)
     else:
         with collector.hooked(model):
@@ -110,9 +108,6 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
-APART = "bare with large blocks apart"
-
-
 def memory() -> dict[str, float]:
     """Peak resident memory of the forward alone (Linux), with and without statistics, in layers' outputs."""
     peaks = {
@@ -120,13 +115,12 @@ def memory() -> dict[str, float]:
             int(subprocess.run([sys.executable, "-c", PEAK, what], capture_output=True, text=True, check=True).stdout)
             for _ in range(2)
         )
-        for what in ("bare", APART, "measured")
+        for what in ("bare", "measured")
     }
     layer = 8 * 512 * 768 * 4 / 1024
     return {
         **{f"{what} MiB": round(peak / 1024, 1) for what, peak in peaks.items()},
         "measured - bare in layers": round((peaks["measured"] - peaks["bare"]) / layer, 2),
-        "the same, both with large blocks apart": round((peaks["measured"] - peaks[APART]) / layer, 2),
     }
 
 

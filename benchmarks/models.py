@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from probe.data import text_of, token_batches
-from probe.data.transformers_logs import quietly
+from probe.data.batches import token_batches
+from probe.data.library_logs import quietly
+from probe.data.texts import text_of
 from probe.metrics import Comparison
 from probe.models.loading import load_model
 from probe.models.mamba import with_sites
@@ -97,10 +98,11 @@ PEAK = """
 import sys, torch
 torch.set_num_threads(1); torch.set_grad_enabled(False)
 from probe.running.capture import capture
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.metrics import Comparison
 from probe.models.loading import load_model
-from probe.data.transformers_logs import quietly
+from probe.data.library_logs import quietly
 from probe.models.mamba import with_sites
 with quietly():
     loaded = load_model("mamba-130m-random")

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import probe
-from probe.data.transformers_logs import quietly
+from probe.data.library_logs import quietly
 
 SAMPLES, SEQLEN, LAYERS, WIDTH = 4, 512, 24, 768
 LAYER_BYTES = SAMPLES * SEQLEN * WIDTH * 4

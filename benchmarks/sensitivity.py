@@ -4,7 +4,7 @@ python benchmarks/sensitivity.py [--repeats 3] [--only mamba-130m-random] [--thr
 
 whole      the whole model, twice for each layer: only it quantized, all but it quantized; torch's own threads
 restarted  each run starts at the layer that differs; torch's own threads
-ranked     the same, several runs in a forward and several forwards at a time: what `rank_layers` does
+ranked     the same, several forwards at a time: what `rank_layers` does
 All three make the same two copies of the model first; `copies` is the time of that alone.
 """
 
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
-from probe.data.transformers_logs import quietly
+from probe.data.batches import token_batches
+from probe.data.library_logs import quietly
+from probe.data.texts import text_of
 from probe.models.loading import load_model
 from probe.running.recipes import Recipe
 from probe.sensitivity import Sensitivity, rank_layers
@@ -69,7 +70,7 @@ def compare(case: tuple[str, str, str, int, int], repeats: int) -> dict[str, Any
     model, recipe, batches = model_of(name), Recipe(mode, format), batches_of(samples, seqlen)
     ways: dict[str, dict[str, Any]] = {
         "whole": {"restart": False},
-        "restarted": {"together": 1, "threads": 1},
+        "restarted": {"threads": 1},
         "ranked": {},
     }
     times: dict[str, list[float]] = {way: [] for way in (*ways, "copies")}

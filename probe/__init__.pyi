@@ -2,9 +2,9 @@
 
 from probe.comparisons.devices.diff import DeviceComparison as DeviceComparison, diff as diff
 from probe.comparisons.health import Health as Health, check as check
-from probe.comparisons.modes import compare as compare
-from probe.comparisons.results import ModeComparison as ModeComparison
-from probe.data import text_of as text_of, token_batches as token_batches
+from probe.comparisons.modes import ModeComparison as ModeComparison, compare as compare
+from probe.data.batches import token_batches as token_batches
+from probe.data.texts import text_of as text_of
 from probe.formats import FORMATS as FORMATS, Format as Format
 from probe.metrics import (
     Comparison as Comparison,
@@ -40,11 +40,11 @@ from probe.numerics.underflow import (
     UnderflowWarning as UnderflowWarning,
     analyze_underflow as analyze_underflow,
 )
-from probe.recordings.checked import RecordingError as RecordingError
+from probe.recordings.manifest import RecordingError as RecordingError
 from probe.recordings.reading import Recording as Recording, read_recording as read_recording
-from probe.recordings.recorder import record as record
-from probe.recordings.returning import record_outputs as record_outputs
-from probe.recordings.writing import write_recording as write_recording
+from probe.recordings.recorder import record as record, write_recording as write_recording
+from probe.recordings.request import RecordRequest as RecordRequest
+from probe.recordings.taps import record_outputs as record_outputs
 from probe.running.calibration import (
     Calibration as Calibration,
     calibrate as calibrate,

@@ -1,8 +1,8 @@
-"""Names and sentences for people: nearest name, first few of many, natural order, sizes, an exception on one line."""
+"""Names and sentences for people: near names, the first few of many, natural order, shortening, sizes, errors."""
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,23 +16,23 @@ ALIKE = 0.5
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
-def nearest(name: str, names: Iterable[str], *, count: int = 3) -> list[str]:
-    """The names most like `name`, best first; never empty while `names` has any."""
-    folded = {option.lower(): option for option in names}
+def near(name: object, names: Iterable[str], *, count: int = 3, alike: float = ALIKE) -> list[str]:
+    """The names that somebody who wrote `name` may have meant, best first; empty if none is like it.
+
+    Names that begin with what was written come first; `alike` is the difflib ratio that the others need.
+    """
     wanted = str(name).lower()
-    starting = [option for option in folded if wanted and option.startswith(wanted)]
-    alike = difflib.get_close_matches(wanted, folded, n=len(folded) or 1, cutoff=0.0)
-    return [folded[match] for match in dict.fromkeys([*starting, *alike])][:count]
+    folded = {option.lower(): option for option in names} if wanted else {}
+    starting = [option for option in folded if option.startswith(wanted)]
+    first = difflib.get_close_matches(wanted, starting, n=count, cutoff=0.0)
+    then = difflib.get_close_matches(wanted, folded, n=count, cutoff=alike)
+    return [folded[option] for option in dict.fromkeys([*first, *then])][:count]
 
 
-def near(name: object, names: Iterable[str], *, count: int = 3) -> list[str]:
-    """Those of `nearest` that are really like `name`, so that somebody may have meant them; may be empty."""
-    wanted = str(name).lower()
-    return [one for one in nearest(str(name), names, count=count) if wanted and _is_like(wanted, one.lower())]
-
-
-def _is_like(wanted: str, option: str) -> bool:
-    return option.startswith(wanted) or difflib.SequenceMatcher(None, wanted, option).ratio() >= ALIKE
+def near_or_first(name: object, names: Sequence[str], *, aliases: Iterable[str] = ()) -> str:
+    """`Nearest: layer_1, layer_2.` of names and aliases; where none is near, the first names: `It has: a, b.`"""
+    close = near(name, [*names, *aliases])
+    return f"Nearest: {', '.join(close)}." if close else f"It has: {first_few(names, most=5) or 'none'}."
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
@@ -62,6 +62,28 @@ def first_few(names: Sequence[str], separator: str = ", ", *, most: int = 8) -> 
     return separator.join(names[:most]) + more
 
 
+def single_line(text: str, *, most: int = 500) -> str:
+    """One line of at most `most` printable characters, for text that comes from models and files."""
+    clean = "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))
+    return clean if len(clean) <= most else clean[: most - 3] + "..."
+
+
+def columns(rows: Sequence[Mapping[str, str]], *, left: Collection[str] = ()) -> list[str]:
+    """A header line and a line for every row, two spaces between columns: those in `left` to the left, others right."""
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+
+    def line(cells: Mapping[str, str]) -> str:
+        return "  ".join(cells[k].ljust(w) if k in left else cells[k].rjust(w) for k, w in widths.items()).rstrip()
+
+    return [line({key: key for key in widths}), *map(line, rows)]
+
+
+def require_positive(name: str, value: int | None) -> None:
+    """Refuse a count below 1 with a ValueError; None, an option that was left out, is fine."""
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}; expected 1 or more.")
+
+
 def format_bytes(size: int) -> str:
     """1.2 GB."""
     number, unit = float(size), 0
@@ -70,7 +92,37 @@ def format_bytes(size: int) -> str:
     return f"{number:.3g} {_UNITS[unit]}"
 
 
+def printable(text: str) -> str:
+    """The text with every character that a terminal might obey spelled out."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def natural_key(text: str) -> list[tuple[str, int]]:
     """A key that sorts numbers by their size: layer_2 before layer_10."""
     parts = re.findall(r"([^0-9]*)([0-9]*)", text)
     return [*((word, int(number or -1)) for word, number in parts), (text, 0)]
+
+
+def short_names(names: Sequence[str], *, most: int | None = None) -> list[str]:
+    """What tells names apart, of at most `most` characters: of layers.0.mixer and layers.1.mixer, 0 and 1.
+
+    What is cut from the ends is whole parts between dots, slashes, hyphens and underscores, the same from all names.
+    """
+    if len(set(names)) > 1:
+        before = re.sub(r"[^._/-]*$", "", _beginning(names))
+        rest = [name.removeprefix(before) for name in names]
+        after = re.sub(r"^[^./]*", "", _beginning([name[::-1] for name in rest])[::-1])
+        cut = [name.removesuffix(after) for name in rest]
+        names = cut if all(cut) else names
+    return [name if most is None else tail(name, most=most) for name in names]
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """What all of them begin with: what the first and the last in order do."""
+    first, last = min(names), max(names)
+    return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+
+
+def tail(name: str, *, most: int, mark: str = "\N{HORIZONTAL ELLIPSIS}") -> str:
+    """The end of a name that is longer than `most` characters, behind a mark: names of layers differ at the end."""
+    return name if len(name) <= most else mark + name[len(name) - most + len(mark) :]

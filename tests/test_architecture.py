@@ -13,7 +13,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 #: its own row, not from below. `probe/__init__.py` is the front door and only re-exports.
 LAYERS = (
     ("version", "formats", "words"),
-    ("files", "numerics"),
+    ("files", "numerics", "settings"),
     ("metrics",),
     ("data",),
     ("models",),  # a loaded model has a tokenizer, which is data

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -16,7 +17,7 @@ import pytest
 import yaml
 
 from probe import plugin
-from probe.commands import _parser
+from probe.commands import parse
 from probe.gate.cases import Verdict
 from probe.gate.configuration import CalibrationSettings, Settings
 from probe.gate.golden_values import MOVED, SAMPLE, SKETCH
@@ -29,7 +30,10 @@ README = (ROOT / "README.md").read_text()
 CHINESE = (ROOT / "README.zh-CN.md").read_text()
 GATE = (ROOT / "docs" / "gate.md").read_text()
 WORKFLOW = (ROOT / "docs" / "ci" / "github-actions.yml").read_text()
-PAGES = ["README.md", "README.zh-CN.md", "baselines/README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+PAGES = [
+    *("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "baselines/README.md", "benchmarks/README.md"),
+    *sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md")),
+]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 #: The files of a repository of one's own, by name: blocks whose first line says it.
 FILES = {match[1]: code for _, code in BLOCKS if (match := re.match(r"# (\w+\.(?:py|toml))\n", code))}
@@ -71,7 +75,7 @@ def test_every_probe_command_is_one_that_the_parser_takes() -> None:
     commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("probe ")]
     assert len(commands) >= 12
     for command in commands:
-        _parser().parse_args(command)
+        parse(command)
 
 
 def test_ci_runs_the_test_command() -> None:
@@ -168,6 +172,18 @@ def _anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_every_file_and_module_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for path in re.findall(r"\b(?:probe|tests|benchmarks|training|configs)/[\w/-]+\.\w+", text):
+        assert (ROOT / path).exists(), f"{page}: {path}"
+    dotted = re.findall(r"\b(probe(?:\.[a-z_]+){2})\.(\w+)", text)
+    imported = re.findall(r"^from (probe[\w.]*) import (.+)$", text, re.M)
+    for module, names in [*dotted, *imported]:
+        for name in names.split(", "):
+            assert hasattr(import_module(module), name), f"{page}: {module}.{name}"
 
 
 def test_the_picture_is_small_and_as_wide_as_promised() -> None:

@@ -1,25 +1,29 @@
-"""Hooks that take statistics while the model runs, and keep nothing else."""
+"""Hooks that gather statistics while the model runs: of tensors, by token (outliers, heat maps), by channel."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
-from probe.activations.bands import ChannelBands, measure_bands
-from probe.activations.heat import HeatGrid, heat_of
-from probe.activations.outliers import LayerOutliers, find_outliers
 from probe.activations.plan import Plan, Side
-from probe.activations.statistics import LayerStatistics, measure
-from probe.activations.tokens import token_rows
+from probe.activations.statistics import ChannelBands, LayerStatistics, measure, measure_bands
 from probe.data.samples import Batch
 from probe.running.capture import UncoveredError, first_tensor
 
+#: The worst tokens of a layer that are listed one by one.
+WORST = 20
+#: A heat map has at most so many cells down and across.
+TOKENS, CHANNELS = 128, 256
+
 Key = tuple[str, str]
+Floats = npt.NDArray[np.float32]
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
@@ -124,3 +128,133 @@ class Collector:
         if self.plan.heat[0] == side and name in self.plan.heat[1] and 0 <= row < len(batch.tokens):
             here = values[row][batch.mask[row].to(values.device)]
             self.heat[name] = heat_of(here, module=name, kind=side, sample=self._heat_sample)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """A tensor as rows of channels. `are_tokens`: [samples, tokens, channels]; else what rows are is not known."""
+
+    values: Tensor
+    are_tokens: bool
+
+
+def token_rows(x: Tensor, shape: tuple[int, int], module: nn.Module) -> TokenRows:
+    """The rows of `x`, of a batch of `shape` samples and tokens. The first rule that fits:
+
+        [samples, channels, tokens or more]      of a convolution; what lies behind the last token is no token
+        [samples, tokens, ...]                   the rest are channels
+        [samples * tokens, channels]
+        [samples, heads, tokens, channels]       heads and channels are channels
+        [samples, channels, tokens]
+
+    Anything else (the tokens of one expert, a state) is rows of its last axis.
+    """
+    samples, tokens = shape
+    if isinstance(module, nn.Conv1d) and x.dim() == 3 and x.shape[0] == samples and x.shape[2] >= tokens:
+        return TokenRows(x[..., :tokens].transpose(1, 2), True)
+    if x.dim() >= 3 and x.shape[:2] == shape:
+        return TokenRows(x.flatten(2), True)
+    if x.dim() == 2 and x.shape[0] == samples * tokens:
+        return TokenRows(x.reshape(samples, tokens, -1), True)
+    if x.dim() == 4 and (x.shape[0], x.shape[2]) == shape:
+        return TokenRows(x.transpose(1, 2).flatten(2), True)
+    if x.dim() == 3 and (x.shape[0], x.shape[2]) == shape:
+        return TokenRows(x.transpose(1, 2), True)
+    return TokenRows(x.reshape(1, -1, x.shape[-1]) if x.dim() else x.reshape(1, 1, 1), False)
+
+
+@dataclass(frozen=True, order=True)
+class OutlierToken:
+    """One token of one sample, and how many times the median it is."""
+
+    ratio: float
+    value: float
+    sample: int
+    position: int
+    token: int
+
+
+@dataclass(frozen=True)
+class LayerOutliers:
+    """The tokens of a layer whose max |x| > threshold x the median of max |x| over the tokens of their sample."""
+
+    module: str
+    threshold: float
+    tokens: int = 0
+    count: int = 0
+    samples: int = 0
+    """How many samples have one."""
+    largest_ratio: float = 0.0
+    """The largest max |x| / median, outlier or not; inf where a median is 0."""
+    positions: Counter[int] = field(default_factory=Counter)
+    token_ids: Counter[int] = field(default_factory=Counter)
+    worst: tuple[OutlierToken, ...] = ()
+
+    def merge(self, other: "LayerOutliers") -> "LayerOutliers":
+        """Both together."""
+        return LayerOutliers(
+            self.module,
+            self.threshold,
+            self.tokens + other.tokens,
+            self.count + other.count,
+            self.samples + other.samples,
+            max(self.largest_ratio, other.largest_ratio),
+            self.positions + other.positions,
+            self.token_ids + other.token_ids,
+            tuple(sorted(self.worst + other.worst, key=lambda one: (-one.ratio, one.sample, one.position))[:WORST]),
+        )
+
+
+def find_outliers(
+    module: str, amax: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], *, threshold: float, sample: int
+) -> LayerOutliers:
+    """The outliers of one sample: max |x| of each of its tokens, padding left out, and what tokens these are."""
+    if not amax.size:
+        return LayerOutliers(module, threshold)
+    wide = amax.astype(np.float64)
+    median = float(np.median(wide))
+    ratios = wide / median if median else np.where(wide > 0, np.inf, 0.0)
+    places = np.flatnonzero(wide > threshold * median)
+    worst = [
+        OutlierToken(float(ratios[place]), float(wide[place]), sample, int(place), int(tokens[place]))
+        for place in places[np.argsort(-ratios[places], kind="stable")][:WORST]
+    ]
+    return LayerOutliers(
+        module,
+        threshold,
+        tokens=int(amax.size),
+        count=len(places),
+        samples=int(len(places) > 0),
+        largest_ratio=float(ratios.max()),
+        positions=Counter(int(place) for place in places),
+        token_ids=Counter(int(tokens[place]) for place in places),
+        worst=tuple(worst),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class HeatGrid:
+    """[fields of tokens, fields of channels] of max |x|, and how many tokens and channels there are."""
+
+    module: str
+    kind: str
+    sample: int
+    tokens: int
+    channels: int
+    values: Floats
+
+
+def heat_of(x: Tensor, *, module: str, kind: str, sample: int) -> HeatGrid:
+    """Of the tokens of one sample, [tokens, channels]; NaN and Inf count as 0."""
+    sizes = x.detach().to("cpu", torch.float32).abs().nan_to_num(0.0, 0.0, 0.0).numpy()
+    tokens, channels = sizes.shape
+    return HeatGrid(module, kind, sample, tokens, channels, pooled(sizes, TOKENS, CHANNELS))
+
+
+def pooled(values: Floats, most_rows: int, most_columns: int) -> Floats:
+    """The largest of every field, where there are more rows or columns than fields."""
+    for axis, most in ((0, most_rows), (1, most_columns)):
+        size = values.shape[axis]
+        if size > most:
+            values = np.maximum.reduceat(values, np.arange(most) * size // most, axis=axis)
+    return values

@@ -1,17 +1,16 @@
 """An analysis as tables and as JSON: every number behind every plot."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
 
-from probe.activations.bands import BANDS
 from probe.activations.prediction import keep_in_higher_precision, predict_layers, spoiled_share
+from probe.activations.reference import SIZES
 from probe.activations.run import Analysis
-from probe.activations.sizes import SHIFT, edges
-from probe.activations.statistics import PERCENTILES, LayerStatistics
+from probe.activations.statistics import BANDS, PERCENTILES, LayerStatistics, Trimmed
+from probe.files.checked_json import finite
 from probe.formats import GATE_FORMATS
 from probe.version import VERSION
 
@@ -176,9 +175,9 @@ def _box(s: LayerStatistics) -> dict[str, Any]:
 
 def histogram(s: LayerStatistics) -> Rows:
     """|x| in PER_OCTAVE buckets per octave, from the first that holds any to the last; zeros first, from 0 to 0."""
-    step = 2 ** (23 - SHIFT) // PER_OCTAVE
+    step = (1 << SIZES.mantissa_bits) // PER_OCTAVE
     counts = s.buckets.reshape(-1, step).sum(1)
-    ends = edges()[::step]
+    ends = SIZES.edges[::step]
     some = np.flatnonzero(counts)
     rows: Rows = [{"module": s.module, "kind": s.kind, "low": 0.0, "high": 0.0, "count": s.zeros}]
     for bucket in range(int(some[0]), int(some[-1]) + 1) if some.size else ():
@@ -275,20 +274,7 @@ def _counts(s: LayerStatistics) -> dict[str, Any]:
         "module": s.module,
         "kind": s.kind,
         "moments": [s.moments.mean, s.moments.second, s.moments.third, s.moments.fourth],
-        "buckets": _trimmed(s.buckets),
-        "row_buckets": _trimmed(s.row_buckets),
-        "block_buckets": _trimmed(s.block_buckets),
-        "depths": [[int(e), *_trimmed(s.depths[e])] for e in np.flatnonzero(s.depths.sum(1))],
-        "median_depths": _trimmed(s.median_depths),
+        **{name: s.kept[name].as_list() for name in ("buckets", "row_buckets", "block_buckets")},
+        "depths": [[int(e), *Trimmed.of(s.depths[e]).as_list()] for e in np.flatnonzero(s.depths.sum(1))],
+        "median_depths": s.kept["median_depths"].as_list(),
     }
-
-
-def _trimmed(counts: Any) -> list[Any]:
-    """[first place that is not 0, counts from there to the last one]."""
-    some = np.flatnonzero(counts)
-    return [int(some[0]), counts[some[0] : some[-1] + 1].tolist()] if some.size else [0, []]
-
-
-def finite(rows: Rows) -> Rows:
-    """NaN and Inf as None, which JSON has."""
-    return [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]

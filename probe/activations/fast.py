@@ -1,6 +1,6 @@
-"""The fast twin: a row is read from memory once, while it is in the cache everything about it is taken.
+"""The fast twin: loops of numba that take every statistic of a row while the row is in the cache.
 
-All but the sums are those of the readable twin to the bit; sums differ by the order of additions.
+Everything but the sums equals the readable twin to the bit; sums differ by the order of additions.
 """
 
 from typing import Any
@@ -9,10 +9,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from probe.activations.bands import FIRST, SIDE
-from probe.activations.moments import Moments
-from probe.activations.reference import BLOCK, DEPTHS, empty
-from probe.activations.sizes import SHIFT, count_sizes
+from probe.activations.reference import BLOCK, DEPTHS, SIDE, SIGNED_SIZES, SIZES, empty
+from probe.numerics.moments import Moments
 
 #: The places of sums, and those of counts.
 MEAN, SECOND, THIRD, FOURTH, MINIMUM, MAXIMUM, SMALLEST = range(7)
@@ -20,6 +18,8 @@ COUNT, NONFINITE, ZEROS, NEGATIVES, ZERO_BLOCKS = range(5)
 
 #: Sums may be taken in any order, and of what they see nothing is NaN.
 _ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
+#: What the loops read of the buckets.
+SHIFT, SIGNED_SHIFT, SIGNED_FIRST = SIZES.shift, SIGNED_SIZES.shift, SIGNED_SIZES.first
 _SIZE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 Floats = npt.NDArray[np.float32]
@@ -56,7 +56,7 @@ class Gathering:
         _insert_all(self._row_top, amax)
         found["rows"] += len(rows)
         found["row_smallest"] = min(found["row_smallest"], float(amax.min()))
-        found["row_buckets"] += count_sizes(amax)
+        SIZES.add(found["row_buckets"], amax)
         return amax
 
     def fields(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Gathering:
             "maximum": float(sums[MAXIMUM]) + 0.0,
             "smallest": float(sums[SMALLEST]),
             "largest": tuple(float(x) for x in self._top if x >= 0),
-            "moments": Moments(*(float(x) for x in sums[:4])),
+            "moments": Moments(int(counts[COUNT]), *(float(x) for x in sums[:4])),
             "row_largest": tuple(float(x) for x in self._row_top if x >= 0),
         }
 
@@ -200,7 +200,7 @@ def _join(sums: _Doubles, found: _Doubles, before: int, size: int) -> None:
         return
     n = before + size
     a, b, d = before / n, size / n, found[MEAN] - sums[MEAN]
-    w = a * size
+    w = before * b
     sums[FOURTH] += found[FOURTH] + d**4 * w * (a * a - a * b + b * b)
     sums[FOURTH] += 6 * d * d * (a * a * found[SECOND] + b * b * sums[SECOND])
     sums[FOURTH] += 4 * d * (a * found[THIRD] - b * sums[THIRD])
@@ -254,8 +254,8 @@ def _of_blocks(
 
 
 @numba.njit(cache=True, nogil=True)
-def count_bands(columns: Floats, counts: _Bits, low: Floats, high: Floats) -> None:
-    """`bands.count`."""
+def count_channels(columns: Floats, counts: _Bits, low: Floats, high: Floats) -> None:
+    """As the readable twin."""
     for channel in range(columns.shape[0]):
         column, bucket = columns[channel], counts[channel]
         bits = column.view(np.int32)
@@ -264,7 +264,7 @@ def count_bands(columns: Floats, counts: _Bits, low: Floats, high: Floats) -> No
             if not np.isfinite(x):
                 continue
             low[channel], high[channel] = min(low[channel], x), max(high[channel], x)
-            place = min((bits[i] & 0x7FFFFFFF) >> 20, FIRST + SIDE - 1) - FIRST
+            place = min(((bits[i] & 0x7FFFFFFF) >> SIGNED_SHIFT) - SIGNED_FIRST, SIDE - 1)
             if place < 0:
                 bucket[SIDE] += 1
             elif x > 0:

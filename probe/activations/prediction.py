@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probe.activations.sizes import edges
+from probe.activations.reference import SIZES
 from probe.activations.statistics import LayerStatistics
 from probe.formats import FORMATS, Format
 from probe.words import look_up
@@ -34,7 +34,7 @@ SPOILED = 5
 #: The part of the predicted noise that the layers to keep in higher precision hold.
 SHARE = 0.5
 
-_PER_OCTAVE = 64
+_PER_OCTAVE = 1 << SIZES.mantissa_bits
 _BIAS = 127  # of the exponent of a float32
 _SMALLEST_SCALE = 1e-6  # of integers
 _MANTISSAS = 8  # places of the largest magnitude in its octave that are told apart, for nvfp4
@@ -93,7 +93,7 @@ def predict_tensor(statistics: LayerStatistics, format: str, *, amax: float | No
         step = max(limit / fmt.max, _SMALLEST_SCALE) if fmt.scale == "float32" else 1.0
         counts = statistics.buckets
         used = np.flatnonzero(counts)
-        low, high = _bounds()[:, used]
+        low, high = SIZES.edges[used], SIZES.edges[used + 1]
         total = float((counts[used] * _mean_error(low / step, high / step, fmt)).sum()) * step**2
     return Prediction(statistics.module, format, total / statistics.count, statistics.mean_square, statistics.kind)
 
@@ -219,13 +219,6 @@ def _saw(t: Array) -> Array:
     nearest = np.rint(t)
     result: Array = nearest / 12 + (t - nearest) ** 3 / 3
     return result
-
-
-@cache
-def _bounds() -> Array:
-    """The ends of every bucket, [2, buckets]."""
-    ends = edges()
-    return np.stack([ends[:-1], ends[1:]])
 
 
 def _mantissas(counts: npt.NDArray[np.int64]) -> Array:

@@ -6,25 +6,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probe.activations.moments import Moments
-from probe.activations.sizes import BUCKETS, count_sizes
+from probe.numerics.histogram import Buckets
+from probe.numerics.moments import Moments
 
+#: |x| > 0 of a tensor is counted in 64 buckets per octave, over all of float32.
+SIZES = Buckets(float_bits=32, mantissa_bits=6, lowest=-127, octaves=256)
+#: The values of a channel are counted in 8 buckets per octave, negative ones, then those below 2^-24 as zeros, then
+#: positive ones; what is beyond the last octave counts as the largest.
+SIGNED_SIZES = Buckets(float_bits=32, mantissa_bits=3, lowest=-24, octaves=40)
+SIDE = SIGNED_SIZES.size
+
+#: Channels of a row that share a scale in the MX formats.
 BLOCK = 32
 #: Depths below the exponent of a block that are told apart; the last one is of zeros.
 DEPTHS = 33
+#: The fields of LayerStatistics that are counts, and add up.
+COUNTS = ("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks")
 
 Floats = npt.NDArray[np.float32]
+Counts = npt.NDArray[np.int32]
 
 
 def empty(channels: int) -> dict[str, Any]:
     """The fields of LayerStatistics for no rows."""
     return {
-        **dict.fromkeys(("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks"), 0),
+        **dict.fromkeys(COUNTS, 0),
         **dict.fromkeys(("minimum", "smallest", "row_smallest"), np.inf),
         "maximum": -np.inf,
         **dict.fromkeys(("largest", "row_largest"), ()),
-        "moments": Moments(),
-        **{name: np.zeros(BUCKETS, np.int64) for name in ("buckets", "row_buckets", "block_buckets")},
+        "moments": Moments(third=0.0, fourth=0.0),
+        **{name: np.zeros(SIZES.size, np.int64) for name in ("buckets", "row_buckets", "block_buckets")},
         "channel_amax": np.zeros(channels, np.float32),
         "depths": np.zeros((256, DEPTHS), np.int64),
         "median_depths": np.zeros(DEPTHS, np.int64),
@@ -41,17 +52,17 @@ class Gathering:
         """Append rows [rows, channels]; max |x| of each."""
         old, (new, amax) = self._found, measure(rows)
         joined = {name: JOINED.get(name, np.add)(old[name], new[name]) for name in old if name != "moments"}
-        moments = old["moments"].merge(old["count"], new["moments"], new["count"])
+        moments = old["moments"].merge(new["moments"])
         self._found = {**joined, "moments": moments}
         return amax
 
     def fields(self) -> dict[str, Any]:
         """What was gathered so far."""
-        whole = ("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks")
-        return self._found | {name: int(self._found[name]) for name in whole}
+        return self._found | {name: int(self._found[name]) for name in COUNTS}
 
 
-def _three(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+def largest_three(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+    """The three largest of both, largest first."""
     return tuple(sorted(a + b, reverse=True)[:3])
 
 
@@ -62,8 +73,8 @@ JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "row_smallest": min,
     "maximum": max,
     "channel_amax": np.maximum,
-    "largest": _three,
-    "row_largest": _three,
+    "largest": largest_three,
+    "row_largest": largest_three,
 }
 
 
@@ -88,8 +99,8 @@ def measure(rows: Floats) -> tuple[dict[str, Any], Floats]:
         "maximum": float(values.max()) + 0.0,
         "smallest": float(sizes.min()),
         "largest": _top(sizes),
-        "moments": Moments(mean, float((d**2).sum()), float((d**3).sum()), float((d**4).sum())),
-        "buckets": count_sizes(sizes),
+        "moments": Moments(values.size, mean, float((d**2).sum()), float((d**3).sum()), float((d**4).sum())),
+        "buckets": _count_sizes(sizes),
     }
     return found | _of_rows(clean), np.abs(clean).max(1)
 
@@ -103,20 +114,20 @@ def _of_rows(clean: Floats) -> dict[str, Any]:
         "channel_amax": sizes.max(0),
         "row_largest": _top(amax),
         "row_smallest": float(amax.min()),
-        "row_buckets": count_sizes(amax),
+        "row_buckets": _count_sizes(amax),
         **_of_blocks(sizes),
     }
 
 
 def _of_blocks(sizes: Floats) -> dict[str, Any]:
-    counts = np.zeros(BUCKETS, np.int64)
+    counts = np.zeros(SIZES.size, np.int64)
     depths, medians = np.zeros((256, DEPTHS), np.int64), np.zeros(DEPTHS, np.int64)
     zero_blocks = 0
     for start in range(0, sizes.shape[1], BLOCK):
         block = np.ascontiguousarray(sizes[:, start : start + BLOCK])
         amax = block.max(1)
         zero_blocks += int((amax == 0).sum())
-        counts += count_sizes(amax)
+        SIZES.add(counts, amax)
         block, amax = block[amax > 0], amax[amax > 0]
         exponent = (amax.view(np.int32) >> 23)[:, None]
         depth = np.where(block == 0, DEPTHS - 1, np.minimum(exponent - (block.view(np.int32) >> 23), DEPTHS - 2))
@@ -126,5 +137,22 @@ def _of_blocks(sizes: Floats) -> dict[str, Any]:
     return {"block_buckets": counts, "zero_blocks": zero_blocks, "depths": depths, "median_depths": medians}
 
 
+def _count_sizes(sizes: Floats) -> npt.NDArray[np.int64]:
+    counts = np.zeros(SIZES.size, np.int64)
+    SIZES.add(counts, sizes)
+    return counts
+
+
 def _top(values: Floats) -> tuple[float, ...]:
     return tuple(float(x) for x in np.sort(values)[:-4:-1])
+
+
+def count_channels(columns: Floats, counts: Counts, low: Floats, high: Floats) -> None:
+    """Count the values of every channel, [channels, rows], and keep the least and the largest; in place."""
+    good = np.isfinite(columns)
+    place = np.minimum(SIGNED_SIZES.find(np.abs(columns)), SIDE - 1)
+    bucket = np.where(place < 0, SIDE, np.where(columns > 0, SIDE + 1 + place, SIDE - 1 - place))
+    channel = np.broadcast_to(np.arange(len(columns))[:, None], columns.shape)
+    np.add.at(counts, (channel[good], bucket[good]), 1)
+    np.minimum(low, np.where(good, columns, np.float32(np.inf)).min(1), out=low)
+    np.maximum(high, np.where(good, columns, np.float32(-np.inf)).max(1), out=high)

@@ -9,23 +9,19 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from probe.activations.bands import ChannelBands
-from probe.activations.collecting import Collector, Key
-from probe.activations.heat import HeatGrid
-from probe.activations.memory import keep_large_blocks_apart
-from probe.activations.outliers import LayerOutliers
+from probe.activations.collecting import Collector, HeatGrid, Key, LayerOutliers
 from probe.activations.plan import Plan, make_plan, weight_rows
 from probe.activations.prediction import unlike
 from probe.activations.settings import MemorySettings, Settings
-from probe.activations.statistics import LayerStatistics, measure
-from probe.data.batches import fingerprint
+from probe.activations.statistics import ChannelBands, LayerStatistics, measure
+from probe.data.batches import token_fingerprint
+from probe.data.library_logs import quietly
 from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
 from probe.data.tokenizers import Tokenizer
-from probe.data.transformers_logs import quietly
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
-from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_of, place
+from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
 from probe.models.positions import position_notes
 from probe.words import describe_error, first_few
 
@@ -106,7 +102,7 @@ def prepare(
 
 def room_of(memory: MemorySettings) -> Room:
     """Where weights may lie."""
-    return Room(device_of(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
+    return Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
 
 
 def analyze(
@@ -122,7 +118,6 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     """One forward of every batch."""
     settings, plan, notes = prepared.settings, prepared.plan, list(prepared.loaded.notes)
     seen = settings.visualization
-    keep_large_blocks_apart()
     collector = Collector(plan, threshold=seen.outlier.threshold, heat_sample=seen.heatmap_3d.sample_idx)
     placed = place(prepared.model, prepared.room)
     if placed.note:
@@ -223,7 +218,7 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
         "path": settings.model.path,
         "model_fingerprint": prepared.loaded.fingerprint,
         "data": prepared.about_data,
-        "data_fingerprint": fingerprint([row[None] for row in real]),
+        "data_fingerprint": token_fingerprint([row[None] for row in real]),
         "samples": len(real),
         "tokens": sum(len(row) for row in real),
         "shortest": min(len(row) for row in real),

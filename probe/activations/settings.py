@@ -1,73 +1,17 @@
 """The settings of an analysis: a frozen dataclass for each section of the YAML file, a check for each key."""
 
-import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-#: Turns a value into what is stored, or raises a ValueError that says what was expected.
-Check = Callable[[Any], Any]
+from probe.settings import Check, key, one_of, positive, some_of, whole, word, word_or_none, yes_or_no
 
 PLOT_TYPES = ("boxplot", "histogram")
 FORMATS = ("png", "html", "csv", "json")
 CUSTOM_FORMATS = ("txt", "json", "jsonl", "csv", "parquet")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_POWER = re.compile(r"\d+(\.\d*)?[eE][+-]?\d+")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B|)\s*", re.IGNORECASE)
-
-
-def _whole(at_least: int) -> Check:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise ValueError(f"a whole number, {at_least} or more")
-        return value
-
-    return check
-
-
-def _positive(value: Any) -> float:
-    if isinstance(value, str) and _POWER.fullmatch(value):
-        value = float(value)  # which YAML takes for text
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError("a number above 0")
-    return float(value)
-
-
-def _yes_or_no(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("a text that is not empty")
-    return value
-
-
-def _word_or_none(value: Any) -> str | None:
-    return None if value is None else _word(value)
-
-
-def _one_of(*options: Any) -> Check:
-    def check(value: Any) -> Any:
-        if isinstance(value, bool) or value not in options:
-            raise ValueError("one of " + ", ".join("null" if o is None else str(o) for o in options))
-        return value
-
-    return check
-
-
-def _some_of(*options: str) -> Check:
-    def check(value: Any) -> tuple[str, ...]:
-        given = [value] if isinstance(value, str) else value
-        if not isinstance(given, list | tuple) or not given or any(one not in options for one in given):
-            raise ValueError(f"a list of some of {', '.join(options)}")
-        return tuple(dict.fromkeys(given))
-
-    return check
 
 
 def _pattern(value: Any) -> str:
@@ -108,20 +52,15 @@ def _size(value: Any) -> int | None:
     return int(size)
 
 
-def key(default: Any, check: Check) -> Any:
-    """A field with its default and its check."""
-    return field(default=default, metadata={"check": check})
-
-
 @dataclass(frozen=True)
 class ModelSettings:
     """Which model, and how it is loaded."""
 
-    path: str = key("tiny-mamba", _word)
-    name: str | None = key(None, _word_or_none)
+    path: str = key("tiny-mamba", word)
+    name: str | None = key(None, word_or_none)
     """What the report calls it; null: its path."""
-    dtype: str = key("float32", _one_of(*DTYPES))
-    sites: bool = key(False, _yes_or_no)
+    dtype: str = key("float32", one_of(*DTYPES))
+    sites: bool = key(False, yes_or_no)
     """Mamba-1: reach the tensors inside the mixer too, `mixer.sites.scan.u`."""
 
 
@@ -129,21 +68,21 @@ class ModelSettings:
 class CustomSettings:
     """How a file of the user's own is read."""
 
-    format: str | None = key(None, _one_of(None, *CUSTOM_FORMATS))
+    format: str | None = key(None, one_of(None, *CUSTOM_FORMATS))
     """null: by the name of the file."""
-    text_column: str = key("text", _word)
+    text_column: str = key("text", word)
 
 
 @dataclass(frozen=True)
 class DataSettings:
     """Which text."""
 
-    source: str = key("builtin", _word)
-    num_samples: int = key(8, _whole(1))
-    seq_len: int = key(256, _whole(1))
-    batch_size: int = key(8, _whole(1))
-    seed: int = key(0, _whole(0))
-    split: str | None = key(None, _word_or_none)
+    source: str = key("builtin", word)
+    num_samples: int = key(8, whole(1))
+    seq_len: int = key(256, whole(1))
+    batch_size: int = key(8, whole(1))
+    seed: int = key(0, whole(0))
+    split: str | None = key(None, word_or_none)
     """Of a hub dataset; null: the one that is usual for it, else train."""
     custom: CustomSettings = CustomSettings()
 
@@ -152,15 +91,15 @@ class DataSettings:
 class EnabledSettings:
     """What is analyzed and drawn."""
 
-    magnitude_input: bool = key(True, _yes_or_no)
-    magnitude_output: bool = key(True, _yes_or_no)
-    magnitude_weight: bool = key(True, _yes_or_no)
-    outlier_layer_wise: bool = key(True, _yes_or_no)
-    outlier_position: bool = key(True, _yes_or_no)
-    outlier_token: bool = key(True, _yes_or_no)
-    heatmap_3d: bool = key(True, _yes_or_no)
-    distribution: bool = key(True, _yes_or_no)
-    percentile_range: bool = key(True, _yes_or_no)
+    magnitude_input: bool = key(True, yes_or_no)
+    magnitude_output: bool = key(True, yes_or_no)
+    magnitude_weight: bool = key(True, yes_or_no)
+    outlier_layer_wise: bool = key(True, yes_or_no)
+    outlier_position: bool = key(True, yes_or_no)
+    outlier_token: bool = key(True, yes_or_no)
+    heatmap_3d: bool = key(True, yes_or_no)
+    distribution: bool = key(True, yes_or_no)
+    percentile_range: bool = key(True, yes_or_no)
 
 
 #: Linear layers of Mamba and of the usual transformers, and the layers of the stack.
@@ -173,7 +112,7 @@ class MagnitudeSettings:
     """Top-1/2/3, median and min."""
 
     patterns: tuple[str, ...] = key((LINEAR,), _patterns(empty=False))
-    reduce_dim: int | None = key(None, _one_of(None, -1, -2))
+    reduce_dim: int | None = key(None, one_of(None, -1, -2))
     """null: all elements; -1: over channels, a value per token; -2: over tokens, a value per channel."""
 
 
@@ -181,9 +120,9 @@ class MagnitudeSettings:
 class OutlierSettings:
     """Tokens whose max |x| is above threshold x the median of their layer and sample."""
 
-    threshold: float = key(64.0, _positive)
+    threshold: float = key(64.0, positive)
     pattern: str = key(LAYERS, _pattern)
-    decode_tokens: bool = key(True, _yes_or_no)
+    decode_tokens: bool = key(True, yes_or_no)
 
 
 @dataclass(frozen=True)
@@ -191,8 +130,8 @@ class DistributionSettings:
     """Box plots and histograms."""
 
     patterns: tuple[str, ...] = key((LINEAR,), _patterns(empty=False))
-    plot_types: tuple[str, ...] = key(PLOT_TYPES, _some_of(*PLOT_TYPES))
-    is_input: bool = key(True, _yes_or_no)
+    plot_types: tuple[str, ...] = key(PLOT_TYPES, some_of(*PLOT_TYPES))
+    is_input: bool = key(True, yes_or_no)
 
 
 @dataclass(frozen=True)
@@ -200,8 +139,8 @@ class HeatmapSettings:
     """|x| by token and channel, for one sample."""
 
     pattern: str = key(LAYERS, _pattern)
-    sample_idx: int = key(0, _whole(0))
-    is_input: bool = key(False, _yes_or_no)
+    sample_idx: int = key(0, whole(0))
+    is_input: bool = key(False, yes_or_no)
     view_angle: tuple[float, float] = key((30.0, 45.0), _angles)
 
 
@@ -210,7 +149,7 @@ class PercentileSettings:
     """Bands of x by channel."""
 
     patterns: tuple[str, ...] = key((LAYERS,), _patterns(empty=False))
-    is_input: bool = key(False, _yes_or_no)
+    is_input: bool = key(False, yes_or_no)
 
 
 @dataclass(frozen=True)
@@ -224,8 +163,8 @@ class SelectionSettings:
 class VisualizationSettings:
     """What is drawn, of which layers, to where."""
 
-    save_dir: str = key("figures", _word)
-    dpi: int = key(150, _whole(20))
+    save_dir: str = key("figures", word)
+    dpi: int = key(150, whole(20))
     enabled: EnabledSettings = EnabledSettings()
     magnitude: MagnitudeSettings = MagnitudeSettings()
     outlier: OutlierSettings = OutlierSettings()
@@ -239,9 +178,9 @@ class VisualizationSettings:
 class MemorySettings:
     """Where the model runs, and where what does not fit there is kept."""
 
-    device: str = key("auto", _word)
-    offload_device: str = key("cpu", _one_of("cpu", "disk"))
-    auto_offload: bool = key(True, _yes_or_no)
+    device: str = key("auto", word)
+    offload_device: str = key("cpu", one_of("cpu", "disk"))
+    auto_offload: bool = key(True, yes_or_no)
     max_memory: int | None = key(None, _size)
     """Bytes of weights that `device` may hold; null: what it has."""
 
@@ -250,7 +189,7 @@ class MemorySettings:
 class OutputSettings:
     """Which kinds of files are written."""
 
-    formats: tuple[str, ...] = key(FORMATS, _some_of(*FORMATS))
+    formats: tuple[str, ...] = key(FORMATS, some_of(*FORMATS))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """The statistics of a tensor: counts, extremes and sums that are gathered in pieces and merge."""
 
-import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -13,19 +14,65 @@ import torch
 from torch import Tensor
 
 from probe.activations import reference as readable
-from probe.activations.moments import Moments
-from probe.activations.reference import DEPTHS
-from probe.activations.sizes import PERCENTILE_ERROR, Trimmed, quantile_of
-from probe.activations.twins import fast_twin
+from probe.activations.reference import COUNTS, DEPTHS, SIDE, SIGNED_SIZES, SIZES, largest_three
+from probe.numerics.histogram import linear, spread_evenly
+from probe.numerics.moments import Moments
 
 Kind = Literal["input", "output", "weight"]
 #: The percentiles of |x| that are reported, in percent.
 PERCENTILES = (0.01, 1.0, 25.0, 50.0, 75.0, 99.0, 99.9, 99.99)
+#: A percentile of |x| differs from the exact one by at most this part of it (if that is 2^-126 or more).
+PERCENTILE_ERROR = SIZES.width
+#: The percentiles of every channel, in percent. A band lies between the first and the last, and so on inwards.
+BANDS = (0.01, 1.0, 25.0, 50.0, 75.0, 99.0, 99.99)
+#: |percentile of a channel - exact| <= BAND_ERROR |exact|, or 2^-24
+BAND_ERROR = SIGNED_SIZES.width
 #: Elements that are worked on at a time, 1 MB of float32.
 PIECE = 2**18
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
+
+#: The tables of counts of LayerStatistics.
+TABLES = ("buckets", "row_buckets", "block_buckets", "depths", "median_depths")
+
+
+@dataclass(frozen=True, eq=False)
+class Trimmed:
+    """A table of counts without the zeros at its ends, which are most of it."""
+
+    size: int
+    first: int
+    counts: Whole
+
+    @classmethod
+    def of(cls, counts: Whole) -> "Trimmed":
+        """A copy of the part of a table that is not zero."""
+        flat = counts.reshape(-1)
+        some = np.flatnonzero(flat)
+        if not some.size:
+            return cls(flat.size, 0, np.zeros(0, np.int64))
+        return cls(flat.size, int(some[0]), flat[some[0] : some[-1] + 1].copy())
+
+    def __add__(self, other: "Trimmed") -> "Trimmed":
+        if not self.counts.size or not other.counts.size:
+            return self if self.counts.size else other
+        first = min(self.first, other.first)
+        last = max(one.first + one.counts.size for one in (self, other))
+        both = np.zeros(last - first, np.int64)
+        for one in (self, other):
+            both[one.first - first : one.first - first + one.counts.size] += one.counts
+        return Trimmed(self.size, first, both)
+
+    def whole(self) -> Whole:
+        """The whole table, flat."""
+        full = np.zeros(self.size, np.int64)
+        full[self.first : self.first + self.counts.size] = self.counts
+        return full
+
+    def as_list(self) -> list[Any]:
+        """For JSON: [the first place that is not 0, the counts from there to the last one]."""
+        return [self.first, self.counts.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +83,7 @@ class LayerStatistics:
     last one of a row may be shorter): what shares a scale in the MX formats.
 
     Counts, extremes, `channel_amax` and all tables of counts are exact; so is `merge` of them. Sums are in float64.
-    Percentiles come from `buckets` and are within PERCENTILE_ERROR = 2^-7 of numpy's own, relatively.
+    Percentiles come from `buckets` and are within PERCENTILE_ERROR = 2^-6 of numpy's own, relatively.
     NaN and Inf are counted in `nonfinite` and left out; in the tables of blocks they stand as zeros.
     Values are read as float32: a float64 is rounded first.
     """
@@ -106,22 +153,17 @@ class LayerStatistics:
     @property
     def std(self) -> float:
         """Of the population."""
-        return math.sqrt(self.mean_square_deviation)
-
-    @property
-    def mean_square_deviation(self) -> float:
-        """mean (x - mean)^2"""
-        return self.moments.second / self.count if self.count else 0.0
+        return self.moments.std
 
     @property
     def mean_square(self) -> float:
         """mean x^2"""
-        return self.mean_square_deviation + self.mean**2
+        return self.moments.mean_square
 
     @property
     def kurtosis(self) -> float | None:
         """mean (x - mean)^4 / std^4: 3 for a normal distribution; None where all values are equal."""
-        return self.moments.kurtosis(self.count)
+        return self.moments.kurtosis
 
     @property
     def blocks(self) -> int:
@@ -135,7 +177,7 @@ class LayerStatistics:
 
     def percentile(self, percent: float) -> float:
         """Of |x|, as numpy's `linear`, within PERCENTILE_ERROR."""
-        return quantile_of(self.buckets, self.zeros, percent / 100, low=self.smallest, high=self.amax)
+        return quantile_of_sizes(self.buckets, self.zeros, percent / 100, low=self.smallest, high=self.amax)
 
     @property
     def max_to_median(self) -> float | None:
@@ -158,7 +200,7 @@ class LayerStatistics:
         elif reduce_dim == -1:
             top, low = self.row_largest, self.row_smallest
             zero_rows = self.rows - int(self.row_buckets.sum())
-            median = quantile_of(self.row_buckets, zero_rows, 0.5, low=low, high=top[0] if top else 0.0)
+            median = quantile_of_sizes(self.row_buckets, zero_rows, 0.5, low=low, high=top[0] if top else 0.0)
         else:
             channels = np.sort(self.channel_amax)
             top, low = tuple(float(x) for x in channels[:-4:-1]), float(channels[0])
@@ -198,7 +240,7 @@ class LayerStatistics:
                 f"cannot merge {other.kind} of {other.module} ({other.channel_amax.size} channels) into {self.kind} of "
                 f"{self.module} ({self.channel_amax.size} channels). Merge statistics of one tensor."
             )
-        both = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
+        both = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         kept = {name: self.kept[name] + other.kept[name] for name in TABLES}
         return replace(
             self,
@@ -207,26 +249,66 @@ class LayerStatistics:
             minimum=min(self.minimum, other.minimum),
             maximum=max(self.maximum, other.maximum),
             smallest=min(self.smallest, other.smallest),
-            largest=_three(self.largest + other.largest),
-            moments=self.moments.merge(self.count, other.moments, other.count),
+            largest=largest_three(self.largest, other.largest),
+            moments=self.moments.merge(other.moments),
             channel_amax=np.maximum(self.channel_amax, other.channel_amax),
-            row_largest=_three(self.row_largest + other.row_largest),
+            row_largest=largest_three(self.row_largest, other.row_largest),
             row_smallest=min(self.row_smallest, other.row_smallest),
         )
 
 
-_ADDED = ("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks")
-TABLES = ("buckets", "row_buckets", "block_buckets", "depths", "median_depths")
+@dataclass(frozen=True, eq=False)
+class ChannelBands:
+    """How many values of each channel lie in each of 2 SIDE + 1 buckets of SIGNED_SIZES."""
+
+    module: str
+    kind: str
+    counts: npt.NDArray[np.int32]
+    minimum: Floats
+    maximum: Floats
+
+    def merge(self, other: "ChannelBands") -> "ChannelBands":
+        """Both together."""
+        return ChannelBands(
+            self.module,
+            self.kind,
+            self.counts + other.counts,
+            np.minimum(self.minimum, other.minimum),
+            np.maximum(self.maximum, other.maximum),
+        )
+
+    def percentiles(self) -> npt.NDArray[np.float64]:
+        """[len(BANDS), channels]: the values of rank percent / 100 * (n - 1), spread evenly over their buckets."""
+        ends = SIGNED_SIZES.edges
+        lows, highs = np.concatenate([-ends[:0:-1], [0.0], ends[:-1]]), np.concatenate([-ends[-2::-1], [0.0], ends[1:]])
+        total = self.counts.sum(axis=1, dtype=np.int64)
+        found = np.zeros((len(BANDS), len(total)))
+        for row, percent in enumerate(BANDS):
+            value = spread_evenly(self.counts, percent / 100 * np.maximum(total - 1, 0), lows, highs)
+            found[row] = np.where(total > 0, np.clip(value, self.minimum, self.maximum), 0.0)
+        return found
+
+
+def quantile_of_sizes(counts: Whole, zeros: int, share: float, *, low: float, high: float) -> float:
+    """The quantile `share` of magnitudes, of which `zeros` are 0 and the others are counted in SIZES; 0 of nothing.
+
+    As numpy's `linear`, with values spread evenly over their bucket and kept in [low, high].
+    """
+    total = zeros + int(counts.sum())
+
+    def ranked(rank: int) -> float:
+        if rank < zeros:
+            return 0.0
+        value = spread_evenly(counts, np.array(rank - zeros), SIZES.edges[:-1], SIZES.edges[1:])
+        return min(max(float(value), low), high)
+
+    return linear(share * (total - 1), ranked) if total else 0.0
 
 
 def statistics_of(module: str, kind: Kind, fields: Mapping[str, Any]) -> LayerStatistics:
     """From the fields as the twins give them, with whole tables."""
     plain = {name: value for name, value in fields.items() if name not in TABLES}
     return LayerStatistics(module, kind, **plain, kept={name: Trimmed.of(fields[name]) for name in TABLES})
-
-
-def _three(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(sorted(values, reverse=True)[:3])
 
 
 def measure(
@@ -242,7 +324,7 @@ def measure(
     x = x.reshape(1, 1, -1) if x.dim() < 2 else x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
     kept = None if keep is None else keep.reshape(x.shape[:2]).to("cpu", torch.bool)
     twin = None if fast is False else fast_twin()
-    gathering: type[Gathering] = readable.Gathering if twin is None else twin.Gathering
+    gathering: type[Gathering] = (twin or readable).Gathering
     row_amax = np.zeros(tuple(x.shape[:2]), np.float32)
     spans = list(_spans(x))
 
@@ -285,4 +367,31 @@ class Gathering(Protocol):
         """What was gathered so far."""
 
 
-__all__ = ["PERCENTILES", "PERCENTILE_ERROR", "Kind", "LayerStatistics", "measure"]
+def measure_bands(
+    rows: Tensor, keep: Tensor | None = None, *, module: str = "", kind: str = "output", fast: bool | None = None
+) -> ChannelBands:
+    """Of [..., rows, channels]; rows that are not kept, NaN and Inf count for nothing. `fast` as in `measure`."""
+    twin = None if fast is False else fast_twin()
+    counting = (twin or readable).count_channels
+    channels = rows.shape[-1]
+    flat = rows.detach().reshape(-1, rows.shape[-2], channels) if rows.dim() > 2 else rows.detach()[None]
+    kept = None if keep is None else keep.reshape(flat.shape[:2]).cpu()
+    counts = np.zeros((channels, 2 * SIDE + 1), np.int32)
+    low, high = np.full(channels, np.inf, np.float32), np.full(channels, -np.inf, np.float32)
+    for index, sample in enumerate(flat):
+        piece = sample if kept is None else sample[kept[index].to(sample.device)]
+        if len(piece):
+            counting(np.ascontiguousarray(piece.to("cpu", torch.float32).numpy().T), counts, low, high)
+    return ChannelBands(module, kind, counts, low, high)
+
+
+@cache
+def fast_twin() -> ModuleType | None:
+    """`probe.activations.fast`; None, after one warning, where numba cannot be loaded."""
+    try:
+        from probe.activations import fast
+    except ImportError as problem:
+        slower = f"numba cannot be loaded ({problem}). Going on without it: the same statistics, but slower."
+        warnings.warn(slower, RuntimeWarning, stacklevel=3)
+        return None
+    return fast

@@ -1,5 +1,7 @@
-"""The command line: a thin door into the library, a file for each family of commands.
+"""The command line: a thin door into the library.
 
+A command is an `add(commands)` that adds its parser and sets `run`, the function that does the work. One file holds a
+command, or those that show the same rows: `formats` and `demo`, and `modes`, `layers` and `errors` in models.py.
 Nothing heavy is imported before a command needs it.
 """
 
@@ -10,38 +12,48 @@ from collections.abc import Sequence
 from probe.commands import analyze, check, compare, diff, formats, models, record, scaling, sensitivity
 from probe.version import VERSION
 
-#: Modules with `add(commands)`, in the order of `probe --help`.
-FAMILIES = (formats, models, record, compare, diff, check, scaling, sensitivity, analyze)
+#: The files of the commands, in the order of `probe --help`. A new command is a file and its row here.
+COMMANDS = (formats, models, record, compare, diff, check, scaling, sensitivity, analyze)
 
 #: The exit code of a program that SIGINT ended, 128 + 2.
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 on success, 2 on a user's mistake, 130 on Ctrl-C, both told in one message."""
+    """Run one command; 0 on success, 2 on a user's mistake, 130 on Ctrl-C, both with one message."""
     if arguments is None and not sys.flags.safe_path and "" not in sys.path:
         sys.path.insert(0, "")  # the current folder, as under python -m: a model may be net:make with ./net.py
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given  # before or after the command
-    options = _parser().parse_args([one for one in given if one != "--debug"])
+    options = parse([word for word in given if word != "--debug"])
     try:
         code = int(options.run(options))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of a pipe has gone; so may we
+    except BrokenPipeError:  # the reader of a pipe has gone: there is nobody left to write to
         sys.stdout = None
         return 0
     except KeyboardInterrupt:
         if debug:
             raise
-        over = "\r\x1b[K" if sys.stderr.isatty() else ""  # the ^C, and a line of progress
-        print(f"{over}probe: interrupted; {options.interrupted}", file=sys.stderr)
+        erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the ^C, and a line of progress
+        print(f"{erase}probe: interrupted; {options.interrupted}", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, OSError) as problem:
         if debug:
             raise
         print(f"probe: error: {problem}", file=sys.stderr)
         return 2
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line. What no parser knows is in `unknown`, for a command that sets `takes_unknown`."""
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown and not options.takes_unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.unknown = unknown
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,9 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"probe {VERSION}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(interrupted="what was written is whole. The same command starts again.")
+    parser.set_defaults(
+        takes_unknown=False, interrupted="all files that were written are whole. The same command starts again."
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    for family in FAMILIES:
-        family.add(commands)
+    for module in COMMANDS:
+        module.add(commands)
     return parser

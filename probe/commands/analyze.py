@@ -1,16 +1,16 @@
 """`probe analyze`: activations of chosen layers, from a YAML file and `--data.num_samples 128`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from probe.commands.options import Subparsers, model_arguments
+from probe.commands.progress import Progress
 from probe.files.paths import check_outputs
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parser of the command."""
+def add(commands: Subparsers) -> None:
+    """Add the parser of the command."""
     analyze = commands.add_parser(
         "analyze",
         help="activations of chosen layers: magnitudes, outliers, distributions",
@@ -25,20 +25,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     analyze.add_argument("--output", metavar="DIR", help="with --compare: where to write (default: B/compared)")
     analyze.add_argument("--allow-download", action="store_true", help="let a hub model or dataset be fetched")
     analyze.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    analyze.set_defaults(run=_analyze)
-    _keep_unknown(analyze)
-
-
-def _keep_unknown(parser: argparse.ArgumentParser) -> None:
-    """What the parser does not know are keys, told apart later, with better advice than argparse has."""
-    known = parser.parse_known_args
-
-    def parse(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, rest = known(args, namespace)
-        found.rest = rest
-        return found, []
-
-    setattr(parser, "parse_known_args", parse)  # noqa: B010
+    analyze.set_defaults(run=_analyze, takes_unknown=True)
 
 
 def overrides(given: Sequence[str]) -> list[tuple[str, str]]:
@@ -64,7 +51,7 @@ def _analyze(options: argparse.Namespace) -> int:
         raise ValueError("--output goes with --compare. The folder of a run is --visualization.save_dir DIR.")
     from probe.activations.configuration import read_configuration
 
-    settings = read_configuration(options.config, overrides(options.rest))
+    settings = read_configuration(options.config, overrides(options.unknown))
     if options.keys:
         import yaml
 
@@ -73,35 +60,35 @@ def _analyze(options: argparse.Namespace) -> int:
     check_outputs(folders=[settings.visualization.save_dir])
     from probe.activations.run import prepare, run
 
-    told: list[str] = []
+    lines: list[str] = []
 
     def progress(text: str) -> None:
-        told.append(text)
-        _say(text)
+        lines.append(text)
+        screen.line(text)
 
-    prepared = prepare(
-        settings,
-        allow_download=options.allow_download,
-        trust_remote_code=options.trust_remote_code,
-        progress=progress,
-    )
-    if options.dry_run:
-        from probe.report.activations.terminal import dry_run_text
+    with Progress() as screen:
+        prepared = prepare(
+            settings,
+            progress=progress,
+            **model_arguments(options),
+        )
+        if options.dry_run:
+            from probe.report.activations.terminal import dry_run_text
 
-        print(dry_run_text(prepared))
-        return 0
-    from probe.report.activations.terminal import summary_text
-    from probe.report.activations.writing import write_analysis
+            print(dry_run_text(prepared))
+            return 0
+        from probe.report.activations.terminal import summary_text
+        from probe.report.activations.writing import write_analysis
 
-    analysis = run(prepared, progress=progress)
-    written = write_analysis(analysis, progress=progress)
-    print(summary_text(analysis, written, told=told))
+        analysis = run(prepared, progress=progress)
+        written = write_analysis(analysis, progress=progress)
+    print(summary_text(analysis, written, told=lines))
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
-    if options.rest or options.config or options.dry_run or options.keys:
-        given = "--config" if options.config else "--dry-run" if options.dry_run else (*options.rest, "--keys")[0]
+    if options.unknown or options.config or options.dry_run or options.keys:
+        given = "--config" if options.config else "--dry-run" if options.dry_run else (*options.unknown, "--keys")[0]
         raise ValueError(f"--compare reads two folders and takes no {given}. Leave it out.")
     from probe.report.activations.comparison import write_comparison
 
@@ -111,7 +98,3 @@ def _compare(options: argparse.Namespace) -> int:
     print(text)
     print(f"\n{written[-1]}")
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

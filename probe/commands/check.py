@@ -4,15 +4,17 @@ import argparse
 from math import ceil
 from typing import TYPE_CHECKING
 
-from probe.commands.output import json_to, progress_line, say
+from probe.commands.options import Subparsers, add_option
+from probe.commands.output import echo, write_json
+from probe.commands.progress import Progress
 from probe.files.paths import check_outputs
 
 if TYPE_CHECKING:
     from probe.comparisons.health import Health
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parser of the command."""
+def add(commands: Subparsers) -> None:
+    """Add the parser of the command."""
     parser = commands.add_parser(
         "check",
         help="find the bad layer in a recording: NaN, Inf, large means, jumps",
@@ -26,12 +28,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--factor", type=float, metavar="K", help="how many times the median change is odd (default: 10)"
     )
-    parser.add_argument(
-        "--max-mean", "--max_mean", type=float, default=10.0, metavar="X", help="of a layer (default: 10)"
-    )
-    parser.add_argument(
+    add_option(parser, "--max-mean", type=float, default=10.0, metavar="X", help="of a layer (default: 10)")
+    add_option(
+        parser,
         "--max-change",
-        "--max_change",
         type=float,
         default=10.0,
         metavar="X",
@@ -63,24 +63,24 @@ def _check(options: argparse.Namespace) -> int:
         "max_mean": options.max_mean,
         "max_change": options.max_change,
     }
-    with progress_line() as progress:
-        checked = [(check(recording, side.recipe, **limits, progress=progress), side) for side in sides]
+    with Progress() as progress:
+        checked = [(check(recording, side.recipe, **limits, progress=progress.status), side) for side in sides]
     quiet = options.json == "-"
     for health, _ in checked:
         if not quiet:
-            say(health_text(health) + "\n")
+            echo(health_text(health) + "\n")
         if hint := _only_steps(health, options.max_change):
-            say(f"note: {hint}\n", error=quiet)
+            echo(f"note: {hint}\n", error=quiet)
     for note in recording.notes:
-        say(f"note: {note}", error=True)
+        echo(f"note: {note}", error=True)
     if options.layer:
         picture = write_layer_picture(options.report or ".", *checked[0], options.layer)
-        say(f"picture: {picture}", error=quiet)
+        echo(f"picture: {picture}", error=quiet)
     if options.report:
-        say(f"report: {write_health_page(options.report, checked)}", error=quiet)
+        echo(f"report: {write_health_page(options.report, checked)}", error=quiet)
     if options.json:
         facts = [health.as_dict() for health, _ in checked]
-        json_to(options.json, facts[0] if len(facts) == 1 else facts)
+        write_json(options.json, facts[0] if len(facts) == 1 else facts)
     return 1 if any(health.first for health, _ in checked) else 0
 
 

@@ -1,16 +1,18 @@
-"""`probe compare`: recorded modes against their reference."""
+"""`probe compare`: recorded modes against their reference, layer by layer."""
 
 import argparse
 import math
 from pathlib import Path
 from typing import Any
 
-from probe.commands.output import json_to, progress_line, say
-from probe.files.paths import check_outputs
+from probe.commands.options import Subparsers, add_option
+from probe.commands.output import echo, write_json
+from probe.commands.progress import Progress
+from probe.files.paths import check_outputs, safe_name
 
-#: What the users' own scripts call the folder that they record to, and that for the figures.
-FOLDER, SAVED = "layer_outputs", "comparisons"
-#: Limits with what they are limits of; those of probe.comparisons.limits.
+#: The folders that the users' own scripts record to, and write figures to.
+RECORDED, SAVED = "layer_outputs", "comparisons"
+#: The limits of probe.comparisons.modes, and the figure of a layer that each bounds.
 LIMITS = {
     "max_mse": "the mse of a layer",
     "max_mae": "its mean |difference|",
@@ -22,8 +24,8 @@ LIMITS = {
 }
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parser of the command."""
+def add(commands: Subparsers) -> None:
+    """Add the parser of the command."""
     parser = commands.add_parser(
         "compare",
         help="recorded modes against their reference, layer by layer",
@@ -33,30 +35,32 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "modes", nargs="+", metavar="MODE", help="2-1, 2-1-fp8_e4m3 and so on, or all that were recorded"
     )
-    parser.add_argument(*_spellings("--reference"), default="fp32", metavar="MODE", help="default: fp32")
-    where = _spellings("--dir", "--output-dir")
-    parser.add_argument(*where, dest="folder", default=FOLDER, metavar="DIR", help=f"the recording (default: {FOLDER})")
-    parser.add_argument(*_spellings("--reference-dir"), metavar="DIR", help="where the reference is, if elsewhere")
+    add_option(parser, "--reference", default="fp32", metavar="MODE", help="default: fp32")
+    add_option(
+        parser,
+        *("--dir", "--output-dir"),
+        dest="folder",
+        default=RECORDED,
+        metavar="DIR",
+        help=f"the recording (default: {RECORDED})",
+    )
+    add_option(parser, "--reference-dir", metavar="DIR", help="where the reference is, if elsewhere")
     parser.add_argument("--format", help="of modes that were recorded in several")
     parser.add_argument("--layers", nargs="+", metavar="LAYER", help="0, first, last, all, layer_0 or an expression")
-    saved = _spellings("--save", "--save-comparison")
-    parser.add_argument(*saved, dest="save", metavar="FILE", help="the figures as JSON, of a single mode")
+    add_option(parser, "--save", "--save-comparison", metavar="FILE", help="the figures as JSON, of a single mode")
     save_dir = f"one JSON for each mode (default: {SAVED}, with more than one mode)"
-    parser.add_argument(*_spellings("--save-dir"), metavar="DIR", help=save_dir)
+    add_option(parser, "--save-dir", metavar="DIR", help=save_dir)
     parser.add_argument("--report", metavar="DIR", help="write compare.html there: tables and plots")
     parser.add_argument("--json", metavar="FILE", help="the figures as JSON; - prints them, and nothing else")
     parser.add_argument("--verify", action="store_true", help="check every byte against the manifest first (sha256)")
-    for name, what in LIMITS.items():
+    for name, figure in LIMITS.items():
         least = "least" if name.startswith("min_") else "most"
-        parser.add_argument(
-            *_spellings(f"--{name.replace('_', '-')}"), type=_limit, metavar="X", help=f"{what} at {least}"
-        )
+        add_option(parser, f"--{name.replace('_', '-')}", type=_limit, metavar="X", help=f"{figure} at {least}")
     parser.set_defaults(run=_compare)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from probe.comparisons.limits import failures
-    from probe.comparisons.modes import compare_sides
+    from probe.comparisons.modes import compare_sides, failures
     from probe.comparisons.selection import all_sides, find_reference, find_side
     from probe.recordings import read_recording
     from probe.report.modes import text
@@ -66,8 +70,11 @@ def _compare(options: argparse.Namespace) -> int:
     reference = find_reference(elsewhere, options.reference, options.format)
     sides = []
     for mode in options.modes:
-        asked = all_sides(recording, options.format) if mode == "all" else [find_side(recording, mode, options.format)]
-        sides += [side for side in asked if mode != "all" or side.recipe != reference.recipe]
+        if mode == "all":
+            every = all_sides(recording, options.format)
+            sides += [side for side in every if side.recipe != reference.recipe]
+        else:
+            sides.append(find_side(recording, mode, options.format))
     sides = list({side.recipe: side for side in sides}.values())
     if not sides:
         raise ValueError(f"{options.folder} has only the reference, {reference.name}. Record modes to compare with it.")
@@ -78,53 +85,43 @@ def _compare(options: argparse.Namespace) -> int:
     limits = {name: getattr(options, name) for name in LIMITS if getattr(options, name) is not None}
     quiet = options.json == "-"
     compared, failed = [], {}
-    with progress_line() as progress:
+    with Progress() as progress:
         for side in sides:
-            one = compare_sides(side, reference, layers=options.layers, progress=progress)
+            one = compare_sides(side, reference, layers=options.layers, progress=progress.status)
             compared.append((one, side, reference))
             failed[one.compared_mode] = failures(one, limits)
     comparisons = [one for one, _, _ in compared]
     for one in comparisons if not quiet else ():
-        say(f"{text.heading(one)}\n")
+        echo(f"{text.heading(one)}\n")
         for layer in one.layers.values():
-            say(text.layer_block(layer, one) + "\n")
+            echo(text.layer_block(layer, one) + "\n")
     if not quiet and len(comparisons) > 1:
-        say(text.summary_table(comparisons) + "\n")
+        echo(text.summary_table(comparisons) + "\n")
     for note in dict.fromkeys(note for one in comparisons for note in one.notes):
-        say(f"note: {note}", error=True)
+        echo(f"note: {note}", error=True)
     facts = [{**one.as_dict(), "failures": failed[one.compared_mode]} for one in comparisons]
     _save(options.save, folder, facts)
     if options.report:
         from probe.report.modes.page import write_modes_page
 
-        with progress_line() as progress:
-            page = write_modes_page(options.report, compared, failed, progress=progress)
-        say(f"report: {page}", error=quiet)
+        with Progress() as progress:
+            page = write_modes_page(options.report, compared, failed, progress=progress.status)
+        echo(f"report: {page}", error=quiet)
     if options.json:
-        json_to(options.json, facts[0] if len(facts) == 1 else facts)
+        write_json(options.json, facts[0] if len(facts) == 1 else facts)
     for one in comparisons:
         if failed[one.compared_mode]:
-            say(text.failure_lines(one, failed[one.compared_mode]), error=True)
+            echo(text.failure_lines(one, failed[one.compared_mode]), error=True)
     return 1 if any(failed.values()) else 0
 
 
 def _save(file: str | None, folder: str | None, facts: list[dict[str, Any]]) -> None:
-    """The figures of one mode where they are asked for; those of several always."""
+    """Write the figures of one mode to `file`, and those of every mode to the folder, where these are given."""
     if file:
-        json_to(file, facts[0])
+        write_json(file, facts[0])
     for one in facts if folder else ():
-        names = [_file_name(one[key]) for key in ("compared_mode", "reference_mode")]
-        json_to(Path(str(folder)) / f"mode_{names[0]}_vs_{names[1]}.json", one)
-
-
-def _file_name(mode: str) -> str:
-    """Names may come from files of others: nothing of them leads elsewhere."""
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in mode)
-
-
-def _spellings(*names: str) -> list[str]:
-    """Option names, with underscores too, as the users' scripts have them."""
-    return list(dict.fromkeys([*names, *(f"--{name[2:].replace('-', '_')}" for name in names)]))
+        names = [safe_name(one[key]) for key in ("compared_mode", "reference_mode")]
+        write_json(Path(str(folder)) / f"mode_{names[0]}_vs_{names[1]}.json", one)
 
 
 def _limit(text: str) -> float:

@@ -2,12 +2,14 @@
 
 import argparse
 
-from probe.commands.output import json_to, progress_line, say
+from probe.commands.options import Subparsers
+from probe.commands.output import echo, write_json
+from probe.commands.progress import Progress
 from probe.files.paths import check_outputs
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parser of the command."""
+def add(commands: Subparsers) -> None:
+    """Add the parser of the command."""
     parser = commands.add_parser(
         "diff",
         help="compare two recordings, e.g. of two devices: where they part, and whether it is noise or a fault",
@@ -36,13 +38,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _run(options: argparse.Namespace) -> int:
     from probe.comparisons.devices.diff import diff
-    from probe.comparisons.devices.layers import Limits
+    from probe.comparisons.devices.differences import Limits
 
     if options.recipe is not None and len(options.recipe) > 2:
         raise ValueError(f"--recipe has {len(options.recipe)} names. Give one for both, or one for A and one for B.")
     check_outputs(files=[options.json], folders=[options.report])
     recipe = None if options.recipe is None else (options.recipe[0], options.recipe[-1])
-    with progress_line() as progress:
+    with Progress() as progress:
         found = diff(
             options.a,
             options.b,
@@ -54,16 +56,16 @@ def _run(options: argparse.Namespace) -> int:
             limits=Limits(options.max_abs, options.mean_abs, options.cosine),
             layers=options.layers,
             verify=options.verify,
-            progress=progress,
+            progress=progress.status,
         )
     if options.json is not None:
-        json_to(options.json, found.as_dict())
+        write_json(options.json, found.as_dict())
     if options.json != "-":
         from probe.report.devices.text import device_text
 
-        say(device_text(found))
+        echo(device_text(found))
     if options.report:
         from probe.report.devices.page import write_device_page
 
-        say(f"report: {write_device_page(options.report, found)}", error=True)
+        echo(f"report: {write_device_page(options.report, found)}", error=True)
     return 0 if found.passed else 1

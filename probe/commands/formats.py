@@ -1,14 +1,26 @@
-"""`probe formats` and `probe demo`: the grids, and what each costs a tensor."""
+"""`probe formats` and `probe demo`: the number formats, and the error that each makes on a random tensor."""
 
 import argparse
 import json
+import math
+from typing import TYPE_CHECKING
 
-from probe.commands.tables import table
+from probe.commands.options import Subparsers
+from probe.commands.output import print_rows
 from probe.formats import FORMATS, Format
+from probe.words import look_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: What the scale of a block is, by `Format.scale`.
+SCALES = {"e8m0": "E8M0, 2^(byte-127)", "e4m3": "E4M3 x float32", "float32": "float32", None: "none"}
+#: Elements of the tensor of `probe demo`, at most.
+MOST_ELEMENTS = 2**28
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parsers of both commands."""
+def add(commands: Subparsers) -> None:
+    """Add the parsers of both commands."""
     formats = commands.add_parser("formats", help="the number formats, as a table")
     formats.add_argument("--json", action="store_true", help="machine-readable")
     formats.set_defaults(run=_formats)
@@ -30,13 +42,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _formats(options: argparse.Namespace) -> int:
-    rows = [_format_row(f) for f in FORMATS.values()]
-    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    print_rows([_format_row(fmt) for fmt in FORMATS.values()], as_json=options.json)
     return 0
 
 
 def _format_row(fmt: Format) -> dict[str, object]:
-    scale = {"e8m0": "E8M0, 2^(byte-127)", "e4m3": "E4M3 x float32", "float32": "float32", None: "none"}[fmt.scale]
     return {
         "format": fmt.name,
         "bits": fmt.bits,
@@ -47,21 +57,74 @@ def _format_row(fmt: Format) -> dict[str, object]:
         "min normal": fmt.min_normal,
         "min subnormal": fmt.min_subnormal,
         "block": fmt.block_size,
-        "scale": scale,
+        "scale": SCALES[fmt.scale],
         "special codes": fmt.special_codes,
         "note": fmt.note,
     }
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from probe.commands.demonstration import error_table
-
-    rows = error_table(options.shape, options.formats, options.seed, options.outliers, options.scale_rule)
+    rows = _error_rows(options.shape, options.formats, options.seed, options.outliers, options.scale_rule)
     if options.json:
         print(json.dumps(rows, indent=2))
         return 0
     shape = " x ".join(map(str, options.shape))
     print(f"normal values, {shape}, {options.outliers:.2%} of them times 50, seed {options.seed}, float32\n")
-    print(table(rows))
+    print_rows(rows)
     print("\nsqnr: signal to quantization noise, higher is better; -: lossless. saturated, flushed: of the elements.")
     return 0
+
+
+def _error_rows(
+    shape: list[int], formats: list[str], seed: int, outliers: float, scale_rule: str
+) -> list[dict[str, object]]:
+    """One row per format: errors of `fake_quantize` against the float32 original, in float64."""
+    import torch
+
+    from probe.numerics.quantize import SCALE_RULES
+
+    sizes = " ".join(map(str, shape))
+    if not shape or min(shape) < 1:
+        raise ValueError(f"shape {sizes} has no elements. Give sizes of at least 1.")
+    if not 0 <= outliers <= 1:
+        raise ValueError(f"outliers {outliers} is not a share. Give a number from 0 to 1.")
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ValueError(f"shape {sizes} has {math.prod(shape)} elements. Give at most {MOST_ELEMENTS}.")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed {seed} is out of range. Give a whole number from 0 to {2**63 - 1}.")
+    look_up("scale rule", scale_rule, SCALE_RULES)
+    chosen = [look_up("format", name, FORMATS, see="List them with: probe formats") for name in formats]
+    if scale_rule != "floor" and not any(fmt.scale == "e8m0" for fmt in chosen):
+        raise ValueError(f"scale rule {scale_rule!r} was given, but none of these formats has a power-of-two scale.")
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x = torch.where(torch.rand(shape, generator=generator) < outliers, 50 * x, x)
+    return [_error_row(x, fmt, scale_rule) for fmt in chosen]
+
+
+def _error_row(x: "Tensor", fmt: Format, scale_rule: str) -> dict[str, object]:
+    import warnings
+
+    from torch.nn.functional import cosine_similarity
+
+    from probe.numerics.quantize import fake_quantize
+    from probe.numerics.underflow import UnderflowWarning, analyze_underflow
+
+    rule = scale_rule if fmt.scale == "e8m0" else "floor"
+    reference = x.double().flatten()
+    error = fake_quantize(x, fmt.name, scale_rule=rule).double().flatten() - reference
+    mse = float(error.square().mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnderflowWarning)
+        lost = analyze_underflow(x, fmt.name, scale_rule=rule)
+    return {
+        "format": fmt.name,
+        "block": fmt.block_size or "tensor" if fmt.scale else "-",
+        "rule": rule if fmt.scale == "e8m0" else "-",
+        "mse": mse,
+        "max abs error": float(error.abs().max()),
+        "sqnr dB": round(10 * math.log10(float(reference.square().mean()) / mse), 2) if mse else None,
+        "cosine": float(cosine_similarity(reference + error, reference, dim=0)),
+        "saturated %": round(100 * lost.share(lost.overflow), 4),
+        "flushed %": round(100 * lost.share(lost.flushed), 4),
+    }

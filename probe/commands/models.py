@@ -1,14 +1,14 @@
-"""`probe modes`, `probe layers` and `probe errors`: what there is to choose, and what every choice costs."""
+"""`probe modes`, `probe layers` and `probe errors`: the modes, the modules of a model, and the error of every mode."""
 
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from probe.commands.options import add_calibration, add_model
-from probe.commands.tables import table
+from probe.commands.options import Subparsers, add_calibration, add_data, add_model, data_arguments, model_arguments
+from probe.commands.output import print_rows
+from probe.commands.progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from probe.running.measurement import Measured
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parsers of the three commands."""
+def add(commands: Subparsers) -> None:
+    """Add the parsers of the three commands."""
     modes = commands.add_parser("modes", help="the modes, as a table")
     modes.add_argument("--json", action="store_true", help="machine-readable")
     modes.set_defaults(run=_modes)
@@ -39,10 +39,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     errors.add_argument("--modes", nargs="+", metavar="MODE", help="modes, or groups: all essential quant_only fp_only")
     errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
     errors.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
-    errors.add_argument("--samples", type=int, default=8, metavar="N", help="default: 8")
-    errors.add_argument("--seqlen", type=int, default=256, metavar="N", help="default: 256")
-    errors.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
-    errors.add_argument("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
+    add_data(errors, samples=8, seqlen=256, batch_size=8)
     add_calibration(errors)
     errors.add_argument("--injected", action="store_true", help="feed every layer the reference's input")
     errors.add_argument("--json", action="store_true", help="machine-readable, all figures")
@@ -50,50 +47,41 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _modes(options: argparse.Namespace) -> int:
-    rows = mode_rows()
-    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    print_rows(_mode_rows(), as_json=options.json)
     return 0
 
 
 def _layers(options: argparse.Namespace) -> int:
     from probe.models.loading import load_model
 
-    loaded = load_model(
-        options.model, allow_download=options.allow_download, trust_remote_code=options.trust_remote_code
-    )
-    rows = layer_rows(loaded, options.pattern, sites=options.sites)
-    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    loaded = load_model(options.model, **model_arguments(options))
+    print_rows(_layer_rows(loaded, options.pattern, sites=options.sites), as_json=options.json)
     return 0
 
 
 def _errors(options: argparse.Namespace) -> int:
     from probe.running.measurement import measure_all
 
-    def progress(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    measured = measure_all(
-        options.model,
-        modes=options.modes,
-        formats=options.formats,
-        layers=options.layers,
-        data=(options.data, options.samples, options.seqlen, options.batch_size),
-        calibration_data=(options.calib_data, options.calib_data_num, options.calib_seqlen),
-        percentile=options.percentile,
-        injected=options.injected,
-        allow_download=options.allow_download,
-        trust_remote_code=options.trust_remote_code,
-        progress=progress,
-    )
+    with Progress() as progress:
+        measured = measure_all(
+            options.model,
+            modes=options.modes,
+            formats=options.formats,
+            layers=options.layers,
+            injected=options.injected,
+            progress=progress.line,
+            **data_arguments(options),
+            **model_arguments(options),
+        )
     if options.json:
         print(json.dumps([one.as_dict() for one in measured], indent=2))
     else:
-        print(table(measured_rows(measured)))
+        print_rows(_measured_rows(measured))
         print("\nmse by layer; kl in nats; top-1: share of positions with the same most likely token; bits per token.")
     return 0
 
 
-def mode_rows() -> list[dict[str, object]]:
+def _mode_rows() -> list[dict[str, object]]:
     """The table of modes."""
     from probe.running.modes import MODES
 
@@ -120,7 +108,7 @@ def _scan_reads(gives: str, reads: str) -> str:
     return {"float": "F", "codes": "q", "grid": "s*q"}[gives]
 
 
-def layer_rows(loaded: "Loaded", patterns: Sequence[str], *, sites: bool) -> list[dict[str, object]]:
+def _layer_rows(loaded: "Loaded", patterns: Sequence[str], *, sites: bool) -> list[dict[str, object]]:
     """Name, label, type and parameters of the modules that match, all of them without a pattern."""
     from probe.models.layers import blocks_of, select
     from probe.models.mamba import with_sites
@@ -147,7 +135,7 @@ def _has_weight(module: "nn.Module") -> bool:
     return isinstance(getattr(module, "weight", None), torch.Tensor)
 
 
-def measured_rows(measured: "Sequence[Measured]") -> list[dict[str, object]]:
+def _measured_rows(measured: "Sequence[Measured]") -> list[dict[str, object]]:
     """One row a recipe: mse of every layer, then the whole model."""
     rows = []
     for one in measured:

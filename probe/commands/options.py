@@ -1,21 +1,17 @@
 """Options that several commands share."""
 
 import argparse
-from typing import Any
+from typing import Any, TypeAlias
 
 from probe.formats import PERCENTILE
 
-CALIBRATION: dict[str, dict[str, Any]] = {
-    "--calib-data": {"default": "calibration", "metavar": "TEXT", "help": "text that scales are taken from"},
-    "--calib-data-num": {"type": int, "default": 16, "metavar": "N", "help": "calibration samples (default: 16)"},
-    "--calib-seqlen": {"type": int, "default": 256, "metavar": "N", "help": "default: 256"},
-    "--percentile": {
-        "type": float,
-        "default": PERCENTILE,
-        "metavar": "SHARE",
-        "help": f"of |conv1d.output| and |scan.state| (default: {PERCENTILE})",
-    },
-}
+#: What `add_subparsers` returns, to which a command adds its parser.
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_option(parser: argparse.ArgumentParser, *names: str, **settings: Any) -> None:
+    """Add an option that may also be written with underscores, as in the users' scripts."""
+    parser.add_argument(*dict.fromkeys([*names, *(f"--{name[2:].replace('-', '_')}" for name in names)]), **settings)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +25,40 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
+def add_data(parser: argparse.ArgumentParser, *, samples: int, seqlen: int, batch_size: int) -> None:
+    """Which text, how much of it, and how it is batched."""
+    parser.add_argument("--samples", type=int, default=samples, metavar="N", help=f"default: {samples}")
+    parser.add_argument("--seqlen", type=int, default=seqlen, metavar="N", help=f"default: {seqlen}")
+    parser.add_argument("--batch-size", type=int, default=batch_size, metavar="N", help=f"default: {batch_size}")
+    parser.add_argument("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
+
+
 def add_calibration(parser: argparse.ArgumentParser) -> None:
-    """What static scales are taken from."""
-    for name, settings in CALIBRATION.items():
-        spellings = dict.fromkeys((name, f"--{name[2:].replace('-', '_')}"))
-        parser.add_argument(*spellings, **settings)
+    """Which text the static scales are computed from."""
+    add_option(parser, "--calib-data", default="calibration", metavar="TEXT", help="text that scales are computed from")
+    add_option(parser, "--calib-data-num", type=int, default=16, metavar="N", help="calibration samples (default: 16)")
+    add_option(parser, "--calib-seqlen", type=int, default=256, metavar="N", help="default: 256")
+    add_option(
+        parser,
+        "--percentile",
+        type=float,
+        default=PERCENTILE,
+        metavar="SHARE",
+        help=f"of |conv1d.output| and |scan.state| (default: {PERCENTILE})",
+    )
+
+
+def model_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_model` added, but for the name, as keyword arguments of the library."""
+    return {"allow_download": options.allow_download, "trust_remote_code": options.trust_remote_code}
+
+
+def data_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_data` and `add_calibration` added, as keyword arguments of the library."""
+    from probe.data.batches import TextSamples
+
+    return {
+        "data": TextSamples(options.data, options.samples, options.seqlen, options.batch_size),
+        "calibration_data": TextSamples(options.calib_data, options.calib_data_num, options.calib_seqlen),
+        "percentile": options.percentile,
+    }

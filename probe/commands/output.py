@@ -1,42 +1,54 @@
-"""What commands print and write: text that any terminal takes, JSON to a pipe or a file, and a line of progress."""
+"""What commands print and write: text that any terminal can show, rows as a table, JSON to a pipe or a file."""
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from probe.files.atomic import write
+from probe.words import columns
 
-def say(text: str, *, error: bool = False) -> None:
-    """Print; what the terminal has no sign for is shown as a question mark."""
+
+def echo(text: str, *, error: bool = False, end: str = "\n") -> None:
+    """Print to stdout or stderr; a character that the terminal cannot show becomes a question mark."""
     stream = sys.stderr if error else sys.stdout
     encoding = stream.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), file=stream)
+    print(text.encode(encoding, "replace").decode(encoding), file=stream, end=end)
 
 
-def json_to(where: str | Path, facts: Any) -> None:
-    """As JSON to a file, whole or not at all; `-` is standard output."""
-    text = json.dumps(facts, indent=2, allow_nan=False)
+def write_document(where: str | Path, text: str) -> None:
+    """Write text that ends in a newline to a file, whole or not at all; `-` is standard output."""
     if where == "-":
-        say(text)
-        return
-    from probe.files.atomic import write
-
-    write(where, text + "\n")
+        echo(text, end="")
+    else:
+        write(where, text)
 
 
-@contextmanager
-def progress_line() -> Iterator[Callable[[str], None] | None]:
-    """A line that is written over, if somebody is looking; None if not."""
-    if not sys.stderr.isatty():
-        yield None
-        return
+def write_json(where: str | Path, value: Any) -> None:
+    """Write JSON to a file, whole or not at all; `-` is standard output."""
+    write_document(where, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
-    def show(text: str) -> None:
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
-    try:
-        yield show
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+def print_rows(rows: Sequence[dict[str, object]], *, as_json: bool = False) -> None:
+    """Print rows of the same keys as a table or as JSON."""
+    print(json.dumps(rows, indent=2) if as_json else table(rows))
+
+
+def table(rows: Sequence[dict[str, object]]) -> str:
+    """Aligned columns: numbers to the right, words to the left."""
+    texts = [{key: _cell(value) for key, value in row.items()} for row in rows]
+    return "\n".join(columns(texts, left={key for row in rows for key, value in row.items() if isinstance(value, str)}))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        if value == 0 or math.isinf(value):
+            return f"{value:g}"
+        if math.log2(abs(value)).is_integer() and abs(value) < 0.01:
+            return f"2^{int(math.log2(abs(value)))}"
+        return f"{value:.6g}"
+    return str(value)

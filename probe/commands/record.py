@@ -1,37 +1,32 @@
-"""`probe record`: run a model under modes and keep what its layers gave."""
+"""`probe record`: run a model under modes and keep the outputs of its layers."""
 
 import argparse
-import sys
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING
 
-from probe.commands.options import add_calibration, add_model
-from probe.files.atomic import write
+from probe.commands.options import Subparsers, add_calibration, add_model, add_option
+from probe.commands.output import write_document
+from probe.commands.progress import Progress
 from probe.files.paths import check_outputs
 
 if TYPE_CHECKING:
     from probe.recordings.reading import Recording
 
-#: What the users' scripts call an option, if it is more than underscores for hyphens.
-ALSO = {"--out": ("--output-dir",), "--seqlen": ("--seq-len",), "--modes": ("--mode",)}
 
-
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parser of the command."""
+def add(commands: Subparsers) -> None:
+    """Add the parser of the command."""
     parser = commands.add_parser("record", help="run a model under modes and keep the outputs of its layers")
     add_model(parser)
 
-    def option(name: str, **settings: Any) -> None:
-        names = (name, *ALSO.get(name, ()))
-        parser.add_argument(*dict.fromkeys([*names, *(f"--{one[2:].replace('-', '_')}" for one in names)]), **settings)
-
+    option = partial(add_option, parser)
     option("--pretrained-dir", metavar="DIR", help="folder of the weights; --model is then only the name written down")
-    option("--modes", nargs="+", metavar="MODE", help="modes, or groups: essential all quant_only fp_only")
+    option("--modes", "--mode", nargs="+", metavar="MODE", help="modes, or groups: essential all quant_only fp_only")
     option("--formats", nargs="+", default=["int8"], metavar="FORMAT", help="default: int8")
     option("--layers", nargs="+", metavar="LAYER", help="first, last, all, indices or regular expressions")
     option("--taps", nargs="*", metavar="TAP", help="also: inputs mixer conv1d scan embedding final_norm logits")
     option("--samples", type=int, metavar="N", help="windows of the text (default: 10; npz, pt: 1)")
-    option("--seqlen", type=int, metavar="N", help="tokens in each (default: 512; of a prompt, all)")
+    option("--seqlen", "--seq-len", type=int, metavar="N", help="tokens in each (default: 512; of a prompt, all)")
     option("--data", metavar="TEXT", help="evaluation (default), calibration or a .txt file")
     option("--prompt", metavar="TEXT", help="this text instead of --data")
     option("--batch-size", type=int, default=1, metavar="N", help="default: 1")
@@ -39,7 +34,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     option("--compile", action="store_true", help="run it through torch.compile")
     add_calibration(parser)
     option("--layout", default="safetensors", help="safetensors (default), npy, npz or pt")
-    option("--out", default="layer_outputs", metavar="DIR", help="default: layer_outputs")
+    option("--out", "--output-dir", default="layer_outputs", metavar="DIR", help="default: layer_outputs")
     option("--output-file", metavar="NAME", help="of the layout npz (default: first_layer_io_all_modes.npz)")
     option("--overwrite", action="store_true", help="replace modes that the folder has already")
     option("--restart", action="store_true", help="delete an interrupted recording instead of finishing it")
@@ -52,51 +47,26 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _record(options: argparse.Namespace) -> int:
-    from probe.recordings.format import manifest_to_json
+    from probe.recordings.manifest import manifest_to_json
     from probe.recordings.recorder import record
+    from probe.recordings.request import RecordRequest
 
     check_outputs(files=[options.json])
-    with closing(Bar() if sys.stderr.isatty() else Lines()) as progress:
-        recording = record(
-            options.out,
-            model=options.model,
-            pretrained_dir=options.pretrained_dir,
-            modes=options.modes,
-            formats=options.formats,
-            layers=options.layers,
-            taps=options.taps,
-            samples=options.samples,
-            seqlen=options.seqlen,
-            data=options.data,
-            prompt=options.prompt,
-            batch_size=options.batch_size,
-            device=options.device,
-            compile=options.compile,
-            calib_data=options.calib_data,
-            calib_data_num=options.calib_data_num,
-            calib_seqlen=options.calib_seqlen,
-            percentile=options.percentile,
-            layout=options.layout,
-            output_file=options.output_file,
-            overwrite=options.overwrite,
-            restart=options.restart,
-            allow_download=options.allow_download,
-            trust_remote_code=options.trust_remote_code,
-            progress=progress,
-        )
+    names = {field.name for field in fields(RecordRequest)}
+    chosen = {name: value for name, value in vars(options).items() if name in names}
+    with Progress() as progress:
+        recording = record(**chosen, progress=progress)
     document = manifest_to_json(recording.manifest).decode()
-    if options.json == "-":
-        print(document, end="")
-        return 0
     if options.json is not None:
-        write(options.json, document)
-    print(_told(recording))
+        write_document(options.json, document)
+    if options.json != "-":
+        print(_summary(recording))
     return 0
 
 
-def _told(recording: "Recording") -> str:
-    """The screen of the scripts, and where everything is."""
-    from probe.recordings.printed import first_layer_text, key_layers_text
+def _summary(recording: "Recording") -> str:
+    """What the users' scripts print for their layouts, and then what was recorded and where it is."""
+    from probe.recordings.script_formats import first_layer_text, key_layers_text
 
     manifest = recording.manifest
     blocks = []
@@ -115,46 +85,3 @@ def _told(recording: "Recording") -> str:
     if folders != {""}:
         blocks.append(f"one mode in a folder: {', '.join(sorted(folders))}")
     return "\n".join(blocks)
-
-
-class Lines:
-    """Progress as plain lines, for logs."""
-
-    def line(self, text: str) -> None:
-        """Print it."""
-        print(text, file=sys.stderr, flush=True)
-
-    def begin(self, steps: int) -> None:
-        """Lines have no length."""
-
-    def step(self, recipe: str, name: str) -> None:
-        """Too small for a line."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Bar(Lines):
-    """Progress on a terminal: mode, layer, and how long it will take."""
-
-    def __init__(self) -> None:
-        from tqdm import tqdm
-
-        self.bar: Any = tqdm(unit=" tensors", leave=False, dynamic_ncols=True, file=sys.stderr)
-
-    def line(self, text: str) -> None:
-        """Above the bar."""
-        self.bar.write(text, file=sys.stderr)
-
-    def begin(self, steps: int) -> None:
-        """The length of the bar."""
-        self.bar.reset(steps)
-
-    def step(self, recipe: str, name: str) -> None:
-        """One further."""
-        self.bar.set_description(f"{recipe} {name.rpartition('.')[0] or name}", refresh=False)
-        self.bar.update()
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self.bar.close()

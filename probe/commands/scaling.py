@@ -1,10 +1,14 @@
-"""`probe scaling`: what the choice of a scale costs a tensor, and which to take."""
+"""`probe scaling`: what the choice of a scale costs a tensor, and which to choose."""
 
 import argparse
+from functools import partial
+from pathlib import Path
+
+from probe.commands.options import Subparsers
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parser of the command."""
+def add(commands: Subparsers) -> None:
+    """Add the parser of the command."""
     scaling = commands.add_parser(
         "scaling",
         help="sweep the scale of tensors from max to min alignment and recommend one",
@@ -44,10 +48,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _scaling(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from probe.commands.scaling_batch import Request, run_batch
-    from probe.scaling.inputs import sources
+    from probe.recordings.tensor_sources import tensor_sources
 
     request = Request(
         formats=tuple(options.elem_format),
@@ -60,8 +62,5 @@ def _scaling(options: argparse.Namespace) -> int:
         plots=not options.no_plots,
     )
     output = Path(options.output_dir) if options.output_dir else None
-    return run_batch(sources(options.input_tensor), request, output, jobs=options.jobs, tell=_tell)
-
-
-def _tell(line: str) -> None:
-    print(line, flush=True)
+    show = partial(print, flush=True)
+    return run_batch(tensor_sources(options.input_tensor), request, output, jobs=options.jobs, show=show)

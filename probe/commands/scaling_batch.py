@@ -1,33 +1,46 @@
-"""Many tensors, each by itself: analysed, written, told. One that fails is told in a line, and the others go on."""
+"""The batch of `probe scaling`: each tensor is analysed and written by itself, here or in worker processes.
 
+A tensor that fails is reported in one line, and the batch goes on.
+"""
+
+import json
+import os
+import signal
 import traceback
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from typing import Any, TypeVar
 
-from probe.commands.scaling_places import Places
-from probe.commands.scaling_workers import submitted
+from probe.files.atomic import remove_unfinished
+from probe.files.paths import check_outputs
+from probe.recordings.tensor_sources import TensorSource
 from probe.report.scaling import files
 from probe.report.scaling.blocks import overflow_block, recommendation_block, truth_block
 from probe.report.scaling.page import Failed, Found, write_page
 from probe.report.scaling.plots import pictures
 from probe.scaling.advice import recommend
-from probe.scaling.inputs import Source
 from probe.scaling.levels import GRANULARITIES, check_levels, ends_of, expand_formats
+from probe.scaling.rules import compare_rules
 from probe.scaling.sweep import Prepared, scaling_sweep
-from probe.scaling.truth import block_truth
-from probe.words import look_up
+from probe.words import look_up, require_positive
 
-Tell = Callable[[str], None]
+T = TypeVar("T")
+#: Called with every line as it is printed.
+Show = Callable[[str], None]
+
+DEFAULT_FOLDER = Path("draw") / "scaling_analysis"
+RULE = "=" * 80
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is done to every tensor."""
+    """What is done to every tensor. Options with which no tensor could be analysed are a ValueError."""
 
     formats: tuple[str, ...] = ("fp8_e4m3",)
     granularity: str = "tensor"
@@ -39,20 +52,18 @@ class Request:
     plots: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse at once what no tensor could be analysed with."""
         object.__setattr__(self, "formats", tuple(expand_formats(list(self.formats))))
         look_up("granularity", self.granularity, {one: one for one in GRANULARITIES})
         check_levels(self.num_levels)
         ends_of(self.max_scale_exp, self.min_scale_exp, (0, 0), scale_bits=self.scale_bits)
-        if self.block_size is not None and self.block_size < 1:
-            raise ValueError(f"block_size {self.block_size} is not a whole number of at least 1. OCP MX uses 32.")
+        require_positive("block_size", self.block_size)
 
 
 @dataclass(frozen=True)
-class Done:
-    """One tensor, done or failed. `lines` are what is told of it."""
+class Outcome:
+    """One tensor, analysed in every format or failed for a `reason`; `lines` are what was printed about it."""
 
-    source: Source
+    source: TensorSource
     lines: tuple[str, ...]
     found: tuple[Found, ...] = ()
     reason: str = ""
@@ -60,152 +71,245 @@ class Done:
     """There was no tensor to analyse: the input is wrong, not its numbers."""
 
 
-@dataclass
-class Told:
-    """Lines with the times at which they were told; `live` also shows each at once."""
-
-    live: Tell | None = None
-    lines: list[str] = field(default_factory=list)
-    stamped: list[str] = field(default_factory=list)
-
-    def __call__(self, *lines: str) -> None:
-        """Tell, now."""
-        now = datetime.now().isoformat(sep=" ", timespec="milliseconds")
-        for text in lines:
-            for line in text.splitlines() or [""]:
-                self.lines.append(line)
-                self.stamped.append(f"{now} {line}".rstrip())
-                if self.live is not None:
-                    self.live(line)
-
-
-def analyse(source: Source, request: Request, folder: Path, head: Sequence[str] = (), live: Tell | None = None) -> Done:
-    """One tensor in every format, its files written; whatever goes wrong is told in one line."""
-    told = Told(live)
-    told(*head)
-    opening = list(told.stamped)
-    found: list[Found] = []
-    logs: dict[str, list[str]] = {}
-    reason, unread = "", True
-    try:
-        tensor = source.load()
-        unread = False
-        given = Prepared(tensor)
-        for format in request.formats:
-            before = len(told.stamped)
-            found.append(_one(source, given, format, request, folder, told))
-            logs[format] = told.stamped[before:]
-    except (ValueError, TypeError, OSError, MemoryError) as problem:
-        reason = " ".join(str(problem).split()) or type(problem).__name__
-    except Exception as problem:  # ours, not the user's; the others go on all the same
-        told("".join(traceback.format_exception(problem)).rstrip())
-        reason = f"{type(problem).__name__}: {problem}"
-    told(f"❌ Failed to process: {source.text}: {reason}" if reason else f"✅ Successfully processed: {source.text}")
-    for format, lines in logs.items():
-        files.write_log(folder, source.name, format, [*opening, *lines, told.stamped[-1]])
-    return Done(source, tuple(told.lines), tuple(found), reason, unread)
-
-
-def _one(source: Source, given: Prepared, format: str, request: Request, folder: Path, told: Told) -> Found:
-    is_block = request.granularity == "block"
-    result = scaling_sweep(
-        given,
-        format,
-        granularity=request.granularity,
-        num_levels=request.num_levels,
-        max_scale_exp=request.max_scale_exp,
-        min_scale_exp=request.min_scale_exp,
-        scale_bits=request.scale_bits,
-        block_size=request.block_size if is_block else None,
-        name=source.name,
-    )
-    advice = recommend(result)
-    told(*files.tensor_lines(result, source=source.text))
-    told(*(files.level_line(level, len(result.levels)) for level in result.levels))
-    truths = block_truth(given, format, block_size=request.block_size, scale_bits=request.scale_bits)
-    told("", *overflow_block(result, advice), "", *recommendation_block(result, advice), "", *truth_block(truths))
-    written = files.write_results(folder, result, advice, truths, source=source.text, identity=source.identity)
-    plots = pictures(result, advice) if request.plots else ()
-    if plots:
-        written += files.write_plots(folder, format, plots)
-    told(*(f"Wrote {path}" for path in written))
-    told(f"Wrote {folder / files.LOG.format(name=source.name, format=format)}")
-    return Found(source.text, str(folder), result, advice, truths, plots)
-
-
 def run_batch(
-    sources: Sequence[Source], request: Request, output_dir: Path | None, *, jobs: int = 1, tell: Tell = print
+    sources: Sequence[TensorSource], request: Request, output_dir: Path | None, *, jobs: int = 1, show: Show = print
 ) -> int:
-    """All of them, told in order; 0, or 1 if any failed. One page over all is written at the end.
+    """Analyse all sources in order and write one page over them; returns 0, or 1 if a tensor failed.
 
-    Where nothing was analysed the page of an earlier run stays, and what could not be read is a ValueError.
+    If nothing could be analysed, the page of an earlier run stays; if nothing could be read, that is a ValueError.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs is {jobs}. Give how many processes work at a time: 1 or more.")
+    require_positive("jobs", jobs)
     if not sources:
         raise ValueError("no tensor was given. Give at least one file or folder.")
-    tell(f"Processing {len(sources)} tensor(s)...")
-    tell("=" * 80)
-    places = Places(output_dir, alone=len(sources) == 1)
+    show(f"Processing {len(sources)} tensor(s)...")
+    show(RULE)
+    places = OutputFolders(output_dir, alone=len(sources) == 1)
     folders = [places.folder_for(source) for source in sources]
     found: list[Found] = []
     failed: list[Failed] = []
     unread: list[Failed] = []
-    with closing(_all(sources, request, folders, jobs, tell)) as results:
-        for done in results:
-            found += done.found
-            if done.reason:
-                failed.append(Failed(done.source.text, done.reason))
-                unread += failed[-1:] if done.unread else []
+    with closing(_outcomes(sources, request, folders, jobs, show)) as outcomes:
+        for outcome in outcomes:
+            found += outcome.found
+            if outcome.reason:
+                failed.append(Failed(outcome.source.text, outcome.reason))
+                unread += failed[-1:] if outcome.unread else []
     page = write_page(places.root, found, failed) if found else None
-    tell("")
-    tell("=" * 80)
-    tell("FINAL SUMMARY")
-    tell("=" * 80)
-    tell(f"Total tensors: {len(sources)}")
-    tell(f"Successful: {len(sources) - len(failed)}")
-    tell(f"Failed: {len(failed)}")
+    for line in ("", RULE, "FINAL SUMMARY", RULE, f"Total tensors: {len(sources)}"):
+        show(line)
+    show(f"Successful: {len(sources) - len(failed)}")
+    show(f"Failed: {len(failed)}")
     for one in failed:
-        tell(f"  {one.source}: {one.reason}")
-    tell(f"Page over all: {page}" if page else "Nothing was analysed, so no page is written.")
-    tell("⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!")
+        show(f"  {one.source}: {one.reason}")
+    show(f"Page over all: {page}" if page else "Nothing was analysed, so no page is written.")
+    show("⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!")
     if unread and not found:
         more = f" And {len(unread) - 1} more, see above." if len(unread) > 1 else ""
         raise ValueError(f"nothing was analysed. {unread[0].source}: {unread[0].reason}{more}")
     return 1 if failed else 0
 
 
-def _heads(sources: Sequence[Source]) -> list[list[str]]:
-    return [["", f"[{i}/{len(sources)}] Processing: {source.text}", "-" * 60] for i, source in enumerate(sources, 1)]
+# ---------------------------------------------------------------------------------------------------- one tensor
 
 
-def _all(
-    sources: Sequence[Source], request: Request, folders: Sequence[Path], jobs: int, tell: Tell
-) -> Generator[Done, None, None]:
-    heads = _heads(sources)
-    works = list(zip(sources, folders, heads, strict=True))
+@dataclass
+class Transcript:
+    """The lines printed about a tensor, also with their times, as its log has them; `show` prints each at once."""
+
+    show: Show | None = None
+    lines: list[str] = field(default_factory=list)
+    stamped: list[str] = field(default_factory=list)
+
+    def add(self, *texts: str) -> None:
+        """Add texts, line by line, at the time of now."""
+        now = datetime.now().isoformat(sep=" ", timespec="milliseconds")
+        for line in [line for text in texts for line in text.splitlines() or [""]]:
+            self.lines.append(line)
+            self.stamped.append(f"{now} {line}".rstrip())
+            if self.show is not None:
+                self.show(line)
+
+
+def analyse(
+    source: TensorSource, request: Request, folder: Path, header: Sequence[str] = (), show: Show | None = None
+) -> Outcome:
+    """Analyse one tensor in every format and write its files; an error is one line of the outcome."""
+    transcript = Transcript(show)
+    transcript.add(*header)
+    opening = list(transcript.stamped)
+    found: list[Found] = []
+    logs: dict[str, list[str]] = {}
+    reason, unread = "", True
+    try:
+        tensor = source.load()
+        unread = False
+        prepared = Prepared(tensor)
+        for format in request.formats:
+            before = len(transcript.stamped)
+            found.append(_analyse_format(source, prepared, format, request, folder, transcript))
+            logs[format] = transcript.stamped[before:]
+    except (ValueError, TypeError, OSError, MemoryError) as problem:
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+    except Exception as problem:  # a bug of probe, not a mistake of the user; the batch goes on all the same
+        transcript.add("".join(traceback.format_exception(problem)).rstrip())
+        reason = f"{type(problem).__name__}: {problem}"
+    transcript.add(_failure(source, reason) if reason else f"✅ Successfully processed: {source.text}")
+    for format, lines in logs.items():
+        files.write_log(folder, source.name, format, [*opening, *lines, transcript.stamped[-1]])
+    return Outcome(source, tuple(transcript.lines), tuple(found), reason, unread)
+
+
+def _failure(source: TensorSource, reason: str) -> str:
+    return f"❌ Failed to process: {source.text}: {reason}"
+
+
+def _analyse_format(
+    source: TensorSource, prepared: Prepared, format: str, request: Request, folder: Path, transcript: Transcript
+) -> Found:
+    result = scaling_sweep(
+        prepared,
+        format,
+        granularity=request.granularity,
+        num_levels=request.num_levels,
+        max_scale_exp=request.max_scale_exp,
+        min_scale_exp=request.min_scale_exp,
+        scale_bits=request.scale_bits,
+        block_size=request.block_size if request.granularity == "block" else None,
+        name=source.name,
+    )
+    advice = recommend(result)
+    rules = compare_rules(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
+    for block in (overflow_block(result, advice), recommendation_block(result, advice), truth_block(rules)):
+        transcript.add("", *block)
+    written = files.write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
+    plots = pictures(result, advice) if request.plots else ()
+    if plots:
+        written += files.write_plots(folder, format, plots)
+    log = folder / files.LOG.format(name=source.name, format=format)
+    transcript.add(*(f"Wrote {path}" for path in (*written, log)))
+    return Found(source.text, str(folder), result, advice, rules, plots)
+
+
+class OutputFolders:
+    """A folder for every tensor: <root>/<name>, or the output folder itself for a single tensor.
+
+    No two inputs share a folder, also not with an earlier run: the next free of <name>_2, <name>_3 is used.
+    """
+
+    def __init__(self, output_dir: Path | None, *, alone: bool) -> None:
+        self.root = DEFAULT_FOLDER if output_dir is None else output_dir
+        check_outputs(folders=[self.root])
+        self._use_root = output_dir is not None and alone
+        self._used: set[Path] = set()
+
+    def folder_for(self, source: TensorSource) -> Path:
+        """The folder of this input, the one of an earlier run if there is one."""
+        if self._use_root and self._is_free(self.root, source):
+            return self.root
+        number, folder = 1, self.root / source.name
+        while folder in self._used or not self._is_free(folder, source):
+            number += 1
+            folder = self.root / f"{source.name}_{number}"
+        self._used.add(folder)
+        return folder
+
+    def _is_free(self, folder: Path, source: TensorSource) -> bool:
+        if not folder.exists():
+            return True
+        results = folder.glob("mxfp_scaling_results_*.json")
+        return folder.is_dir() and all(_identity_in(file) == source.identity for file in results)
+
+
+def _identity_in(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text()).get("identity"))
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+# --------------------------------------------------------------------------------------------- worker processes
+
+
+def _outcomes(
+    sources: Sequence[TensorSource], request: Request, folders: Sequence[Path], jobs: int, show: Show
+) -> Generator[Outcome, None, None]:
+    """The outcome of every source in order, its lines shown."""
+    calls = [
+        (source, request, folder, ["", f"[{number}/{len(sources)}] Processing: {source.text}", "-" * 60])
+        for number, (source, folder) in enumerate(zip(sources, folders, strict=True), 1)
+    ]
     if jobs == 1:
-        for source, folder, head in works:
-            yield analyse(source, request, folder, head, live=tell)
+        for call in calls:
+            yield analyse(*call, show=show)
         return
-    calls = [(source, request, folder, head) for source, folder, head in works]
-    with submitted(analyse, calls, jobs=min(jobs, len(sources)), folders=folders) as futures:
+    with worker_processes(analyse, calls, jobs=min(jobs, len(sources)), folders=folders) as futures:
         for call, future in zip(calls, futures, strict=True):
-            done = _result(future, *call)
-            for line in done.lines:
-                tell(line)
-            yield done
+            outcome = _outcome_of(future, *call)
+            for line in outcome.lines:
+                show(line)
+            yield outcome
 
 
-def _result(future: "Future[Done]", source: Source, request: Request, folder: Path, head: Sequence[str]) -> Done:
-    """Of a worker. When one dies, all that was not done is done again, each in a process of its own."""
+def _outcome_of(
+    future: "Future[Outcome]", source: TensorSource, request: Request, folder: Path, header: Sequence[str]
+) -> Outcome:
+    """The result of a worker. When one dies, each source that is left gets its own process."""
     try:
         return future.result()
     except BrokenProcessPool:
         pass
     try:
-        with submitted(analyse, [(source, request, folder, head)], jobs=1, folders=[folder]) as futures:
+        with worker_processes(analyse, [(source, request, folder, header)], jobs=1, folders=[folder]) as futures:
             return futures[0].result()
     except BrokenProcessPool:
         reason = "its process was killed, perhaps for want of memory"
-        return Done(source, (*head, f"❌ Failed to process: {source.text}: {reason}"), reason=reason)
+        return Outcome(source, (*header, _failure(source, reason)), reason=reason)
+
+
+@contextmanager
+def worker_processes(
+    work: Callable[..., T], calls: Sequence[tuple[Any, ...]], *, jobs: int, folders: Sequence[Path]
+) -> Iterator[list["Future[T]"]]:
+    """The futures of `work(*call)` in `jobs` processes; an exception in the block, such as Ctrl-C, kills them at once.
+
+    Ctrl-C goes to all processes of a terminal. The workers ignore it, so that only this process decides. What killed
+    workers had begun to write to `folders` is deleted.
+    """
+    others = active_children()
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_limit_threads, initargs=(threads,))
+    workers = []
+    try:
+        with _no_interrupt():  # workers inherit the mask from their first moment on
+            futures = [pool.submit(work, *call) for call in calls]
+            workers = [one for one in active_children() if one not in others]
+        yield futures
+    except BaseException:
+        with _no_interrupt():  # a second Ctrl-C must not leave some of them behind
+            for worker in workers:
+                worker.kill()
+            pool.shutdown(cancel_futures=True)
+            for folder in set(folders):
+                for worker in workers:
+                    remove_unfinished(folder, worker.pid or 0)
+        raise
+    pool.shutdown()
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """SIGINT waits until the end of the block; on systems without signal masks, it does not."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _limit_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(min(threads, torch.get_num_threads()))

@@ -1,19 +1,16 @@
 """`probe sensitivity`: what each layer, or each site, costs the whole model."""
 
 import argparse
-import json
-import sys
-import time
-from typing import Any
 
-from probe.commands.options import add_calibration, add_model
-from probe.commands.tables import table
-from probe.files.atomic import write
+from probe.commands.options import Subparsers, add_calibration, add_data, add_model, data_arguments, model_arguments
+from probe.commands.output import echo, print_rows, write_json
+from probe.commands.progress import Progress
 from probe.files.paths import check_outputs
+from probe.words import require_positive
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The parser of the command."""
+def add(commands: Subparsers) -> None:
+    """Add the parser of the command."""
     command = commands.add_parser(
         "sensitivity", help="quantize one layer or site at a time, and all but one: rank them by KL and mse"
     )
@@ -28,10 +25,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         choices=("across", "within"),
         help="rank sites: each in all layers at once (across, the default), or each in each layer (within)",
     )
-    command.add_argument("--samples", type=int, default=8, metavar="N", help="default: 8")
-    command.add_argument("--seqlen", type=int, default=128, metavar="N", help="default: 128")
-    command.add_argument("--batch-size", type=int, default=4, metavar="N", help="default: 4")
-    command.add_argument("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
+    add_data(command, samples=8, seqlen=128, batch_size=4)
     add_calibration(command)
     command.add_argument("--device", default="cpu", help="cpu, cuda, mps, xpu or xla (default: cpu)")
     command.add_argument("--no-advice", action="store_true", help="leave out the runs that search what to keep")
@@ -42,67 +36,35 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _run(options: argparse.Namespace) -> int:
-    from probe.sensitivity.named import rank_model
+    from probe.sensitivity.ranking import rank_model
 
-    if options.top is not None and options.top < 1:
-        raise ValueError(f"--top is {options.top}; expected 1 or more.")
+    require_positive("--top", options.top)
     check_outputs(files=[options.json], folders=[options.report])
-    found = rank_model(
-        options.model,
-        mode=options.mode,
-        format=options.format,
-        layers=tuple(options.layers),
-        sites=options.sites,
-        data=(options.data, options.samples, options.seqlen, options.batch_size),
-        calibration_data=(options.calib_data, options.calib_data_num, options.calib_seqlen),
-        percentile=options.percentile,
-        device=options.device,
-        advice=not options.no_advice,
-        allow_download=options.allow_download,
-        trust_remote_code=options.trust_remote_code,
-        progress=_Progress(),
-    )
+    with Progress() as progress:
+        found = rank_model(
+            options.model,
+            mode=options.mode,
+            format=options.format,
+            layers=tuple(options.layers),
+            sites=options.sites,
+            device=options.device,
+            advice=not options.no_advice,
+            progress=progress.update,
+            **data_arguments(options),
+            **model_arguments(options),
+        )
     from probe.report.sensitivity.page import describe, table_rows, write_report
 
-    text = json.dumps(found.as_dict(), indent=2)
-    if options.json == "-":
-        print(text)
-    else:
+    if options.json is not None:
+        write_json(options.json, found.as_dict())
+    if options.json != "-":
         print(describe(found, options.model) + "\n")
-        print(table(table_rows(found, top=options.top)))
+        print_rows(table_rows(found, top=options.top))
         print(f"\n{found.advice.text}")
         for note in found.notes:
             print(f"note: {note}")
-    if options.json not in (None, "-"):
-        print(f"figures: {write(options.json, text + chr(10))}", file=sys.stderr)
+        if options.json is not None:
+            echo(f"figures: {options.json}", error=True)
     if options.report:
-        print(f"report: {write_report(found, options.report, model=options.model)}", file=sys.stderr)
+        echo(f"report: {write_report(found, options.report, model=options.model)}", error=True)
     return 0
-
-
-class _Progress:
-    """What is being run and how long the rest will take, on one line of stderr; in a file, a line every 5 s."""
-
-    def __init__(self) -> None:
-        self.start = self.told = 0.0
-        self.live = sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int, what: str) -> Any:
-        now = time.monotonic()
-        if not total or not self.start:
-            self.start = now
-        last = done >= total
-        if self.told and now - self.told < (0.2 if self.live else 5.0) and not last:
-            return
-        self.told = now
-        left = f", {_time((now - self.start) * (total - done) / done)} left" if done and not last else ""
-        share = f"[{done / total:4.0%}] " if total else ""
-        line = f"{share}{what}{left}"
-        print(f"\r\x1b[K{line}" if self.live else line, file=sys.stderr, end="" if self.live else "\n", flush=True)
-        if self.live and last:
-            print(file=sys.stderr)
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

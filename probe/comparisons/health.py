@@ -1,13 +1,13 @@
-"""The health of one recipe in a recording: which layer is the first that looks wrong.
+"""The health of one recipe in a recording: the first layer that looks wrong.
 
     not finite     NaN or Inf in it
     large mean     |mean| above 10 (max_mean)
     jump           max |x_i+1 - x_i| above 10 (max_change), x_i and x_i+1 the outputs of adjacent layers of one shape
     odd change     mean |x_i+1 - x_i| above `factor` times the median of that over all adjacent layers
 
-Models with outliers in a few channels jump by more than 10 in every layer when nothing is wrong: raise max_change.
-The last needs three pairs at least: of fewer the median says nothing. The embedding, the final norm and the logits
-have no adjacent layer; of the logits only NaN and Inf are looked at.
+Sound models with outliers in a few channels jump by more than 10 in every layer: raise max_change for them.
+An odd change needs at least three pairs of layers, because the median of fewer means nothing. The embedding, the final
+norm and the logits have no adjacent layer; the logits are only checked for NaN and Inf.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,24 +16,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from probe.comparisons.results import place_of
-from probe.comparisons.selection import Side, all_sides, bands, find_side, layer_number
+from probe.comparisons.selection import Side, all_sides, bands, find_side, layer_number, opened, place_of
 from probe.metrics import Comparison, Metrics
-from probe.recordings import Recording, read_recording
+from probe.recordings import Recording
 from probe.words import LOGITS
 
-#: What a mean and what the change between adjacent layers may be.
+#: The largest mean, and the largest change between adjacent layers, that are not a problem.
 LARGEST_MEAN = 10.0
 LARGEST_CHANGE = 10.0
-#: How many times the median change a change may be.
+#: A change of more than this many times the median change is odd.
 FACTOR = 10.0
-#: The median of fewer changes says nothing.
+#: The median of fewer changes means nothing.
 _FEWEST = 3
 
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """One tensor, what it holds and what is wrong with it."""
+    """The figures of one tensor, and its problems in words."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,19 +45,19 @@ class LayerHealth:
     first_nonfinite: tuple[int, ...] | None
     """(sample, token, feature)."""
     max_change: float | None
-    """max |x - x of the layer before|, where both are finite; None where there is no layer before, or another shape."""
+    """max |x - x of the layer before| where both are finite; None without a layer before of the same shape."""
     mean_change: float | None
     problems: tuple[str, ...] = ()
 
     @property
     def mark(self) -> str:
-        """❌ for NaN and Inf, ⚠ for what is odd, ✓ for the rest."""
+        """❌ for NaN and Inf, ⚠ for any other problem, ✓ for none."""
         return "❌" if self.nan or self.inf else "⚠" if self.problems else "✓"
 
 
 @dataclass(frozen=True)
 class Health:
-    """What `probe check` found in one recipe."""
+    """The result of `probe check`: every tensor of one recipe."""
 
     recording: str
     mode: str
@@ -98,10 +97,10 @@ class Health:
         """The inverse of as_dict, also after JSON."""
 
         def layer(name: str, facts: Mapping[str, Any]) -> LayerHealth:
-            own: dict[str, Any] = {
+            plain: dict[str, Any] = {
                 key: tuple(x) if isinstance(x, list) else x for key, x in facts.items() if key != "mark"
             }
-            return LayerHealth(name, **own)
+            return LayerHealth(name, **plain)
 
         layers = tuple(layer(name, facts) for name, facts in found["layers"].items())
         recording, mode, factor, usual = (found[key] for key in ("recording", "mode", "factor", "median_change"))
@@ -124,11 +123,12 @@ def check(
             raise ValueError(f"{name} is {value}. Expected a number above 0, e.g. 10.")
     if not factor > 1:
         raise ValueError(f"factor is {factor}. Expected how many times the median change is odd: more than 1, e.g. 10.")
-    own = recording if isinstance(recording, Recording) else read_recording(recording, verify=False)
-    if recipe is None and len(own.recipes) > 1:
-        names = ", ".join(side.name for side in all_sides(own))
-        raise ValueError(f"{own.folder} has {len(own.recipes)} recipes: {names}. Say which one to check.")
-    side = all_sides(own)[0] if recipe is None else find_side(own, recipe, format)
+    whole = opened(recording)
+    sides = all_sides(whole)
+    if recipe is None and len(sides) > 1:
+        names = ", ".join(side.name for side in sides)
+        raise ValueError(f"{whole.folder} has {len(sides)} recipes: {names}. Say which one to check.")
+    side = sides[0] if recipe is None else find_side(whole, recipe, format)
     labels = list(side.labels)
     found: list[LayerHealth] = []
     before: str | None = None
@@ -136,15 +136,13 @@ def check(
         if progress:
             progress(f"{side.name} {label} ({place + 1} of {len(labels)})")
         adjacent = before if label in side.layers and _are_adjacent(side, before, label) else None
-        found.append(_look_at(side, label, adjacent))
+        found.append(_measured(side, label, adjacent))
         before = label if label in side.layers else before
     changes = [layer.mean_change for layer in found if layer.mean_change is not None]
     usual = median(changes) if changes else None
-    known = usual if len(changes) >= _FEWEST else None
-    judged = tuple(
-        _judged(layer, max_mean, max_change, factor * known if known is not None else None) for layer in found
-    )
-    return Health(str(own.folder), side.name, factor, usual, judged, own.notes)
+    odd = None if usual is None or len(changes) < _FEWEST else factor * usual
+    judged = tuple(_judged(layer, max_mean, max_change, odd) for layer in found)
+    return Health(str(whole.folder), side.name, factor, usual, judged, whole.notes)
 
 
 def _are_adjacent(side: Side, before: str | None, label: str) -> bool:
@@ -155,27 +153,28 @@ def _are_adjacent(side: Side, before: str | None, label: str) -> bool:
     return None in numbers or numbers[1] == (numbers[0] or 0) + 1
 
 
-def _look_at(side: Side, label: str, before: str | None) -> LayerHealth:
-    changed = _measured(side, label, before) if before else None
-    own = changed if changed and changed.finite else _measured(side, label, label)
+def _measured(side: Side, label: str, before: str | None) -> LayerHealth:
+    """The figures of a layer, without its problems; `before` is the adjacent layer, if there is one."""
+    change = _compared(side, label, before) if before else None
+    figures = change if change and change.finite else _compared(side, label, label)
     shape = side.shape(label)
-    first = _first_nonfinite(side, label) if own.nan_output or own.inf_output else None
+    first = _first_nonfinite(side, label) if figures.nan_output or figures.inf_output else None
     return LayerHealth(
         label,
         shape,
-        own.mean_output,
-        own.std_output,
-        own.min_output,
-        own.max_output,
-        own.nan_output,
-        own.inf_output,
+        figures.mean_output,
+        figures.std_output,
+        figures.min_output,
+        figures.max_output,
+        figures.nan_output,
+        figures.inf_output,
         place_of(first, shape),
-        changed.max_abs if changed else None,
-        changed.mae if changed else None,
+        change.max_abs if change else None,
+        change.mae if change else None,
     )
 
 
-def _measured(side: Side, label: str, other: str) -> Metrics:
+def _compared(side: Side, label: str, other: str) -> Metrics:
     """A tensor against another of its shape, or itself."""
     comparison = Comparison(percentiles=False)
     for pair in zip(bands(label, side), bands(other, side), strict=True):
@@ -185,12 +184,12 @@ def _measured(side: Side, label: str, other: str) -> Metrics:
 
 
 def _first_nonfinite(side: Side, label: str) -> int:
-    seen = 0
+    start = 0
     for (values,) in bands(label, side):
-        lost = (~values.double().isfinite()).nonzero()
-        if len(lost):
-            return seen + int(lost[0])
-        seen += values.numel()
+        nonfinite = (~values.double().isfinite()).nonzero()
+        if len(nonfinite):
+            return start + int(nonfinite[0])
+        start += values.numel()
     raise AssertionError(f"{label} was not finite when it was measured")
 
 

@@ -1,17 +1,143 @@
-"""A mode against its reference, layer by layer, from their recordings.
+"""A mode against its reference, layer by layer, from their recordings: `compare`, its result and its limits.
 
 Nothing is cropped or broadcast: what cannot be compared element by element is an error that says which differs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Self
 
-from probe.comparisons.results import LayerComparison, ModeComparison
-from probe.comparisons.selection import Side, bands, find_reference, find_side, pick_labels
-from probe.metrics import Comparison
-from probe.recordings import Recording, read_recording
+import numpy as np
 
-__all__ = ["LayerComparison", "ModeComparison", "compare", "compare_sides"]
+from probe.comparisons.selection import Side, bands, find_reference, find_side, opened, pick_labels, place_of
+from probe.files.checked_json import finite
+from probe.metrics import Comparison, Metrics, label_correlation, label_mse
+from probe.recordings import Recording
+from probe.words import natural_key
+
+#: Where a figure of Metrics stands in the JSON of a layer, if not under its own name.
+GROUPS: dict[str, tuple[str, str]] = {
+    **{
+        f"{figure}_{side}": (side, figure)
+        for side in ("reference", "output")
+        for figure in ("mean", "std", "min", "max")
+    },
+    "mean_difference": ("difference", "mean"),
+    "std_difference": ("difference", "std"),
+    "max_abs": ("difference", "max_abs"),
+    **{f"p{n}": ("percentiles", str(n)) for n in (50, 90, 95, 99)},
+}
+#: Limits by option: the figure that is limited, and whether it may be at most or must be at least so much.
+LIMITS: dict[str, tuple[str, bool]] = {
+    "max_mse": ("mse", True),
+    "max_mae": ("mae", True),
+    "max_abs": ("max_abs", True),
+    "max_relative_mse": ("relative_mse", True),
+    "max_relative_mae": ("relative_mae", True),
+    "min_correlation": ("correlation", False),
+    "min_cosine": ("cosine", False),
+}
+
+
+@dataclass(frozen=True)
+class LayerComparison:
+    """One layer: its shape and all figures."""
+
+    name: str
+    shape: tuple[int, ...]
+    metrics: Metrics
+
+    @property
+    def label(self) -> str:
+        """excellent, good, fair or poor: the worse of what mse and correlation are called."""
+        words = ("excellent", "good", "fair", "poor", "undefined")
+        found = [label_mse(self.metrics.mse), label_correlation(self.metrics.correlation)]
+        if self.metrics.correlation is None and self.metrics.mse is not None:  # a constant has none
+            found = found[:1]
+        return max(found, key=words.index)
+
+    @property
+    def first_nonfinite(self) -> tuple[int, ...] | None:
+        """Where the output is first NaN or Inf while the reference is finite: (sample, token, feature)."""
+        return place_of(self.metrics.first_nonfinite, self.shape)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON: figures in the groups reference, output, difference and percentiles, the others by name."""
+        found: dict[str, Any] = {"shape": list(self.shape), "label": self.label}
+        for name, value in self.metrics.as_dict().items():
+            group, key = GROUPS.get(name, ("", name))
+            (found.setdefault(group, {}) if group else found)[key] = finite(value)
+        found["difference"]["mean_abs"] = self.metrics.mae
+        place = self.first_nonfinite
+        return found | {"first_nonfinite": None if place is None else list(place)}
+
+    @classmethod
+    def from_dict(cls, name: str, found: Mapping[str, Any]) -> Self:
+        """The inverse; without loss (max_abs is 0) psnr and sqnr are infinite, which JSON has no word for."""
+        figures = {}
+        for field in fields(Metrics):
+            group, key = GROUPS.get(field.name, ("", field.name))
+            figures[field.name] = found[group][key] if group else found[key]
+        shape = tuple(found["shape"])
+        if figures["first_nonfinite"] is not None:
+            figures["first_nonfinite"] = int(np.ravel_multi_index(figures["first_nonfinite"], shape))
+        if figures["max_abs"] == 0:
+            figures |= {"psnr": math.inf, "sqnr": math.inf}
+        return cls(name, shape, Metrics(**figures))
+
+
+@dataclass(frozen=True)
+class ModeComparison:
+    """A mode against its reference: `probe compare`."""
+
+    reference_mode: str
+    """As scripts call it: fp32."""
+    compared_mode: str
+    """2-1, or with the format if that is not int8: 2-1-fp8_e4m3."""
+    recordings: tuple[str, str]
+    """The folders of the reference and of the mode."""
+    layers: dict[str, LayerComparison]
+    notes: tuple[str, ...] = ()
+    """What could not be verified."""
+
+    @property
+    def summary(self) -> dict[str, float | None]:
+        """avg_mse, avg_mae and avg_correlation: means over the layers that have the figure."""
+        return {f"avg_{name}": self._average(name) for name in ("mse", "mae", "correlation")}
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "reference_mode": self.reference_mode,
+            "compared_mode": self.compared_mode,
+            "recordings": list(self.recordings),
+            "notes": list(self.notes),
+            "layers": {name: layer.as_dict() for name, layer in self.layers.items()},
+            "summary": self.summary,
+        }
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        """The inverse of as_dict."""
+        try:
+            return cls(
+                found["reference_mode"],
+                found["compared_mode"],
+                tuple(found["recordings"]),
+                {name: LayerComparison.from_dict(name, layer) for name, layer in found["layers"].items()},
+                tuple(found["notes"]),
+            )
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ValueError(
+                f"this is no comparison of a mode ({type(problem).__name__}: {problem}). Expected what "
+                "ModeComparison.as_dict gives, as probe compare saves it."
+            ) from None
+
+    def _average(self, name: str) -> float | None:
+        known = [x for x in (getattr(layer.metrics, name) for layer in self.layers.values()) if x is not None]
+        return sum(known) / len(known) if known else None
 
 
 def compare(
@@ -29,8 +155,8 @@ def compare(
     `layers` are 0, first, last, all, layer_0 or a regular expression; by default all outputs of layers. A folder is
     read without verifying its sha256: give read_recording(folder) to have every byte checked first.
     """
-    here = _read(recording)
-    there = here if reference_recording is None else _read(reference_recording)
+    here = opened(recording)
+    there = here if reference_recording is None else opened(reference_recording)
     return compare_sides(
         find_side(here, mode, format),
         find_reference(there, reference, format),
@@ -62,10 +188,6 @@ def compare_sides(
     return ModeComparison(reference.name, side.name, folders, found, tuple(notes))
 
 
-def _read(recording: Recording | Path | str) -> Recording:
-    return recording if isinstance(recording, Recording) else read_recording(recording, verify=False)
-
-
 def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> list[str]:
     """The labels to compare, once all that must be the same is."""
     here, there = side.recording, reference.recording
@@ -79,7 +201,7 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
                 "model on the same tokens can be compared: record both on the same input."
             )
     chosen, expected = pick_labels(side, wanted), pick_labels(reference, wanted)
-    for label in sorted(set(chosen) ^ set(expected)):
+    for label in sorted(set(chosen) ^ set(expected), key=natural_key):
         has, lacks = (side, reference) if label in chosen else (reference, side)
         raise ValueError(
             f"{label} was recorded of {has.name}, but not of {lacks.name}. Record the same layers of both, or choose "
@@ -101,3 +223,30 @@ def _facts(here: Recording, there: Recording) -> Iterable[tuple[str, object, obj
     yield "length of a sample", a.tokens.seqlen, b.tokens.seqlen
     yield "fingerprint of the tokens", a.tokens.fingerprint, b.tokens.fingerprint
     yield "fingerprint of the weights", a.fingerprint, b.fingerprint
+
+
+def failures(comparison: ModeComparison, limits: Mapping[str, float] | None = None) -> list[str]:
+    """What is wrong, layer by layer: not finite, identical with the reference, or beyond a limit of LIMITS."""
+    for name in limits or {}:
+        if name not in LIMITS:
+            raise ValueError(f"there is no limit {name!r}. Known: {', '.join(LIMITS)}.")
+    mode, reference = comparison.compared_mode, comparison.reference_mode
+    found = []
+    for name, layer in comparison.layers.items():
+        m = layer.metrics
+        if not m.finite:
+            first = f", first at {layer.first_nonfinite}" if layer.first_nonfinite else ""
+            found.append(
+                f"{name} is not finite: {m.nan_output} NaN and {m.inf_output} Inf in {mode}{first}; "
+                f"{m.nan_reference} NaN and {m.inf_reference} Inf in {reference}"
+            )
+        if m.identical:
+            found.append(f"{name} is identical with {reference}, to the bit: was {mode} applied?")
+        for limit, bound in (limits or {}).items():
+            figure, at_most = LIMITS[limit]
+            value = getattr(m, figure)
+            if value is None:
+                found.append(f"{name}: {figure} is undefined, and the limit is {bound:g}")
+            elif not (value <= bound if at_most else value >= bound):
+                found.append(f"{name}: {figure} {value:.6g} is {'above' if at_most else 'below'} the limit {bound:g}")
+    return found

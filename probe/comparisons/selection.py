@@ -1,15 +1,19 @@
-"""What is compared: one recipe of a recording, found by how its mode is called, and its tensors band by band."""
+"""The sides of a comparison: one recipe of a recording by the name of its mode, its tensors, and labels by pattern."""
 
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
-from probe.recordings import Recording
-from probe.recordings.spelling import spelled
-from probe.words import nearest
+from probe.recordings import Recording, read_recording
+from probe.recordings.script_formats import script_name
+from probe.words import near, near_or_first
 
 #: Elements of a tensor that are mapped at a time: 128 MB of float32.
 BAND = 2**25
@@ -19,9 +23,14 @@ class NotRecordedError(ValueError):
     """A recipe that a recording does not have."""
 
 
+def opened(recording: Recording | Path | str, *, verify: bool = False) -> Recording:
+    """The recording itself, or the one in a folder; with `verify` every byte is checked against the manifest first."""
+    return recording if isinstance(recording, Recording) else read_recording(recording, verify=verify)
+
+
 @dataclass(frozen=True)
 class Side:
-    """One recipe of a recording."""
+    """One recipe of a recording. A tensor is asked for by its label (`layer_0`) or its name (`layer_0.output`)."""
 
     recording: Recording
     recipe: str
@@ -29,52 +38,68 @@ class Side:
     @property
     def name(self) -> str:
         """As the users' scripts call it: 2-1, 2-1-fp8_e4m3, fp32."""
-        return spelled(self.mode, self.format)
+        return script_name(self.mode, self.format)
 
     @property
     def mode(self) -> str:
         """2-1."""
-        return spelled(self.recording.manifest.recipes[self.recipe].mode, None)
+        return script_name(self.recording.manifest.recipes[self.recipe].mode, None)
 
     @property
     def format(self) -> str | None:
         """int8, or None of a float mode."""
         return self.recording.manifest.recipes[self.recipe].format
 
-    @property
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors in the order of the data flow."""
+        return self.recording.names(self.recipe)
+
+    @cached_property
     def labels(self) -> dict[str, str]:
-        """Of what can be compared, in the order of the data flow: label -> tensor. `layer_0` is layer_0.output."""
-        return {name.removesuffix(".output"): name for name in self.recording.names(self.recipe)}
+        """label -> name in the order of the data flow: `layer_0` -> `layer_0.output`."""
+        return {label_of(name): name for name in self.names}
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The labels that are outputs of whole layers."""
         return self.recording.layers(self.recipe)
 
-    def shape(self, label: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> tuple[int, ...]:
         """[samples, tokens, ...]."""
-        return self.recording.shape(self.recipe, self.labels[label])
+        return self.recording.shape(self.recipe, self._full(name))
 
-    def flat(self, label: str) -> Tensor:
-        """All values in a row, mapped anew."""
-        return self.recording.tensor(self.recipe, self.labels[label]).reshape(-1)
+    def dtype(self, name: str) -> str:
+        """The dtype that the model gave."""
+        return self.recording.dtype(self.recipe, self._full(name))
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, mapped from disk anew."""
+        return self.recording.tensor(self.recipe, self._full(name))
+
+    def flat(self, name: str) -> Tensor:
+        """All values in a row, mapped from disk anew."""
+        return self.tensor(name).reshape(-1)
+
+    def _full(self, name: str) -> str:
+        return name if name in self.names else self.labels[name]
+
+
+def label_of(name: str) -> str:
+    """`layer_0` for the tensor `layer_0.output`."""
+    return name.removesuffix(".output")
 
 
 def bands(label: str, *sides: Side) -> Iterator[tuple[Tensor, ...]]:
     """The values of a tensor on every side, some at a time; an .npz cannot be mapped, and comes whole.
 
-    A band is unmapped when the last reference to it is gone: delete it before the next is asked for.
+    A band is unmapped when the last reference to it is gone: delete it before asking for the next.
     """
-    names = [side.labels[label] for side in sides]
     count = math.prod(sides[0].shape(label))
     mapped = all(side.recording.manifest.layout != "npz" for side in sides)
     step = BAND if mapped else count
     for start in range(0, count, step):
-        stop = start + step
-        yield tuple(
-            side.recording.tensor(side.recipe, name).reshape(-1)[start:stop]
-            for side, name in zip(sides, names, strict=True)
-        )
+        yield tuple(side.flat(label)[start : start + step] for side in sides)
 
 
 def find_side(recording: Recording, mode: str, format: str | None = None) -> Side:
@@ -82,7 +107,7 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
 
     `format` picks one where a mode was recorded in several; a float mode has none to pick.
     """
-    sides = [Side(recording, recipe) for recipe in recording.recipes]
+    sides = all_sides(recording)
     exact = [side for side in sides if mode in (side.recipe, f"{side.mode}-{side.format}")]
     found = exact or [side for side in sides if mode in (recording.manifest.recipes[side.recipe].mode, side.mode)]
     picked = [side for side in found if format is None or side.format in (format, None)]
@@ -91,9 +116,10 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
         raise ValueError(f"{recording.folder} has mode {mode} in {formats}. Say which with --format, or {mode}-FORMAT.")
     if picked:
         return picked[0]
-    near = nearest(mode, _names(recording), count=1)
+    close = near(mode, (side.name for side in sides if side.name != mode), count=1)
+    hint = f" Nearest: {close[0]}." if close else ""
     what = f"mode {mode!r} in format {format!r}" if found else f"mode {mode!r}"
-    raise NotRecordedError(f"{recording.folder} has no {what}. It has: {_told(recording)}. Nearest: {near[0]}.")
+    raise NotRecordedError(f"{recording.folder} has no {what}. It has: {_names(recording)}.{hint}")
 
 
 def all_sides(recording: Recording, format: str | None = None) -> list[Side]:
@@ -108,28 +134,38 @@ def find_reference(recording: Recording, mode: str, format: str | None = None) -
         return find_side(recording, mode, format)
     except NotRecordedError:
         raise ValueError(
-            f"{recording.folder} has no {mode} to compare with. It has: {_told(recording)}. Record it: probe record "
+            f"{recording.folder} has no {mode} to compare with. It has: {_names(recording)}. Record it: probe record "
             f"--modes {mode} --out {recording.folder}, or name another with --reference or --reference-dir."
         ) from None
 
 
 def pick_labels(side: Side, wanted: Sequence[str] | None) -> list[str]:
-    """What is asked for, in the order of the data flow: 0, first, last, all, layer_0, logits or an expression.
+    """The chosen labels in the order of the data flow, by 0, first, last, all, layer_0, logits or an expression.
 
-    By default the outputs of layers; the embedding, the logits and what was tapped inside only by name.
+    By default the outputs of layers; the embedding, the logits and tensors inside of layers only by name.
     """
-    labels = list(side.labels)
+    labels, layers = list(side.labels), side.layers
+    words = {"all": list(layers), "first": list(layers[:1]), "last": list(layers[-1:])}
     found: list[str] = []
     for one in ("all",) if wanted is None else wanted:
-        some = _matching(one, labels, side.layers)
+        if one in words:
+            some = words[one]
+        elif one.isdecimal():
+            some = [label for label in layers if layer_number(label) == int(one)]
+        else:
+            some = [one] if one in labels else match_names(one, labels)
         if not some:
-            near = ", ".join(nearest(one, labels))
             raise ValueError(
-                f"{one!r} is no layer of {side.name} in {side.recording.folder}. Nearest: {near}. "
+                f"{one!r} is no layer of {side.name} in {side.recording.folder}. {near_or_first(one, labels)} "
                 "Expected 0, first, last, all, layer_0 or a regular expression."
             )
         found += some
     return [label for label in labels if label in found]
+
+
+def place_of(index: int | None, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The index along every axis of an index over all values."""
+    return None if index is None else tuple(int(place) for place in np.unravel_index(index, shape))
 
 
 def layer_number(label: str) -> int | None:
@@ -138,24 +174,23 @@ def layer_number(label: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _matching(one: str, labels: Sequence[str], layers: Sequence[str]) -> list[str]:
-    special = {"all": list(layers), "first": list(layers[:1]), "last": list(layers[-1:])}
-    if one in special:
-        return special[one]
-    if one.isdecimal():
-        return [label for label in layers if layer_number(label) == int(one)]
-    if one in labels:
-        return [one]
+def match_names(pattern: str, names: Sequence[str], *, globs: bool = False) -> list[str]:
+    """The tensors whose label is described by a regular expression as a whole.
+
+    With `globs`, those whose label or name matches a glob; where there are none, those with the regular expression
+    anywhere in their label.
+    """
+    if globs:
+        found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(label_of(name), pattern)]
+        if found:
+            return found
     try:
-        pattern = re.compile(one)
+        expression = re.compile(pattern)
     except re.error as problem:
-        raise ValueError(f"the layer pattern {one!r} is no regular expression ({problem}).") from None
-    return [label for label in labels if pattern.fullmatch(label)]
+        raise ValueError(f"the layer pattern {pattern!r} is no regular expression ({problem}).") from None
+    match = expression.search if globs else expression.fullmatch
+    return [name for name in names if match(label_of(name))]
 
 
-def _names(recording: Recording) -> list[str]:
-    return [Side(recording, recipe).name for recipe in recording.recipes]
-
-
-def _told(recording: Recording) -> str:
-    return ", ".join(_names(recording))
+def _names(recording: Recording) -> str:
+    return ", ".join(side.name for side in all_sides(recording))

@@ -1,12 +1,36 @@
-"""Batches of tokens, and their fingerprint."""
+"""Batches of tokens: windows of a text, and the fingerprint of their tokens."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
+
+
+class TextSamples(NamedTuple):
+    """Samples of a text: how many, of how many tokens each, in batches of how many."""
+
+    source: str  # as in `text_of`
+    samples: int
+    seqlen: int
+    batch_size: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.samples} x {self.seqlen} tokens of {self.source}"
+
+    def batches(self, tokenizer: Tokenizer) -> list[Tensor]:
+        """The samples as tokens, by `token_batches`."""
+        text = text_of(self.source)
+        return token_batches(text, tokenizer, samples=self.samples, seqlen=self.seqlen, batch_size=self.batch_size)
+
+
+#: What is measured, and what scales are taken from, unless the caller says otherwise.
+EVALUATION = TextSamples("evaluation", 8, 256)
+CALIBRATION = TextSamples("calibration", 16, 256)
 
 
 def token_batches(
@@ -35,7 +59,7 @@ def token_batches(
     return list(torch.split(windows, batch_size))
 
 
-def fingerprint(batches: Iterable[Tensor]) -> str:
+def token_fingerprint(batches: Iterable[Tensor]) -> str:
     """The first 16 hex digits of sha256 over the samples in order, each with its length, however they are batched."""
     digest = hashlib.sha256()
     for sample in (row for batch in batches for row in batch):

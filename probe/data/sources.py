@@ -8,14 +8,13 @@ custom:/path            a file: txt, json, jsonl, csv or parquet
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probe.data.files import read_file
-from probe.data.texts import text_of
-from probe.words import did_you_mean
+from probe.data.library_logs import quiet_datasets
+from probe.data.texts import read_texts, text_of
+from probe.words import describe_error, did_you_mean
 
 #: Where the text usually is.
 TEXT_COLUMN = "text"
@@ -75,7 +74,7 @@ def documents_of(
 ) -> Documents:
     """The documents that `source` names. Files are read at once, datasets row by row.
 
-    What another kind of source would need is refused, not ignored.
+    A setting that only another kind of source has is refused, not ignored.
     """
     kind, colon, rest = source.partition(":")
     _check_keys(source, kind, format=format, text_column=text_column, split=split)
@@ -83,7 +82,7 @@ def documents_of(
         return Documents(source, [text_of("evaluation")], True, "the text that comes with probe")
     if kind == "custom" and colon:
         path = Path(os.path.expanduser(rest))
-        texts, running = read_file(path, format=format, text_column=text_column)
+        texts, running = read_texts(path, format=format, text_column=text_column)
         return Documents(source, texts, running, str(path))
     if source in HUB:
         return _hub_text(HUB[source], split, allow_download=allow_download)
@@ -94,7 +93,7 @@ def documents_of(
 
 
 def _check_keys(source: str, kind: str, *, format: str | None, text_column: str, split: str | None) -> None:
-    """Of the keys that belong to some sources only, those that differ from their defaults."""
+    """Refuse a key that belongs to other kinds of sources and differs from its default."""
     hub = ", ".join(HUB)
     for key, given, fits, owners in (
         ("data.split", split is not None, kind in ("hf", *HUB), f"datasets of the hub: {hub}, hf:<dataset>"),
@@ -122,7 +121,7 @@ def _hub_text(row: HubText, split: str | None, *, allow_download: bool) -> Docum
         files = sorted(str(file) for pattern in row.files for file in folder.glob(pattern)) if folder else []
         if files:
             builder = "parquet" if files[0].endswith(".parquet") else "json"
-            with _quiet(datasets):
+            with quiet_datasets(datasets):
                 rows = datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
             return Documents(row.name, _column(rows, row.text_column, row.name), row.running, about)
     rows = _load(datasets, row.name, row.hub_id, row.config, wanted, allow_download=allow_download)
@@ -168,7 +167,7 @@ def _snapshot(hub_id: str, files: tuple[str, ...] | None, *, allow_download: boo
             allow_patterns=list(files) if files else None,
             local_files_only=not allow_download,
         )
-    except Exception:  # of any kind: what cannot be had is told by the last way that is tried
+    except Exception:  # of any kind: `_load`, which is tried next, says what is wrong
         return None
     return Path(found)
 
@@ -176,42 +175,19 @@ def _snapshot(hub_id: str, files: tuple[str, ...] | None, *, allow_download: boo
 def _load(datasets: Any, source: str, path: str, config: str | None, split: str, *, allow_download: bool) -> Any:
     local = Path(path).is_dir()
     try:
-        with _quiet(datasets, offline=not allow_download and not local):
+        with quiet_datasets(datasets, offline=not allow_download and not local):
             return datasets.load_dataset(path, config, split=split, streaming=allow_download and not local)
     except Exception as problem:
-        said = " ".join(str(problem).split())[:300]
         if local or allow_download:
             raise ValueError(
-                f"data {source!r}: datasets {datasets.__version__} cannot read {path!r}: {type(problem).__name__}: "
-                f"{said}. Check the name, the configuration ({config or 'none'}) and data.split ({split})."
+                f"data {source!r}: datasets {datasets.__version__} cannot read {path!r}: {describe_error(problem)} "
+                f"Check the name, the configuration ({config or 'none'}) and data.split ({split})."
             ) from problem
         raise ValueError(
             f"data {source!r} is not in the local cache of the hub ({path}), and downloading is off. Allow it with "
             f"--allow-download, fetch it where there is a network (hf download --repo-type dataset {path}), or take "
             "data.source builtin or custom:/path."
         ) from problem
-
-
-@contextmanager
-def _quiet(datasets: Any, *, offline: bool = False) -> Iterator[None]:
-    """No progress bars and no log lines, and with `offline` no network: `datasets` looks into its cache only."""
-    from datasets.utils import logging
-
-    shown, level, was = (
-        datasets.utils.are_progress_bars_disabled(),
-        logging.get_verbosity(),
-        datasets.config.HF_HUB_OFFLINE,
-    )
-    datasets.utils.disable_progress_bars()
-    logging.set_verbosity_error()
-    datasets.config.HF_HUB_OFFLINE = offline or was
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = was
-        logging.set_verbosity(level)
-        if not shown:
-            datasets.utils.enable_progress_bars()
 
 
 def _column(rows: Iterable[Mapping[str, Any]], name: str, source: str) -> Iterator[str]:

@@ -1,9 +1,14 @@
-"""Texts that come with the package, and .txt files."""
+"""Texts: those that come with the package, and files of the user's own (txt, json, jsonl, csv, parquet)."""
 
+import csv
+import json
 import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from probe.words import look_up
+from probe.words import did_you_mean, look_up
 
 TEXTS = {name: Path(__file__).parent / "text" / f"{name}.txt" for name in ("calibration", "evaluation")}
 
@@ -30,3 +35,124 @@ def text_of(source: str) -> str:
     if not text.strip():
         raise ValueError(f"text file {source!r} is empty. Expected text to make samples of.")
     return text
+
+
+def read_texts(path: Path, *, format: str | None, text_column: str) -> tuple[list[str], bool]:
+    """The documents of a file, those that are empty left out, and whether they are one running text.
+
+        txt      one running text
+        json     a list of texts or of objects, or an object of columns
+        jsonl    a text or an object on every line
+        csv      with a header row
+        parquet  with a column of texts
+
+    `format` None: by the name of the file.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else f"does not exist (looked for {path.absolute()})"
+        raise ValueError(f"data file {str(path)!r} {what}. Expected custom:/path of a {', '.join(READERS)} file.")
+    kind = format or path.suffix.removeprefix(".").lower()
+    if kind not in READERS:
+        raise ValueError(
+            f"data file {str(path)!r}: its name does not say which format it has. "
+            f"Say it with data.custom.format: {', '.join(READERS)}."
+        )
+    try:
+        texts = [text for text in READERS[kind](path, text_column) if text.strip()]
+    except UnicodeDecodeError as problem:
+        raise ValueError(
+            f"data file {str(path)!r} is not UTF-8: byte {problem.start} is 0x{problem.object[problem.start]:02x}. "
+            "Convert it, for example with iconv."
+        ) from None
+    if not texts:
+        raise ValueError(f"data file {str(path)!r} is empty: it holds no text. Expected text to make samples of.")
+    return texts, kind == "txt"
+
+
+def _txt(path: Path, column: str) -> Iterator[str]:
+    yield path.read_bytes().decode("utf-8")
+
+
+def _json(path: Path, column: str) -> Iterator[str]:
+    try:
+        found = json.loads(path.read_bytes().decode("utf-8"))
+    except json.JSONDecodeError as problem:
+        raise ValueError(
+            f"data file {str(path)!r} is not JSON: {problem}. With an object on every line its format is jsonl "
+            "(data.custom.format)."
+        ) from None
+    if isinstance(found, dict):
+        found = _cell(path, found, column)
+    if not isinstance(found, list):
+        raise ValueError(f"data file {str(path)!r} holds {type(found).__name__}; expected a list of texts or objects.")
+    return _texts(path, found, column)
+
+
+def _jsonl(path: Path, column: str) -> Iterator[str]:
+    def rows() -> Iterator[Any]:
+        for number, line in enumerate(path.read_bytes().decode("utf-8").split("\n"), 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as problem:
+                    raise ValueError(f"data file {str(path)!r}, line {number} is not JSON: {problem}.") from None
+
+    return _texts(path, rows(), column)
+
+
+def _csv(path: Path, column: str) -> Iterator[str]:
+    csv.field_size_limit(sys.maxsize)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            yield from _texts(path, csv.DictReader(file), column)
+        except csv.Error as problem:
+            raise ValueError(f"data file {str(path)!r} is not CSV: {problem}.") from None
+
+
+def _parquet(path: Path, column: str) -> Iterator[str]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(
+            f"data file {str(path)!r}: parquet needs the package pyarrow, which comes with: "
+            "pip install 'quant-probe[data]'."
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            _cell(path, dict.fromkeys(file.schema_arrow.names), column)
+            for batch in file.iter_batches(columns=[column]):
+                yield from _texts(path, batch.to_pylist(), column)
+    except pyarrow.ArrowException as problem:
+        raise ValueError(f"data file {str(path)!r} is not parquet: {problem}.") from None
+
+
+def _texts(path: Path, rows: Iterable[Any], column: str) -> Iterator[str]:
+    for number, row in enumerate(rows, 1):
+        text = _cell(path, row, column) if isinstance(row, dict) else row
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise ValueError(
+                f"data file {str(path)!r}, row {number}: column {column!r} holds {type(text).__name__}; expected text."
+            )
+        yield text
+
+
+def _cell(path: Path, row: dict[Any, Any], column: str) -> Any:
+    if column in row:
+        return row[column]
+    names = [str(name) for name in row if name is not None]
+    raise ValueError(
+        f"data file {str(path)!r} has no column {column!r}.{did_you_mean(column, names)} "
+        f"It has: {', '.join(names) or 'none'}. Choose one with data.custom.text_column."
+    )
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    "txt": _txt,
+    "json": _json,
+    "jsonl": _jsonl,
+    "csv": _csv,
+    "parquet": _parquet,
+}

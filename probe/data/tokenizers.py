@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from probe.data.transformers_logs import quietly
+from probe.data.library_logs import quietly
 from probe.words import describe_error
 
 BYTES = 256

@@ -1,4 +1,4 @@
-"""The parts of a Mamba block as plain float64 formulas, to hold the real ones against. Nothing is shared with them."""
+"""The parts of a Mamba block as plain formulas, to check the real ones against; only the Hadamard matrix is shared."""
 
 import math
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from probe.diagnosis.plain_grids import PlainGrid, suspects
 from probe.diagnosis.signatures import AXES_OF_WEIGHTS, GRIDS, Replay, Step
 from probe.formats import FORMATS, Format
-from probe.models.linear import linear_key, linears
-from probe.running.calibration import Calibration
-from probe.running.modes import find_mode
-from probe.running.recipes import Recipe
+from probe.models.linear import linears
+from probe.running.corners import linear_amax
+from probe.running.traces import LayerTrace, Parts
 
 Suspects = Mapping[str, Replay]
 
@@ -76,29 +75,20 @@ def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype | None = 
             yield Step(f"weight {name}", found[name].detach(), plain, noise=GRIDS)
 
 
-def linear_steps(
-    model: nn.Module,
-    twin: nn.Module,
-    recipe: Recipe,
-    calibration: Calibration | None,
-    layer: str,
-    seen: dict[str, dict[str, Tensor]],
-) -> Iterator[Step]:
-    """Weight, input and product of every linear inside the layer; all other parameters stay."""
-    mode, fmt = find_mode(recipe.mode), FORMATS[str(recipe.format)]
+def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
+    """Weight, input and product of every linear inside the layer; all other parameters stay as they are."""
+    model, twin, mode, layer = trace.model, trace.twin, trace.mode, trace.module
+    fmt = FORMATS[str(trace.recipe.format)]
     inside = {name: linear for name, linear in linears(model).items() if f"{name}.".startswith(f"{layer}.")}
     for name, linear in inside.items():
         short = name.removeprefix(layer).removeprefix(".")
         module: Any = twin.get_submodule(name)
         weight = linear.weight.detach()
         yield weight_step(f"{short}.weight", fmt, weight, module.weight.detach())
-        tensors = seen.get(short, {})
+        tensors = parts.get(short, {})
         if "input.made" not in tensors:
             continue
-        amax = None
-        if mode.inputs and calibration is not None and fmt.needs_calibration:
-            amax = calibration.amax_of(linear_key(name))
-        grid = PlainGrid(fmt, amax) if mode.inputs else None
+        grid = PlainGrid(fmt, linear_amax(trace.calibration, fmt, name)) if mode.inputs else None
         yield grid_step(f"site {short}.input", grid, tensors["input.given"], tensors["input.made"])
         yield linear_step(short, module, tensors["input.made"], tensors["linear.made"])
     names = {f"{name}.weight" for name in inside}

@@ -4,25 +4,23 @@ Every expectation is made from the tensors that really entered the step, so that
 disagrees, and not all that follow. Weights are expected from the float model, sites from their calibrated scale.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from probe.diagnosis.definitions import convolved, rotated, scan, softplus
 from probe.diagnosis.linear_steps import Suspects, grid_step, linear_step, sums_step, weight_step
 from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import Replay, Step
-from probe.formats import FORMATS
+from probe.formats import Format
 from probe.models.mamba import SITES, SiteMixer
+from probe.running.corners import SHARED_SCALE, Amax, scale_source, site_grid
 from probe.running.modes import Mode
-from probe.running.recipes import HALF_AWAY
 
-#: These have the scale of conv1d.output, a quantile; scan.u is calibrated with the largest value of the same tensor.
-SHARED = ("conv1d.output", "x_proj.input", "scan.u")
 #: Weights that take up the inverse of a rotation.
 ROTATED = ("in_proj.weight", "out_proj.weight")
 
@@ -35,12 +33,12 @@ class NeverRanError(ValueError):
 class Block:
     """A block that ran: its tensors (`conv1d.output.given`, `conv1d.output.made`), itself and its float origin."""
 
-    seen: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
     twin: Any
     stock: Any
     mode: Mode
-    format: str
-    amax: Callable[[str], float | None]  # calibrated, by site
+    format: Format
+    amax: Amax  # calibrated, by site
 
     @property
     def mixer(self) -> SiteMixer:
@@ -59,22 +57,13 @@ class Block:
         return self._of(site, "made")
 
     def _of(self, site: str, side: str) -> Tensor:
-        if f"{site}.{side}" not in self.seen:
+        if f"{site}.{side}" not in self.tensors:
             raise NeverRanError(f"{'site ' if site in SITES else ''}{site}; it never ran")
-        return self.seen[f"{site}.{side}"]
+        return self.tensors[f"{site}.{side}"]
 
     def weight(self, name: str) -> Tensor:
         """A weight of the quantized mixer in float64, as it really is."""
         return self.mixer.get_parameter(name).detach().double()
-
-
-def watched(block: Any) -> dict[str, nn.Module]:
-    """The modules of a block whose inputs and outputs are looked at, by the names that `Block.seen` has."""
-    modules = {"block": block, "norm": block.norm, "mixer": block.mixer}
-    sites = getattr(block.mixer, "sites", None)
-    if isinstance(sites, nn.Module):
-        modules |= {site: sites.get_submodule(site) for site in SITES}
-    return modules
 
 
 def mamba_steps(block: Block) -> Iterator[Step]:
@@ -164,7 +153,7 @@ def _scan(block: Block) -> Step:
     u, step, bias, A_log, B, C = parts(torch.float32)  # a replay overflows where the real one does
     delta, A = softplus(step + bias), -torch.exp(A_log)
     unrounded, D = block.given("conv1d.output").float(), block.weight("D").float()
-    grid = PlainGrid(FORMATS[block.format])
+    grid = PlainGrid(block.format)
     replays: Suspects = {
         "B and C are swapped": lambda: scan(u, delta, A, C, B),
         "softplus is left out": lambda: scan(u, step + bias, A, B, C),
@@ -212,41 +201,18 @@ def _linear(block: Block, name: str, given: Tensor, made: Tensor) -> Step:
 
 
 def _site(block: Block, site: str, more: Suspects | None = None) -> Step:
-    grid, given, made = site_grid(block, site), block.given(site), block.made(site)
-    largest = block.amax("scan.u") if site in SHARED and block.amax("conv1d.output") is not None else None
+    grid, given, made = site_grid(block.mode, block.format, site, block.amax), block.given(site), block.made(site)
+    largest = block.amax("scan.u") if site in SHARED_SCALE and block.amax("conv1d.output") is not None else None
     if grid is None:
-        source = PlainGrid(FORMATS[block.format], block.amax(_source(site)))
+        source = PlainGrid(block.format, block.amax(scale_source(site)))
         more = {**(more or {}), "put on a grid, though values should flow on": lambda: source(given)}
-    return grid_step(f"site {site}", grid, given, made, largest=largest, more=more)
-
-
-def site_grid(block: Block, site: str) -> PlainGrid | None:
-    """The grid of a site, from the row of its mode; None where values flow on as they are."""
-    mode, fmt = block.mode, FORMATS[block.format]
-    absent = {
-        "conv1d.input": mode.conv_input == "static",
-        "conv1d.output": mode.conv_gives == "float",
-        "x_proj.input": mode.conv_gives != "float",  # on the grid already
-        "scan.u": mode.scan_reads == "float",
-        "scan.y": True,
-        "scan.state": fmt.scale != "float32",  # MX formats leave it float
-    }
-    if absent.get(site, False):
-        return None
-    source = _source(site)
-    away = source in HALF_AWAY and fmt.scale == "float32"
-    amax = block.amax(source) if fmt.needs_calibration else None
-    return PlainGrid(fmt, amax, site == "conv1d.input", "half_away" if away else "half_even")
-
-
-def _source(site: str) -> str:
-    """The site whose calibration a site uses."""
-    return "in_proj.output" if site == "conv1d.input" else "conv1d.output" if site in SHARED else site
+    plain = None if grid is None else PlainGrid.at(grid)
+    return grid_step(f"site {site}", plain, given, made, largest=largest, more=more)
 
 
 def _weight(block: Block, name: str) -> Step:
     actual, stock = block.mixer.get_parameter(name).detach(), block.stock.mixer
-    grid = PlainGrid(FORMATS[block.format])
+    grid = PlainGrid(block.format)
     plain = stock.get_parameter(name).detach()
     gamma = block.stock.norm.weight.detach()
     folded = folded_weight(name, plain, gamma)
@@ -257,7 +223,7 @@ def _weight(block: Block, name: str) -> Step:
         others["on the grid first, rotated afterwards"] = lambda: rotated(grid(unrotated)).float()
     if name == "in_proj.weight":
         others["the norm's gamma is not folded in"] = lambda: grid(rotated(plain).float())
-    return weight_step(name, FORMATS[block.format], folded, actual, others)
+    return weight_step(name, block.format, folded, actual, others)
 
 
 def folded_weight(name: str, weight: Tensor, gamma: Tensor) -> Tensor:

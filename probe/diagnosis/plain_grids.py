@@ -1,12 +1,13 @@
 """The grids once more, as plain float64 arithmetic in which every choice is a field.
 
-Nothing here is shared with the fast path. With the fields as the spec has them this is what a tensor should have
-become; with one field changed it is what a known fault would have made of it.
+Blocks and the rounding of float elements are those of the readable definitions in numerics; none of the fast kernels
+that the modes run is used. With the fields as the spec has them this is what a tensor should have become; with one
+field changed it is what a known fault would have made of it.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.reference import exponent_of, power, round_elements, scale_exponent
+from probe.running.corners import SiteGrid
 
 SMALLEST_INTEGER_SCALE = 1e-6
 SMALLEST_BLOCK_SCALE = 2.0**-9  # of nvfp4: the smallest e4m3 number
@@ -43,6 +45,11 @@ class PlainGrid:
     high: float | None = None
     flush: bool = False  # subnormals become zero
     tensor_scale: float | None = None  # of nvfp4
+
+    @classmethod
+    def at(cls, site: SiteGrid) -> Self:
+        """The grid that a recipe puts at a site."""
+        return cls(site.format, site.amax, site.per_sequence, site.rounding)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` on the grid, in its own dtype."""

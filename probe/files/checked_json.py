@@ -4,48 +4,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
+from probe.files.defects import DefectError
+
 T = TypeVar("T")
-
-
-class DefectError(Exception):
-    """What is wrong inside a file. `reading` adds which file and, unless `remedy` says it, what to do."""
-
-    def __init__(self, problem: str, *, remedy: str = "") -> None:
-        super().__init__(problem)
-        self.remedy = remedy
-
-
-@contextmanager
-def reading(
-    file: Path, error: Callable[[str], Exception], *, remedy: str, kind: str = "a file", parsers: bool = False
-) -> Iterator[None]:
-    """A defect of `file` in the block, or a refusal of the system to read it, is raised as `error` with the remedy.
-
-    With `parsers`, whatever else a parser raises is a defect too: the file is not `kind` that can be read.
-    """
-    try:
-        yield
-    except DefectError as problem:
-        raise error(f"{file}: {printable(str(problem))}. {problem.remedy or remedy}") from None
-    except OSError as problem:
-        raise error(f"{file}: cannot be read: {problem.strerror or problem}. {remedy}") from None
-    except Exception as problem:
-        if not parsers or (isinstance(error, type) and isinstance(problem, error)):
-            raise
-        words = " ".join(str(problem).split()) or type(problem).__name__
-        words = words if len(words) <= 160 else words[:157] + "..."
-        raise error(f"{file}: is not {kind} that can be read ({printable(words)}). {remedy}") from None
-
-
-def printable(text: str) -> str:
-    """The text with every character that a terminal might obey spelled out."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
@@ -153,7 +118,7 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise DefectError(f"expected numbers, found {name}")
+    raise DefectError(f"holds {name}, which is never stored")
 
 
 def _is_text(value: Any) -> bool:

@@ -5,6 +5,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from probe.files.defects import DefectError
+
 Given = str | Path | None
 
 
@@ -14,6 +16,16 @@ def safe_name(name: str) -> str:
     Different names can give the same part.
     """
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).strip(".") or "_"
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder from elsewhere; a missing one, or a link out of the folder, is a DefectError."""
+    file = folder / name
+    if not file.is_file():
+        raise DefectError("is missing, so the folder is not whole")
+    if file.resolve() != folder.resolve() / name:
+        raise DefectError(f"is a link to {file.resolve()}, which is not in the folder")
+    return file
 
 
 def check_outputs(*, files: Iterable[Given] = (), folders: Iterable[Given] = ()) -> None:

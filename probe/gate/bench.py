@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from probe.data import fingerprint, text_of, token_batches
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.files.atomic import write
 from probe.files.lock import locked
 from probe.gate.baselines import BaselineError, Entry, ModeBaselines, Store
@@ -127,8 +128,8 @@ class Bench:
         )
         return {
             "input.model": self.loaded.fingerprint,
-            "input.tokens": f"{fingerprint(self.batches())} ({self.settings.samples} x {self.settings.seqlen})",
-            "input.calibration": f"{fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
+            "input.tokens": f"{token_fingerprint(self.batches())} ({self.settings.samples} x {self.settings.seqlen})",
+            "input.calibration": f"{token_fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
             "input.percentile": f"{ours.percentile:g}",
         }
 
@@ -211,7 +212,7 @@ class Bench:
                 recipe,
                 reference,
                 model_fingerprint=self.loaded.fingerprint,
-                data_fingerprint=fingerprint(self.batches()),
+                data_fingerprint=token_fingerprint(self.batches()),
                 bytes_per_token=self.bytes_per_token,
             )
         calibration = self.calibration(variation) if recipe.needs_calibration else None

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.diagnosis.causes import WIDTH, diagnose
-from probe.diagnosis.corners import wrong_corners
+from probe.diagnosis.causes import corner_cause, diagnose
 from probe.gate.baselines import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
@@ -16,10 +15,10 @@ from probe.gate.configuration import Settings
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import RULES, Rule
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
-from probe.running.calibration import Calibration
 from probe.running.devices import is_recorded
 from probe.running.environment import differences
-from probe.running.recipes import Recipe, apply
+from probe.running.recipes import Recipe
+from probe.running.traces import LayerTrace
 from probe.running.variations import BASE, variations
 from probe.words import LOGITS
 
@@ -138,10 +137,9 @@ class Gate:
         calibration = bench.calibration() if recipe.format else None
         reference = bench.reference()
         moved = [name for name, figure in first.figures.items() if figure.moved]
-        if moved and all(name.startswith("corners.") for name in moved):
-            cause = _corner_cause(bench, recipe, reference.modules[first.case.layer], calibration)
-        else:
-            cause = diagnose(bench.loaded.model, recipe, reference, calibration, first.case.layer)
+        trace = LayerTrace(bench.loaded.model, recipe, reference, calibration, first.case.layer)
+        only_corners = bool(moved) and all(name.startswith("corners.") for name in moved)
+        cause = corner_cause(trace) if only_corners else diagnose(trace)
         return {**outcomes, first.case.layer: replace(first, cause=cause)}
 
     def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other_input: bool) -> Judged:
@@ -164,15 +162,6 @@ class Gate:
             for layer, outcome in outcomes.items()
         }
         return Judged(updated, entries, refusals)
-
-
-def _corner_cause(bench: Bench, recipe: Recipe, module: str, calibration: Calibration | None) -> str:
-    wrong = wrong_corners(apply(bench.loaded.model, recipe, calibration), recipe, calibration)
-    for name, text in wrong.items():
-        if name.startswith(f"{module}."):
-            site = name.removeprefix(f"{module}.").removeprefix("mixer.")
-            return f"site {site}; {text} (at corner values)"[:WIDTH]
-    return "corner values give other results"
 
 
 def _changed_settings(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

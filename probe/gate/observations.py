@@ -6,15 +6,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from probe.data import fingerprint
-from probe.diagnosis.corners import corner_answers
+from probe.data.batches import token_fingerprint
 from probe.gate.cases import Verdict
 from probe.gate.golden_values import Golden, corner_sketch
+from probe.gate.tolerances import OF_VALUES, RULES
 from probe.metrics import Comparison, LogitComparison, Metrics
-from probe.recordings.checked import AGAIN, RecordingError
+from probe.recordings.manifest import AGAIN, RecordingError
 from probe.recordings.reading import Recording
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
+from probe.running.corners import CornerAnswer, corner_answers
 from probe.running.coverage import rounding_bound, watching
 from probe.running.measurement import NOISE
 from probe.running.modes import find_mode
@@ -22,15 +23,13 @@ from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, check_reference, replay
 from probe.words import LOGITS
 
-#: The figures of a layer that a baseline keeps. What is left out follows from these and the reference: rmse, psnr,
-#: sqnr and the relative errors from mse and mae, std of the difference from mse and its mean.
+#: The stored figures of each group: those with a rule, except the comparisons of golden values. Rmse, psnr, sqnr and
+#: the relative errors follow from mse, mae and the reference, so they have no rule.
 FIGURES = {
-    "injected": (
-        *("mse", "mae", "max_abs", "correlation", "cosine", "p50", "p90", "p95", "p99", "mean_difference"),
-        *("mean_output", "std_output", "min_output", "max_output", "zeroed", "saturated"),
-    ),
-    "propagated": ("mse", "mae", "max_abs", "correlation", "p99", "mean_difference"),
-    "logits": ("mse", "correlation", "kl", "top1_agreement", "bits_per_byte", "change_in_bits_per_byte"),
+    group: tuple(
+        name for kind, _, name in (one.partition(".") for one in RULES) if kind == group and name not in OF_VALUES
+    )
+    for group in ("injected", "propagated", "logits")
 }
 
 
@@ -116,9 +115,9 @@ def observe(
     return found
 
 
-def _with_corners(seen: Observation, module: str, answers: dict[str, Tensor]) -> Observation:
+def _with_corners(seen: Observation, module: str, answers: dict[str, CornerAnswer]) -> Observation:
     """What the grids inside the layer make of corner values, beside what they make of the text."""
-    inside = [answer.numpy() for name, answer in answers.items() if name.startswith(f"{module}.")]
+    inside = [answer.relative.numpy() for name, answer in answers.items() if name.startswith(f"{module}.")]
     if not inside:
         return seen
     sketch, count = corner_sketch(inside)
@@ -269,7 +268,7 @@ def observe_recording(
 
 
 def _check_same(recording: Recording, reference: Reference, model_fingerprint: str, data_fingerprint: str) -> None:
-    own = (reference.model, fingerprint(reference.batches))
+    own = (reference.model, token_fingerprint(reference.batches))
     if own != (model_fingerprint, data_fingerprint):
         raise ValueError(
             f"the reference is of model {own[0]} and tokens {own[1]}, expected {model_fingerprint} and "

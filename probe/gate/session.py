@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from probe.gate.cases import Case, Outcome
-from probe.gate.configuration import ConfigurationError, Settings, settings_of
-from probe.words import LOGITS, nearest
+from probe.gate.configuration import Settings, settings_of
+from probe.settings import ConfigurationError
+from probe.words import LOGITS, near_or_first
 
 if TYPE_CHECKING:
     from probe.gate.baselines import Entry
@@ -338,8 +339,8 @@ def _check_limits(settings: Settings, recipes: set[str]) -> None:
     """A limit for no recipe at all would never be looked at."""
     for pattern in settings.limits:
         if not any(fnmatchcase(recipe, pattern) for recipe in recipes):
-            near = ", ".join(nearest(pattern, sorted(recipes)))
-            raise ValueError(f"[tool.probe.limits]: {pattern!r} matches no recipe of the matrix. Nearest: {near}.")
+            hint = near_or_first(pattern, sorted(recipes))
+            raise ValueError(f"[tool.probe.limits]: {pattern!r} matches no recipe of the matrix. {hint}")
 
 
 def _shortened(lines: list[str], *, most: int = 2000) -> list[str]:

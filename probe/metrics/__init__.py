@@ -8,11 +8,16 @@ An element that is NaN or Inf on either side is counted, turns `finite` to False
 figure. A figure that has no meaning is None and never NaN; `Metrics` says when that is.
 """
 
-from probe.metrics.comparison import Comparison
-from probe.metrics.figures import Metrics
-from probe.metrics.labels import CORRELATION_LABELS, MSE_LABELS, label_correlation, label_mse
-from probe.metrics.logits import LogitComparison, LogitMetrics
-from probe.metrics.magnitudes import KEPT, PERCENTILE_ERROR, QUANTILES
+from probe.metrics.comparison import Comparison, LogitComparison, LogitMetrics
+from probe.metrics.figures import (
+    CORRELATION_LABELS,
+    MSE_LABELS,
+    QUANTILES,
+    Metrics,
+    label_correlation,
+    label_mse,
+)
+from probe.metrics.tally import KEPT, PERCENTILE_ERROR
 
 __all__ = ["Comparison", "LogitComparison", "LogitMetrics", "Metrics"]
 __all__ += ["CORRELATION_LABELS", "KEPT", "MSE_LABELS", "PERCENTILE_ERROR", "QUANTILES"]

@@ -1,18 +1,19 @@
-"""Gathering the figures of a tensor against its reference, batch after batch."""
+"""Gathering the figures of a tensor, or of a model's logits, against a reference, batch after batch."""
 
+import math
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from probe.metrics import reference as readable
-from probe.metrics.checks import check_kind, check_pair, check_seen
-from probe.metrics.figures import Metrics
-from probe.metrics.magnitudes import KEPT, QUANTILES, Magnitudes
-from probe.metrics.tally import Tally, figure
+from probe.metrics.figures import QUANTILES, Measured, Metrics, finite_or_none
+from probe.metrics.reference import CHUNK, double_copy, first_true
+from probe.metrics.tally import KEPT, Magnitudes, Tally, first_index
 
 #: From so many elements a batch is worth the loading of the fast twin, some 0.5 s once in a process.
 LARGE = 2**20
@@ -58,27 +59,13 @@ class Comparison:
 
     def metrics(self) -> Metrics:
         """The figures of all that was seen so far."""
-        t = self._tally
-        check_seen(self, t.seen)
-        known: dict[str, Any] = {field.name: None for field in fields(Metrics)} | {
-            "count": t.seen,
-            "compared": t.count,
-            "finite": not (t.nan_output or t.inf_output or t.nan_reference or t.inf_reference),
-            "identical": t.moved == 0,
-            "percentiles_exact": self._magnitudes.exact if self.percentiles and t.count else None,
-            "nan_output": t.nan_output,
-            "inf_output": t.inf_output,
-            "nan_reference": t.nan_reference,
-            "inf_reference": t.inf_reference,
-            "first_nonfinite": t.first_nonfinite,
-            "moved": t.moved / t.seen,
-        }
-        if t.count:
-            known |= t.figures()
-        if t.count and self.percentiles:
-            quantiles = self._magnitudes.quantiles(largest=t.difference.largest)
-            known |= {f"p{q * 100:.0f}": figure(x) for q, x in zip(QUANTILES, quantiles, strict=True)}
-        return Metrics(**known)
+        tally = self._tally
+        check_seen(self, tally.seen)
+        quantiles: dict[float, float] = {}
+        if self.percentiles and tally.count:
+            found = self._magnitudes.quantiles(QUANTILES, largest=tally.difference.largest)
+            quantiles = dict(zip(QUANTILES, found, strict=True))
+        return Metrics.of(Measured(tally, quantiles, self._magnitudes.exact if quantiles else None))
 
     def __repr__(self) -> str:
         return f"Comparison(percentiles={self.percentiles}, keep={self.keep}, count={self._tally.seen})"
@@ -94,3 +81,155 @@ def _fast() -> _Measure:
         warnings.warn(slower, RuntimeWarning, stacklevel=3)
         return readable.measure
     return fast.measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitMetrics:
+    """The figures of a LogitComparison, means over the positions whose logits are finite on both sides.
+
+        kl                    sum over the vocabulary of p_ref * (log p_ref - log p_out), in nats
+        top1_agreement        share of positions with the same largest logit (the first of equals)
+        bits_per_token        -log2 p_out[target];  reference_bits_per_token = -log2 p_ref[target]
+        change_in_bits        bits_per_token - reference_bits_per_token
+
+    They are None when no position is finite on both sides, or when the figure is beyond the range of float64.
+    A masked vocabulary, -Inf on both sides, counts as not finite: cut it off first.
+    """
+
+    positions: int
+    """All positions seen."""
+    compared: int
+    """Those whose logits are finite on both sides."""
+    finite: bool
+    """No NaN and no Inf in any logit."""
+    nonfinite_output: int
+    """Positions with a NaN or Inf among the output's logits."""
+    nonfinite_reference: int
+    first_nonfinite: int | None
+    """The first position, over the whole stream, not finite in the output but finite in the reference."""
+    kl: float | None
+    top1_agreement: float | None
+    bits_per_token: float | None
+    reference_bits_per_token: float | None
+    change_in_bits: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Name -> figure, in the order above."""
+        return asdict(self)
+
+
+class LogitComparison:
+    """Gathers the `LogitMetrics` of a model's logits against those of the reference model."""
+
+    def __init__(self) -> None:
+        self._positions = 0
+        self._compared = 0
+        self._nonfinite_output = 0
+        self._nonfinite_reference = 0
+        self._first_nonfinite: int | None = None
+        self._agreed = 0
+        self._kl = 0.0
+        self._nats = 0.0
+        self._reference_nats = 0.0
+        self._change = 0.0
+
+    def update(self, logits: Tensor, reference_logits: Tensor, targets: Tensor) -> None:
+        """Append a batch: logits [..., vocabulary], and the tokens that did follow as integers [...]."""
+        check_pair(logits, reference_logits, names=("logits", "reference_logits"))
+        if targets.shape != logits.shape[:-1] or logits.ndim == 0:
+            raise ValueError(
+                f"targets have shape {list(targets.shape)} and logits {list(logits.shape)}. "
+                "Give one target per position: the shape of the logits without its last axis."
+            )
+        if targets.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise ValueError(f"targets are {targets.dtype}. Give token numbers as integers, e.g. torch.int64.")
+        vocabulary = logits.shape[-1]
+        aims = targets.detach().reshape(-1).cpu().long()
+        if not aims.numel():
+            return
+        if aims.min() < 0 or aims.max() >= vocabulary:
+            raise ValueError(
+                f"targets run from {int(aims.min())} to {int(aims.max())}, but the logits have a vocabulary of "
+                f"{vocabulary}. Drop padded positions, and check that the tokenizer is that of the model."
+            )
+        sides = [x.detach().reshape(-1, vocabulary) for x in (logits, reference_logits)]
+        rows = max(1, CHUNK // vocabulary)
+        for start in range(0, len(aims), rows):
+            stretch = slice(start, start + rows)
+            output, reference = (double_copy(x[stretch]) for x in sides)
+            self._take(output, reference, aims[stretch])
+
+    def merge(self, other: "LogitComparison") -> Self:
+        """Append all that `other` has seen after all that this one has; returns itself, leaves `other` alone."""
+        check_kind(self, other)
+        self._first_nonfinite = first_index(self._first_nonfinite, self._positions, other._first_nonfinite)
+        for name in vars(self).keys() - {"_first_nonfinite"}:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+    def metrics(self) -> LogitMetrics:
+        """The figures of all that was seen so far."""
+        check_seen(self, self._positions)
+
+        def mean(total: float) -> float | None:
+            return finite_or_none(total / self._compared) if self._compared else None
+
+        return LogitMetrics(
+            positions=self._positions,
+            compared=self._compared,
+            finite=not (self._nonfinite_output or self._nonfinite_reference),
+            nonfinite_output=self._nonfinite_output,
+            nonfinite_reference=self._nonfinite_reference,
+            first_nonfinite=self._first_nonfinite,
+            kl=mean(0.0 if self._kl < 0 else self._kl),  # rounding may leave it a hair below; NaN stays
+            top1_agreement=mean(self._agreed),
+            bits_per_token=mean(self._nats / math.log(2)),
+            reference_bits_per_token=mean(self._reference_nats / math.log(2)),
+            change_in_bits=mean(self._change / math.log(2)),
+        )
+
+    def __repr__(self) -> str:
+        return f"LogitComparison(positions={self._positions})"
+
+    def _take(self, output: Tensor, reference: Tensor, targets: Tensor) -> None:
+        good_output, good_reference = output.isfinite().all(1), reference.isfinite().all(1)
+        good = good_output & good_reference
+        lost = first_true(~good_output & good_reference)
+        self._first_nonfinite = first_index(self._first_nonfinite, self._positions, lost)
+        self._positions += len(good)
+        self._compared += int(good.sum())
+        self._nonfinite_output += int((~good_output).sum())
+        self._nonfinite_reference += int((~good_reference).sum())
+        if not good.all():
+            output, reference, targets = output[good], reference[good], targets[good]
+        self._agreed += int((output.argmax(1) == reference.argmax(1)).sum())
+        output, reference = output.log_softmax(1), reference.log_softmax(1)
+        self._kl += float((reference.exp() * (reference - output)).sum())
+        nats, reference_nats = (-x.gather(1, targets[:, None]) for x in (output, reference))
+        self._nats += float(nats.sum())
+        self._reference_nats += float(reference_nats.sum())
+        self._change += float((nats - reference_nats).sum())
+
+
+def check_pair(output: Tensor, reference: Tensor, *, names: tuple[str, str]) -> None:
+    """Floats of one shape."""
+    for name, x in zip(names, (output, reference), strict=True):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}. Only floats are compared. Convert first, e.g. {name}.float().")
+    if output.shape != reference.shape:
+        raise ValueError(
+            f"{names[0]} has shape {list(output.shape)} and {names[1]} {list(reference.shape)}. "
+            "They are compared element by element and never broadcast or cropped: give tensors of one shape."
+        )
+
+
+def check_kind(into: object, other: object) -> None:
+    """Accumulators of one kind."""
+    if type(other) is not type(into):
+        raise ValueError(f"cannot merge {other!r} into {into!r}. Merge accumulators of one kind.")
+
+
+def check_seen(accumulator: object, seen: int) -> None:
+    """Something was seen."""
+    if not seen:
+        raise ValueError(f"{accumulator!r} has seen nothing, so it has no metrics. Call update(...) with data first.")

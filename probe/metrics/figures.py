@@ -1,7 +1,97 @@
-"""The figures of a comparison, by name."""
+"""The figures of a comparison: each is a field of `Metrics` together with its formula."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from probe.metrics.tally import Tally
+
+#: The percentiles of |d| that are reported, as fractions.
+QUANTILES = (0.50, 0.90, 0.95, 0.99)
+
+#: What a report calls a figure: the first row whose limit the figure is inside of.
+MSE_LABELS = ((1e-4, "excellent"), (1e-3, "good"), (1e-2, "fair"))
+CORRELATION_LABELS = ((0.9999, "excellent"), (0.999, "good"), (0.99, "fair"))
+
+#: Added to the denominators of the relative errors, as the gate defines them.
+_FLOOR = 1e-8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What formulas are given: the tally of the whole stream and the quantiles of |d|, if they were gathered."""
+
+    tally: Tally
+    quantiles: Mapping[float, float]
+    quantiles_exact: bool | None
+
+
+def fact(formula: Callable[[Measured], Any]) -> Any:
+    """A field of `Metrics` that always has a meaning."""
+    return field(metadata={"formula": formula})
+
+
+def value(formula: Callable[[Tally], float | None], *, lossless: float | None = None) -> Any:
+    """A figure of the values: None without values, or beyond float64; `lossless`, if given, where d = 0 everywhere."""
+
+    def checked(measured: Measured) -> float | None:
+        tally = measured.tally
+        if not tally.count:
+            return None
+        return lossless if lossless is not None and _is_lossless(tally) else finite_or_none(formula(tally))
+
+    return fact(checked)
+
+
+def quantile(share: float) -> Any:
+    """A quantile of |d|, one of QUANTILES."""
+    return fact(lambda measured: finite_or_none(measured.quantiles.get(share)))
+
+
+def finite_or_none(x: float | None) -> float | None:
+    """None for what is beyond float64, or has no meaning."""
+    return x if x is not None and math.isfinite(x) else None
+
+
+def _is_lossless(t: Tally) -> bool:
+    return t.difference.largest == 0
+
+
+def _mse(t: Tally) -> float:
+    return t.difference.moments.mean_square
+
+
+def _power(t: Tally) -> float:
+    """mean reference^2"""
+    return t.reference.moments.mean_square
+
+
+def _correlation(t: Tally) -> float | None:
+    return _cosine(t.product, t.output.moments.second, t.reference.moments.second, same=_is_lossless(t))
+
+
+def _cosine_of_values(t: Tally) -> float | None:
+    o, r = t.output.moments, t.reference.moments
+    return _cosine(t.product / t.count + o.mean * r.mean, o.mean_square, r.mean_square, same=_is_lossless(t))
+
+
+def _cosine(product: float, squares_a: float, squares_b: float, *, same: bool) -> float | None:
+    norm = math.sqrt(squares_a) * math.sqrt(squares_b)
+    if not 0 < norm < math.inf or not math.isfinite(product):
+        return None
+    return 1.0 if same else max(-1.0, min(1.0, product / norm))
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    """20 log10(signal / noise), of logarithms so that the quotient cannot overflow."""
+    if not (0 < signal < math.inf and 0 < noise < math.inf):
+        return None
+    return 20 * (math.log10(signal) - math.log10(noise))
+
+
+def _saturated(t: Tally) -> float:
+    return (t.at_largest if t.at_largest > 1 and t.output.largest > 0 else 0) / t.count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,50 +119,71 @@ class Metrics:
         first_nonfinite          when no output is NaN or Inf where its reference is finite
     """
 
-    count: int
+    count: int = fact(lambda m: m.tally.seen)
     """All elements seen."""
-    compared: int
+    compared: int = fact(lambda m: m.tally.count)
     """Those finite on both sides: n."""
-    finite: bool
+    finite: bool = fact(
+        lambda m: not (m.tally.nan_output or m.tally.inf_output or m.tally.nan_reference or m.tally.inf_reference)
+    )
     """No NaN and no Inf on either side."""
-    identical: bool
+    identical: bool = fact(lambda m: m.tally.moved == 0)
     """Every bit of the output is that of the reference."""
-    mse: float | None
-    rmse: float | None
-    mae: float | None
-    max_abs: float | None
-    relative_mse: float | None
-    relative_mae: float | None
-    correlation: float | None
-    cosine: float | None
-    psnr: float | None
-    sqnr: float | None
-    p50: float | None
-    p90: float | None
-    p95: float | None
-    p99: float | None
-    percentiles_exact: bool | None
+    mse: float | None = value(_mse)
+    rmse: float | None = value(lambda t: math.sqrt(_mse(t)))
+    mae: float | None = value(lambda t: t.sum_difference / t.count)
+    max_abs: float | None = value(lambda t: t.difference.largest)
+    relative_mse: float | None = value(lambda t: _mse(t) / (_power(t) + _FLOOR))
+    relative_mae: float | None = value(lambda t: t.sum_difference / t.count / (t.sum_reference / t.count + _FLOOR))
+    correlation: float | None = value(_correlation)
+    cosine: float | None = value(_cosine_of_values)
+    psnr: float | None = value(lambda t: _decibels(t.reference.largest, math.sqrt(_mse(t))), lossless=math.inf)
+    sqnr: float | None = value(lambda t: _decibels(math.sqrt(_power(t)), math.sqrt(_mse(t))), lossless=math.inf)
+    p50: float | None = quantile(0.50)
+    p90: float | None = quantile(0.90)
+    p95: float | None = quantile(0.95)
+    p99: float | None = quantile(0.99)
+    percentiles_exact: bool | None = fact(lambda m: m.quantiles_exact)
     """Whether p50 .. p99 are numpy's own, or within PERCENTILE_ERROR of them."""
-    mean_output: float | None
-    std_output: float | None
-    min_output: float | None
-    max_output: float | None
-    mean_reference: float | None
-    std_reference: float | None
-    min_reference: float | None
-    max_reference: float | None
-    mean_difference: float | None
-    std_difference: float | None
-    nan_output: int
-    inf_output: int
-    nan_reference: int
-    inf_reference: int
-    first_nonfinite: int | None
+    mean_output: float | None = value(lambda t: t.output.moments.mean)
+    std_output: float | None = value(lambda t: t.output.moments.std)
+    min_output: float | None = value(lambda t: t.output.minimum)
+    max_output: float | None = value(lambda t: t.output.maximum)
+    mean_reference: float | None = value(lambda t: t.reference.moments.mean)
+    std_reference: float | None = value(lambda t: t.reference.moments.std)
+    min_reference: float | None = value(lambda t: t.reference.minimum)
+    max_reference: float | None = value(lambda t: t.reference.maximum)
+    mean_difference: float | None = value(lambda t: t.difference.moments.mean)
+    std_difference: float | None = value(lambda t: t.difference.moments.std)
+    nan_output: int = fact(lambda m: m.tally.nan_output)
+    inf_output: int = fact(lambda m: m.tally.inf_output)
+    nan_reference: int = fact(lambda m: m.tally.nan_reference)
+    inf_reference: int = fact(lambda m: m.tally.inf_reference)
+    first_nonfinite: int | None = fact(lambda m: m.tally.first_nonfinite)
     """Index, over the whole stream, of the first output that is NaN or Inf while its reference is finite."""
-    zeroed: float | None
-    saturated: float | None
-    moved: float
+    zeroed: float | None = value(lambda t: t.zeroed / t.count)
+    saturated: float | None = value(_saturated)
+    moved: float = fact(lambda m: m.tally.moved / m.tally.seen)
+
+    @classmethod
+    def of(cls, measured: Measured) -> Self:
+        """Every figure by its formula."""
+        return cls(**{one.name: one.metadata["formula"](measured) for one in fields(cls)})
 
     def as_dict(self) -> dict[str, Any]:
         """Name -> figure, in the order above."""
         return asdict(self)
+
+
+def label_mse(mse: float | None) -> str:
+    """Below 1e-4 excellent, below 1e-3 good, below 1e-2 fair, else poor (NaN too); None is undefined."""
+    if mse is None:
+        return "undefined"
+    return next((label for limit, label in MSE_LABELS if mse < limit), "poor")
+
+
+def label_correlation(correlation: float | None) -> str:
+    """Above 0.9999 excellent, above 0.999 good, above 0.99 fair, else poor (NaN too); None is undefined."""
+    if correlation is None:
+        return "undefined"
+    return next((label for limit, label in CORRELATION_LABELS if correlation > limit), "poor")

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probe.metrics.magnitudes import Magnitudes
-from probe.metrics.tally import Spread, Tally
+from probe.metrics.tally import Magnitudes, Spread, Tally
+from probe.numerics.moments import Moments
 
 #: Elements converted to float64 at a time: one MB per temporary, five of which exist at once.
 CHUNK = 2**17
@@ -18,14 +18,14 @@ def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) ->
     """The tally of two flat tensors of one size; the sizes of their differences are added to `magnitudes`."""
     tally = Tally()
     for start in range(0, output.numel(), CHUNK):
-        found, sizes = _measure_chunk(*(own_double(x[start : start + CHUNK]) for x in (output, reference)))
+        found, sizes = _measure_chunk(*(double_copy(x[start : start + CHUNK]) for x in (output, reference)))
         tally = tally.then(found)
         if magnitudes is not None:
             magnitudes.take(sizes.numpy())
     return tally
 
 
-def own_double(x: Tensor) -> Tensor:
+def double_copy(x: Tensor) -> Tensor:
     """A copy on the CPU that may be written to; float64 holds every float dtype exactly."""
     return x.to("cpu", torch.float64, copy=True)
 
@@ -86,7 +86,7 @@ def _centre(x: Tensor, ends: tuple[float, float]) -> Spread:
     if math.isfinite(mean):  # the rounding of the sum may push the mean of equal values off them, so that they vary
         mean = min(max(mean, minimum), maximum)
     x -= mean
-    return Spread(mean, float(torch.dot(x, x)), minimum, maximum)
+    return Spread(Moments(x.numel(), mean, float(torch.dot(x, x))), minimum, maximum)
 
 
 def first_true(mask: Tensor) -> int | None:

@@ -1,18 +1,30 @@
-"""What is known of a stretch of the stream, and how two stretches in a row join."""
+"""What is known of a stretch of the stream: counts, sums and extremes, and how two stretches in a row join."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Added to the denominators of the relative errors, as the gate defines them.
-_FLOOR = 1e-8
+import numpy as np
+import numpy.typing as npt
+
+from probe.numerics.histogram import Buckets, linear
+from probe.numerics.moments import NO_MOMENTS, Moments
+
+#: How many magnitudes |d| a Comparison keeps, as float64, for exact percentiles (32 MB).
+KEPT = 2**22
+#: The buckets of |d| beyond that: 2^8 per octave, over all of float64. The first ones are subnormal.
+BUCKETS = Buckets(float_bits=64, mantissa_bits=8, lowest=-1023, octaves=2048)
+#: A percentile read from the buckets differs from the exact one by at most this part of it.
+PERCENTILE_ERROR = BUCKETS.width / 2
+
+_Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean, sum of squares around it, and extremes of n values."""
+    """Mean, sum of squares around it, and extremes of some values."""
 
-    mean: float = 0.0
-    squares: float = 0.0
+    moments: Moments = NO_MOMENTS
     minimum: float = math.inf
     maximum: float = -math.inf
 
@@ -21,34 +33,32 @@ class Spread:
         """The largest magnitude."""
         return 0.0 + max(-self.minimum, self.maximum)  # -0.0 becomes 0.0
 
-    def std(self, count: int) -> float:
-        """Of the population."""
-        return math.sqrt(self.squares / count)
-
-    def mean_square(self, count: int) -> float:
-        """Both terms are positive, so nothing cancels."""
-        return self.squares / count + self.mean * self.mean
+    def merge(self, other: "Spread") -> "Spread":
+        """The spread of both together."""
+        return Spread(
+            self.moments.merge(other.moments), min(self.minimum, other.minimum), max(self.maximum, other.maximum)
+        )
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What is known of a stretch of the stream; `then` is that of two stretches in a row.
-
-    Means and centred sums join as Chan, Golub and LeVeque do: with D = mean_b - mean_a and w = n_a n_b / n,
-
-        mean = mean_a + D n_b / n,   squares = squares_a + squares_b + D^2 w,   product likewise with D_o D_r w
-    """
+    """What is known of a stretch of the stream; elements that are NaN or Inf on either side are only counted."""
 
     seen: int = 0
     count: int = 0
+    """Elements that are finite on both sides: all fields but the last six are about these."""
     output: Spread = Spread()
     reference: Spread = Spread()
     difference: Spread = Spread()
     product: float = 0.0
+    """Sum of (output - mean output) (reference - mean reference)."""
     sum_difference: float = 0.0
+    """Sum of |d|."""
     sum_reference: float = 0.0
+    """Sum of |reference|."""
     zeroed: int = 0
     at_largest: int = 0
+    """How many outputs have the largest magnitude."""
     moved: int = 0
     nan_output: int = 0
     inf_output: int = 0
@@ -57,31 +67,23 @@ class Tally:
     first_nonfinite: int | None = None
 
     def then(self, other: "Tally") -> "Tally":
-        """The tally of this stretch and the next one."""
+        """The tally of this stretch and the next one.
+
+        The product merges as the squares of `Moments` do: D_o D_r n_a n_b / n is added.
+        """
         count = self.count + other.count
-        share = other.count / count if count else 0.0
-        weight = self.count * share
-
-        def step_between(a: Spread, b: Spread) -> float:
-            return b.mean - a.mean if weight else 0.0  # an empty stretch has no mean
-
-        def join(a: Spread, b: Spread) -> Spread:
-            step = step_between(a, b)
-            return Spread(
-                mean=a.mean + step * share if self.count else b.mean,
-                squares=a.squares + b.squares + step * step * weight,
-                minimum=min(a.minimum, b.minimum),
-                maximum=max(a.maximum, b.maximum),
-            )
-
-        steps = step_between(self.output, other.output) * step_between(self.reference, other.reference)
+        weight = self.count * (other.count / count) if count else 0.0
+        steps = 0.0
+        if weight:  # an empty stretch has no mean
+            steps = other.output.moments.mean - self.output.moments.mean
+            steps *= other.reference.moments.mean - self.reference.moments.mean
         largest = max(self.output.largest, other.output.largest)
         return Tally(
             seen=self.seen + other.seen,
             count=count,
-            output=join(self.output, other.output),
-            reference=join(self.reference, other.reference),
-            difference=join(self.difference, other.difference),
+            output=self.output.merge(other.output),
+            reference=self.reference.merge(other.reference),
+            difference=self.difference.merge(other.difference),
             product=self.product + other.product + steps * weight,
             sum_difference=self.sum_difference + other.sum_difference,
             sum_reference=self.sum_reference + other.sum_reference,
@@ -92,63 +94,67 @@ class Tally:
             inf_output=self.inf_output + other.inf_output,
             nan_reference=self.nan_reference + other.nan_reference,
             inf_reference=self.inf_reference + other.inf_reference,
-            first_nonfinite=first(self.first_nonfinite, self.seen, other.first_nonfinite),
+            first_nonfinite=first_index(self.first_nonfinite, self.seen, other.first_nonfinite),
         )
 
-    def figures(self) -> dict[str, float | None]:
-        """The figures of values, by their names in `Metrics`, but for the percentiles."""
-        n, o, r, d = self.count, self.output, self.reference, self.difference
-        mse, mae, power = d.mean_square(n), self.sum_difference / n, r.mean_square(n)
-        lossless = d.largest == 0
-        saturated = self.at_largest if self.at_largest > 1 and o.largest > 0 else 0
-        product = self.product / n + o.mean * r.mean
-        figures = {
-            "mse": mse,
-            "rmse": math.sqrt(mse),
-            "mae": mae,
-            "max_abs": d.largest,
-            "relative_mse": mse / (power + _FLOOR),
-            "relative_mae": mae / (self.sum_reference / n + _FLOOR),
-            "correlation": _cosine(self.product, o.squares, r.squares, same=lossless),
-            "cosine": _cosine(product, o.mean_square(n), power, same=lossless),
-            "psnr": _decibels(r.largest, math.sqrt(mse)),
-            "sqnr": _decibels(math.sqrt(power), math.sqrt(mse)),
-            "mean_output": o.mean,
-            "std_output": o.std(n),
-            "min_output": o.minimum,
-            "max_output": o.maximum,
-            "mean_reference": r.mean,
-            "std_reference": r.std(n),
-            "min_reference": r.minimum,
-            "max_reference": r.maximum,
-            "mean_difference": d.mean,
-            "std_difference": d.std(n),
-            "zeroed": self.zeroed / n,
-            "saturated": saturated / n,
-        }
-        checked = {name: figure(value) for name, value in figures.items()}
-        return {**checked, "psnr": math.inf, "sqnr": math.inf} if lossless else checked
 
-
-def _cosine(product: float, squares_a: float, squares_b: float, *, same: bool) -> float | None:
-    norm = math.sqrt(squares_a) * math.sqrt(squares_b)
-    if not 0 < norm < math.inf or not math.isfinite(product):
-        return None
-    return 1.0 if same else max(-1.0, min(1.0, product / norm))
-
-
-def _decibels(signal: float, noise: float) -> float | None:
-    """20 log10(signal / noise), of logarithms so that the quotient cannot overflow."""
-    if not (0 < signal < math.inf and 0 < noise < math.inf):
-        return None
-    return 20 * (math.log10(signal) - math.log10(noise))
-
-
-def figure(x: float | None) -> float | None:
-    """None for what is beyond float64, or has no meaning."""
-    return x if x is not None and math.isfinite(x) else None
-
-
-def first(before: int | None, seen: int, after: int | None) -> int | None:
+def first_index(before: int | None, seen: int, after: int | None) -> int | None:
     """The first index of two stretches in a row, the first of which has `seen` elements."""
     return before if before is not None or after is None else seen + after
+
+
+class Magnitudes:
+    """The values |d| themselves, or once there are more than `keep`, how many fell into each bucket."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._count = 0
+        self._kept: list[_Array] = []
+        self._counts: npt.NDArray[np.int64] | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every value is still there."""
+        return self._counts is None
+
+    def take(self, values: _Array) -> None:
+        """Append values."""
+        self._count += values.size
+        self._kept.append(values)
+        if self._count > self._keep:
+            self._fold()
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether so many more can be kept one by one."""
+        return self.exact and self._count + count <= self._keep
+
+    def take_counts(self, counts: npt.NDArray[np.int64], count: int) -> None:
+        """Append `count` values, those that are not 0 by their buckets; there must be no room to keep them."""
+        self._count += count
+        self._fold()
+        assert self._counts is not None
+        self._counts += counts
+
+    def take_from(self, other: "Magnitudes") -> None:
+        """Append what another has, and share nothing with it that changes."""
+        if other._counts is not None:
+            self._counts = other._counts + (0 if self._counts is None else self._counts)
+        self._count += other._count
+        self._kept = self._kept + other._kept
+        if self._count > self._keep:
+            self._fold()
+
+    def quantiles(self, shares: Sequence[float], *, largest: float) -> list[float]:
+        """Quantiles of the values, of which there is one at least, as numpy's `linear` defines them."""
+        if self._counts is None:
+            with np.errstate(invalid="ignore"):  # |d| beyond float64
+                return [float(x) for x in np.quantile(np.concatenate(self._kept), shares)]
+        ranked = BUCKETS.ranked(self._counts, zeros=self._count - int(self._counts.sum()))
+        found = [linear(share * (self._count - 1), ranked) for share in shares]
+        return [largest if value > largest else value for value in found]
+
+    def _fold(self) -> None:
+        counts = np.zeros(BUCKETS.size, dtype=np.int64) if self._counts is None else self._counts
+        for values in self._kept:
+            BUCKETS.add(counts, values)
+        self._counts, self._kept = counts, []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from probe.data.transformers_logs import quietly
+from probe.data.library_logs import quietly
 from probe.models.offload import Room
 from probe.words import describe_error, first_few
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from probe.words import first_few, near
+from probe.words import near_or_first
 
 
 def blocks_of(model: nn.Module) -> list[str]:
@@ -33,12 +33,10 @@ def select(model: nn.Module, layers: Sequence[str | int] | str | int, *, model_n
     for wanted in layers:
         found = _match(wanted, names, stack)
         if not found:
-            close = near(wanted, [*names, *labels.values()])
-            told = f"Nearest: {', '.join(close)}" if close else f"It has: {first_few(names, most=5)}"
             kinds = f"0 to {len(stack) - 1}, first, last, all or " if stack else ""
             raise ValueError(
                 f"layer {_typed(wanted)} matches none of the {len(names)} modules of {type(model).__name__}. "
-                f"{told}. Give {kinds}a regular expression. "
+                f"{near_or_first(wanted, names, aliases=labels.values())} Give {kinds}a regular expression. "
                 f"List them with: probe layers --model {model_name}"
             )
         chosen |= set(found)

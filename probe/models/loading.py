@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from probe.data.library_logs import quietly
 from probe.data.tokenizers import BYTES, ByteTokenizer, Tokenizer, tokenizer_of_factory, tokenizer_of_folder
-from probe.data.transformers_logs import quietly
 from probe.models.checkpoints import from_folder
 from probe.models.offload import Room, state_of
 from probe.words import describe_error, did_you_mean, near
@@ -100,7 +100,7 @@ def load_model(
         return _finish(name, model, tokenizer, (*notes, *more))
 
 
-def fingerprint(model: nn.Module) -> str:
+def weight_fingerprint(model: nn.Module) -> str:
     """The first 16 hex digits of sha256 over the state: sorted names, each with dtype, shape and bytes.
 
     Parameters and persistent buffers, tied ones under each of their names. Buffers that a model computes for itself
@@ -115,7 +115,7 @@ def fingerprint(model: nn.Module) -> str:
 
 def _finish(name: str, model: nn.Module, tokenizer: Tokenizer, notes: tuple[str, ...]) -> Loaded:
     model.eval().requires_grad_(False)
-    return Loaded(name, model, tokenizer, fingerprint(model), notes)
+    return Loaded(name, model, tokenizer, weight_fingerprint(model), notes)
 
 
 def _from_embedded(row: Embedded, dtype: torch.dtype | None, room: Room | None) -> Loaded:

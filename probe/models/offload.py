@@ -86,7 +86,12 @@ class Placed:
     note: str = ""
 
 
-def device_of(name: str) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter; the CPU where there is none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def device_named(name: str) -> torch.device:
     """The device of that name, `auto` is the accelerator if there is one; one that is not there is an error."""
     if name == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from probe.formats import PERCENTILE
+from probe.numerics.histogram import Buckets, linear
 from probe.numerics.integers import IntegerParameters, code_range, integer_parameters, resolve_axis
 from probe.numerics.narrowing import FLOAT_DTYPES, require_tensor
 from probe.words import look_up
 
-#: Buckets per octave are 2^10: a value differs from the middle of its bucket by at most 2^-11 of itself.
-BUCKET_BITS = 10
-#: Bits of the float64 mantissa that a bucket does not look at, and the bucket number of 2^-127.
-_SHIFT = 52 - BUCKET_BITS
-_FIRST = (1023 - 127) << BUCKET_BITS
-_BUCKETS = 255 << BUCKET_BITS
+#: 2^10 buckets per octave, from 2^-127 (the first one also holds everything below, and the zeros) to 2^128, where
+#: float32 ends. A value differs from the middle of its bucket by at most 2^-11 of itself.
+BUCKETS = Buckets(float_bits=64, mantissa_bits=10, lowest=-127, octaves=255)
 
 #: How many of the largest magnitudes a PercentileObserver keeps exactly.
 KEPT = 2**18
@@ -183,7 +181,7 @@ class PercentileObserver(Observer):
             raise ValueError(f"alpha is {alpha!r}. A quantile is above 0 and at most 1: give e.g. 0.9995.")
         self.alpha = float(alpha)
         self._top = torch.empty(0, dtype=torch.float64)
-        self._counts = torch.zeros(_BUCKETS, dtype=torch.int64)
+        self._counts = torch.zeros(BUCKETS.size, dtype=torch.int64)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -193,26 +191,21 @@ class PercentileObserver(Observer):
     @property
     def amax(self) -> Tensor:
         """The quantile."""
-        largest = self._largest()
-        position = self.alpha * (self.count - 1)
-        below, part = int(position), position - int(position)
+        largest = float(self._largest())
         top = self._top.sort().values
-        ends = [self._ranked(min(rank, self.count - 1), top, largest) for rank in (below, below + 1)]
-        # numpy's own order of operations, so that the two agree to the last bit
-        step = ends[1] - ends[0]
-        return ends[1] - step * (1 - part) if part >= 0.5 else ends[0] + step * part
+        counts = self._counts.numpy().copy()
+        zeros, counts[0] = int(counts[0]), 0
+        counted = BUCKETS.ranked(counts, zeros=zeros)
 
-    def _ranked(self, rank: int, top: Tensor, largest: Tensor) -> Tensor:
-        """The magnitude with `rank` others before it in ascending order."""
-        place = rank - (self.count - top.numel())
-        if place >= 0:
-            return top[place]
-        bucket = torch.searchsorted(self._counts.cumsum(0), rank, right=True)
-        return torch.minimum(_middle(bucket), largest)
+        def ranked(rank: int) -> float:
+            place = rank - (self.count - len(top))
+            return float(top[place]) if place >= 0 else min(counted(rank), largest)
+
+        return torch.tensor(linear(self.alpha * (self.count - 1), ranked), dtype=torch.float64)
 
     def _take(self, x: Tensor) -> None:
         magnitude = x.abs().flatten()
-        self._counts += _bucket_counts(magnitude)
+        self._counts += _count(magnitude)
         super()._take(x)
         self._keep(magnitude)
 
@@ -234,7 +227,7 @@ class PercentileObserver(Observer):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
-        self._top, self._counts = state["top"].clone(), _dense(state["buckets"], state["counts"])
+        self._top, self._counts = state["top"].clone(), _dense(state["buckets"], state["counts"], size=BUCKETS.size)
 
 
 class MSEObserver(Observer):
@@ -258,7 +251,7 @@ class MSEObserver(Observer):
         super().__init__()
         code_range(bits, True)
         self.bits = bits
-        self._counts = torch.zeros(2 * _BUCKETS, dtype=torch.int64)
+        self._counts = torch.zeros(2 * BUCKETS.size, dtype=torch.int64)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -271,9 +264,9 @@ class MSEObserver(Observer):
         candidates = self._largest() * torch.exp2(-self._octaves)
         scales = integer_parameters(-candidates, candidates, bits=self.bits).scale.double()
         filled = self._counts.nonzero().squeeze(1)
-        counts, negative = self._counts[filled].double(), filled >= _BUCKETS
-        middle = _middle(filled % _BUCKETS)
-        values = torch.where(negative, -middle, middle)
+        counts, bucket = self._counts[filled].double(), filled % BUCKETS.size
+        middle = torch.where(bucket == 0, 0.0, torch.from_numpy(BUCKETS.middles(bucket.numpy())))
+        values = torch.where(filled >= BUCKETS.size, -middle, middle)
         low, high = code_range(self.bits, True)
         errors = [
             (counts * (values - scale * torch.round(values / scale).clamp(low, high)).square()).sum()
@@ -293,7 +286,7 @@ class MSEObserver(Observer):
 
     def _take(self, x: Tensor) -> None:
         flat = x.flatten()
-        self._counts += torch.cat([_bucket_counts(flat[flat >= 0].abs()), _bucket_counts(-flat[flat < 0])])
+        self._counts += torch.cat([_count(flat[flat >= 0].abs()), _count(-flat[flat < 0])])
         super()._take(x)
 
     def _take_from(self, other: Self) -> None:
@@ -305,7 +298,7 @@ class MSEObserver(Observer):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
-        self._counts = _dense(state["buckets"], state["counts"], size=2 * _BUCKETS)
+        self._counts = _dense(state["buckets"], state["counts"], size=2 * BUCKETS.size)
 
 
 #: name -> class; a new observer is a new row.
@@ -338,27 +331,15 @@ def from_state(state: Mapping[str, Any]) -> Observer:
     return observer
 
 
-def _bucket_counts(magnitude: Tensor) -> Tensor:
-    """How many of the magnitudes fall into each bucket.
-
-    A bucket is what float64 numbers with the same exponent and first 10 bits of mantissa have in common,
-    from 2^-127 (the first bucket also holds everything below) to 2^128 (beyond which float32 ends).
-    """
-    bucket = (magnitude.double().view(torch.int64) >> _SHIFT) - _FIRST
-    beyond = int((bucket >= _BUCKETS).sum())
-    if beyond:
+def _count(magnitudes: Tensor) -> Tensor:
+    """How many of the magnitudes fall into each of BUCKETS."""
+    try:
+        return BUCKETS.count_tensor(magnitudes)
+    except IndexError as beyond:
         raise ValueError(
             f"x has {beyond} values of magnitude 2^128 or more, which float32 cannot hold. "
             "Use the 'minmax' observer, or find where they come from."
-        )
-    return torch.bincount(bucket.clamp(min=0), minlength=_BUCKETS).cpu()
-
-
-def _middle(bucket: Tensor) -> Tensor:
-    """The value that stands for a bucket; 0.0 for the first, where the zeros are."""
-    lower = ((bucket + _FIRST) << _SHIFT).view(torch.float64)
-    upper = ((bucket + _FIRST + 1) << _SHIFT).view(torch.float64)
-    return torch.where(bucket == 0, 0.0, (lower + upper) / 2)
+        ) from None
 
 
 def _sparse(counts: Tensor) -> dict[str, Tensor]:
@@ -366,5 +347,5 @@ def _sparse(counts: Tensor) -> dict[str, Tensor]:
     return {"buckets": filled, "counts": counts[filled]}
 
 
-def _dense(buckets: Tensor, counts: Tensor, *, size: int = _BUCKETS) -> Tensor:
+def _dense(buckets: Tensor, counts: Tensor, *, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64).index_put((buckets,), counts)

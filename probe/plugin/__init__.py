@@ -255,7 +255,7 @@ def pytest_html_results_table_row(report: Any, cells: list[str]) -> None:
     """Of pytest-html, which writes test ids unescaped: layer names come from models."""
     if escape(report.nodeid) == report.nodeid:
         return
-    from probe.report.gate.tables import name_cell
+    from probe.report.gate.page import name_cell
 
     cells[:] = [name_cell(report.nodeid) if 'class="col-testId"' in cell else cell for cell in cells]
 

@@ -15,9 +15,9 @@ from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.engine import Judged
 from probe.gate.session import Session
+from probe.report.gate.page import figure_table
 from probe.report.gate.plots import recipe_picture
 from probe.report.gate.story import case_text, held_story, one_line, story
-from probe.report.gate.tables import figure_table
 from probe.running.environment import comparable, differences, environment
 
 #: How many failing layers of one recipe carry a picture of their own.

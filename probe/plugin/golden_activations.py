@@ -14,11 +14,12 @@ from probe.activations.run import Analysis, Prepared, facts_of, prepare, run
 from probe.activations.settings import Settings as AnalysisSettings
 from probe.activations.statistics import Kind
 from probe.gate.cases import Case
-from probe.gate.configuration import ConfigurationError, Settings, check_keys
+from probe.gate.configuration import Settings
 from probe.gate.engine import GoldenFigures, Judged
 from probe.gate.observations import Flaw
 from probe.gate.session import Session
 from probe.gate.tolerances import Rule
+from probe.settings import ConfigurationError, check_keys
 from probe.words import look_up
 
 MODE = "activations"

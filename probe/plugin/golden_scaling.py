@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from probe.gate.cases import Case
-from probe.gate.configuration import ConfigurationError, Settings, check_keys
+from probe.gate.configuration import Settings
 from probe.gate.engine import GoldenFigures, Judged
 from probe.gate.session import Session
 from probe.gate.tolerances import Rule
 from probe.numerics.quantize import SCALE_RULES
+from probe.recordings.tensor_sources import TensorSource, tensor_sources
 from probe.scaling.advice import recommend
-from probe.scaling.inputs import Source, sources
 from probe.scaling.levels import GRANULARITIES, check_levels, expand_formats
 from probe.scaling.sweep import scaling_sweep
+from probe.settings import ConfigurationError, check_keys
 from probe.words import look_up
 
 MODEL = "scaling"
@@ -39,7 +40,7 @@ class ScalingRequest:
 
     settings: Settings
     case: Case
-    source: Source
+    source: TensorSource
     num_levels: int
 
     @property
@@ -84,7 +85,7 @@ def request(session: Session, marked: Mapping[str, Any], *, where: str) -> list[
     settings = session.settings_for(MODEL)
     mode = MODEL if granularity == "tensor" else f"{MODEL}_{granularity}"
     requests = []
-    for source in sources([str(session.root / text) for text in given]):
+    for source in tensor_sources([str(session.root / text) for text in given]):
         if source.defect:
             raise ConfigurationError(f"{where}: {source.defect}")
         label = source.text.removeprefix(f"{session.root}/")

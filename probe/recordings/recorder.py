@@ -1,278 +1,207 @@
-"""`record`: run a model under modes, and stream what its layers give to disk."""
+"""Making a recording: `record` runs a model under modes, `write_recording` takes tensors that the caller has.
+
+Tensors are streamed to disk as they appear.
+"""
 
 import os
+import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from probe.formats import PERCENTILE
-from probe.models.loading import Loaded
-from probe.recordings.checked import RecordingError
-from probe.recordings.exporting import build
-from probe.recordings.format import LAYOUTS, TOKENS, Layout, Manifest, Recorded, Unfinished
-from probe.recordings.layouts import Beside, Export
-from probe.recordings.partial import Partial, partial_recording
-from probe.recordings.placing import is_taken, put, recover
-from probe.recordings.reading import Recording
-from probe.recordings.request import (
-    DEFAULTS,
-    Calibrating,
-    Subject,
-    batches_of,
-    check_only_one,
-    check_ready,
-    config_of,
-    device_name,
-    device_of,
-    existing_recording,
-    facts_of,
-    recipes_for,
-    subject_of,
+from probe.data.batches import token_fingerprint
+from probe.files.atomic import make_folder, sync_tree, write
+from probe.recordings import publishing, taps
+from probe.recordings.manifest import (
+    ENDS,
+    MANIFEST,
+    PARTS,
+    TENSOR_NAME,
+    TOKENS,
+    Manifest,
+    RecordedRecipe,
+    RecordingError,
+    StoredFile,
+    StoredTensor,
+    Tokens,
+    UnfinishedWork,
+    manifest_to_json,
+    writing,
 )
-from probe.recordings.returning import is_compiled, points_returned, record_outputs, returns_outputs, unwrapped
-from probe.recordings.running import run_hooked, run_returning
-from probe.recordings.spelling import NPZ
-from probe.recordings.streams import TensorStream
-from probe.recordings.taps import TAPS, Points, points_of
-from probe.recordings.writing import finished, tokens_of, write_tokens
+from probe.recordings.reading import Recording, read_recording
+from probe.recordings.request import (
+    ModelToRun,
+    RecordRequest,
+    batches_for,
+    device_name,
+    model_to_run,
+    recipes_for,
+    script_facts,
+)
+from probe.recordings.stream import TensorStream
+from probe.recordings.taps import TapPoints, is_compiled
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.environment import environment
 from probe.running.measurement import NotAppliedError
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
-from probe.words import look_up
+from probe.words import LOGITS
 
 
 class Progress(Protocol):
-    """Told what happens."""
+    """Receives what happens while a recording is made."""
 
     def line(self, text: str) -> None:
-        """Something worth knowing."""
+        """A message."""
 
     def begin(self, steps: int) -> None:
-        """How many tensors will be taken."""
+        """How many steps follow."""
 
     def step(self, recipe: str, name: str) -> None:
         """A tensor of a batch was written."""
 
 
-class Silent:
-    """Progress that nobody sees."""
+class _Silent:
+    def line(self, text: str) -> None: ...
 
-    def line(self, text: str) -> None:
-        """Keep it."""
+    def begin(self, steps: int) -> None: ...
 
-    def begin(self, steps: int) -> None:
-        """Never mind."""
-
-    def step(self, recipe: str, name: str) -> None:
-        """Never mind."""
+    def step(self, recipe: str, name: str) -> None: ...
 
 
 @dataclass(frozen=True)
-class Run:
-    """All that recipes are run with."""
+class _Run:
+    """What all recipes of a request are run with."""
 
-    subject: Subject
-    layers: tuple[str | int, ...]
-    taps: tuple[str, ...]
+    request: RecordRequest
+    model: ModelToRun
     batches: tuple[Tensor, ...]
-    device: str
-    compile: bool
-    calibrating: Calibrating
     existing: Recording | None
+    partial: publishing.PartialRecording
     progress: Progress
 
 
 @torch.no_grad()
 def record(
-    out: Path | str = "layer_outputs",
-    *,
-    model: str | Loaded | nn.Module = "tiny-mamba",
-    pretrained_dir: str | None = None,
-    modes: Sequence[str] | None = None,
-    formats: Sequence[str] = ("int8",),
-    layers: Sequence[str | int] | None = None,
-    taps: Sequence[str] | None = None,
-    samples: int | None = None,
-    seqlen: int | None = None,
-    data: str | None = None,
-    prompt: str | None = None,
-    batches: Sequence[Tensor] | None = None,
-    batch_size: int = 1,
-    device: str = "cpu",
-    compile: bool = False,
-    calib_data: str = "calibration",
-    calib_data_num: int = 16,
-    calib_seqlen: int = 256,
-    percentile: float = PERCENTILE,
-    layout: str = "safetensors",
-    output_file: str | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    allow_download: bool = False,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    out: RecordRequest | Path | str = "layer_outputs", *, progress: Progress | None = None, **options: Any
 ) -> Recording:
-    """Run a model under modes and keep tensors of its layers in the folder `out`; what is left out is in DEFAULTS.
+    """Run a model under modes and keep tensors of its layers in the folder `out`.
 
-    The tokens are `samples` windows of the text `data`, or those of `prompt`, or `batches`. A model that is compiled
-    or made by record_outputs runs as it is, and `modes` and `formats` only say which one recipe it is.
+        record("outputs", modes=["fp32", "2-1"], samples=1)
+        record(RecordRequest("outputs", modes=["fp32", "2-1"], samples=1))
 
-    An interrupted recording lies in `<out>.partial` and is finished by the same call; `restart` deletes it. Recipes
-    are added to a recording of the same model, tokens and layers that is there already; `overwrite` replaces those
-    that it has.
+    The options are the fields of RecordRequest; given with a request, they replace its own.
+
+    An interrupted recording is in `<out>.partial` and is finished by the same call. Recipes are added to a recording
+    of the same model, tokens and layers that is there already.
     """
-    progress = progress or Silent()
-    look_up("layout", layout, dict.fromkeys(LAYOUTS))
-    chosen = cast(Layout, layout)
-    for tap in taps or ():
-        look_up("tap", tap, dict.fromkeys(TAPS))
-    file = output_file or NPZ
-    if output_file is not None and chosen != "npz":
-        raise ValueError(f"an output file is for the layout npz, and the layout is {layout}. Leave it out.")
-    if not file.endswith(".npz") or Path(file).name != file:
-        raise ValueError(f"the output file is {file!r}. Expected a plain name that ends in .npz.")
-    check_only_one(batches=batches, prompt=prompt, data=data, samples=samples, seqlen=seqlen)
-    defaults = DEFAULTS[chosen]
-    folder = Path(os.path.realpath(out))
-    recover(folder)
-    is_taken(folder)
-    subject = subject_of(model, pretrained_dir, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    where = device_name(device) if not subject.as_it_is else device_of(subject, device)
-    if subject.as_it_is:
-        check_ready(subject, layers=layers, taps=taps, compile=compile)
-    for note in subject.loaded.notes:
+    request = replace(out, **options) if isinstance(out, RecordRequest) else RecordRequest(out, **options)
+    progress = progress or _Silent()
+    folder, layout = request.folder, request.layout
+    publishing.recover(folder)
+    publishing.holds_recording(folder)
+    model = model_to_run(request)
+    device = device_name(request, model)
+    for note in model.loaded.notes:
         progress.line(f"note: {note}")
-    recipes = recipes_for(subject, modes, formats, defaults)
-    if batches is None:
-        count = defaults.samples if samples is None else samples
-        source = data or "evaluation"
-        given = batches_of(subject, prompt=prompt, data=source, samples=count, seqlen=seqlen, batch_size=batch_size)
-    else:
-        given, source = list(batches), None
-    tokens = tokens_of(given, source if prompt is None else None)
+    recipes = recipes_for(request, model)
+    batches = batches_for(request, model)
     keys = tuple(map(str, recipes))
-    begun = Manifest(
-        subject.loaded.name,
-        subject.loaded.fingerprint,
-        where,
-        tokens,
-        {},
-        environment(),
-        unfinished=Unfinished({}, keys),
-    )
-    existing = existing_recording(folder, begun, chosen, overwrite=overwrite)
-    own = defaults.taps if taps is None else ("inputs",) if chosen == "npz" else ()
-    run = Run(
-        subject,
-        tuple(layers or defaults.layers),
-        tuple(dict.fromkeys((*own, *(taps or ())))),
-        tuple(given),
-        device,
-        compile,
-        Calibrating(calib_data, calib_data_num, calib_seqlen, percentile),
-        existing,
-        progress,
-    )
-    asked = facts_of(begun, chosen) | _asked(run, keys, file)
-    with partial_recording(folder, replace(begun, unfinished=Unfinished(asked, keys)), restart=restart) as partial:
+    tokens, weights = _tokens_of(batches, request.source), model.loaded.fingerprint
+    begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
+    existing = publishing.existing_recording(folder, begun, keys, layout, overwrite=request.overwrite)
+    asked = publishing.shared_facts(begun, layout) | _asked(request, model, batches, keys)
+    begun = replace(begun, unfinished=UnfinishedWork(asked, keys))
+    with publishing.partial_recording(folder, begun, restart=request.restart) as partial:
         if partial.reused:
             progress.line(f"continuing {partial.folder}: {', '.join(partial.reused)} recorded already")
         elif not partial.manifest.files:
-            partial.manifest = replace(partial.manifest, files={TOKENS: write_tokens(partial.folder, given)})
+            partial.manifest = replace(partial.manifest, files={TOKENS: _write_tokens(partial.folder, batches)})
             partial.save()
-        _record_missing(run, partial, [recipe for recipe in recipes if str(recipe) in partial.missing])
-        decode = subject.loaded.tokenizer.decode
-        texts = [prompt] if prompt is not None else [decode(row.tolist()) for batch in given for row in batch]
-        told = texts[0] if len(texts) == 1 else texts
-        beside = Beside(told, config_of(unwrapped(subject.loaded.model)), pretrained_dir, file)
-        return _publish(folder, partial, existing, beside, chosen)
+        run = _Run(request, model, tuple(batches), existing, partial, progress)
+        _record_missing(run, [recipe for recipe in recipes if str(recipe) in partial.missing])
+        return publishing.publish(folder, partial, existing, script_facts(request, model, batches), layout)
 
 
-def _asked(run: Run, recipes: Sequence[str], output_file: str) -> dict[str, str]:
-    """What must be the same, beside the facts, for an interrupted recording to be continued."""
+def _asked(
+    request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor], recipes: Sequence[str]
+) -> dict[str, str]:
+    """What must be the same, beside the shared facts, for an interrupted recording to be continued."""
     return {
         "recipes": " ".join(recipes),
-        "layers": " ".join(map(str, run.layers)),
-        "taps": " ".join(run.taps) or "none",
-        "output file": output_file,
-        "batch size": str(len(run.batches[0])),
-        "compiled": str(run.compile or is_compiled(run.subject.loaded.model)),
-        "calibration": str(run.calibrating),
+        "layers": " ".join(map(str, request.chosen_layers)),
+        "taps": " ".join(request.chosen_taps) or "none",
+        "output file": request.archive,
+        "batch size": str(len(batches[0])),
+        "compiled": str(request.compile or is_compiled(model.loaded.model)),
+        "calibration": request.calibration,
     }
 
 
-# -------------------------------------------------------------------------------------------------- what is run
-
-
-def _record_missing(run: Run, partial: Partial, recipes: Sequence[Recipe]) -> None:
+def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
+    request, loaded = run.request, run.model.loaded
     calibration: Calibration | None = None
-    asked, loaded = run.calibrating, run.subject.loaded
     for index, recipe in enumerate(recipes):
-        if calibration is None and recipe.needs_calibration and not run.subject.as_it_is:
-            run.progress.line(f"[calibration] {asked}")
-            calibration = calibrate_on(loaded, asked.data, asked.samples, asked.seqlen, percentile=asked.percentile)
+        if calibration is None and recipe.needs_calibration and not run.model.runs_as_is:
+            run.progress.line(f"[calibration] {request.calibration}")
+            sizes = (request.calib_data_num, request.calib_seqlen)
+            calibration = calibrate_on(loaded, request.calib_data, *sizes, percentile=request.percentile)
+        used = calibration if recipe.needs_calibration else None
         twin = loaded.model
-        if not run.subject.as_it_is:
-            twin = apply(loaded.model, recipe, calibration if recipe.needs_calibration else None).to(run.device)
-        if returns_outputs(twin):
-            points = points_returned(twin)
-        else:
-            points = points_of(twin, run.layers, run.taps, model_name=loaded.name)
-        _check_addition(run, partial, recipe, points)
+        if not run.model.runs_as_is:
+            twin = apply(loaded.model, recipe, used).to(request.device)
+        points = taps.points_returned(twin)
+        if points is None:
+            points = taps.tap_points(twin, request.chosen_layers, request.chosen_taps, model_name=loaded.name)
+        _check_addition(run, recipe, points)
         if not index:
             run.progress.begin(len(points.names) * len(run.batches) * len(recipes))
         run.progress.line(f"[{index + 1}/{len(recipes)}] {recipe}")
-        _record_recipe(run, partial, recipe, twin, points, calibration if recipe.needs_calibration else None)
+        _record_recipe(run, recipe, twin, points, used)
 
 
 def _record_recipe(
-    run: Run, partial: Partial, recipe: Recipe, twin: nn.Module, points: Points, calibration: Calibration | None
+    run: _Run, recipe: Recipe, twin: nn.Module, points: TapPoints, calibration: Calibration | None
 ) -> None:
     """Run one recipe over all batches, and list it once its file is whole."""
-    key = str(recipe)
+    request, partial, key = run.request, run.partial, str(recipe)
     file = partial.folder / f"{key}.safetensors"
-    with TensorStream(file, points.names, partial.manifest.tokens.samples, what=key) as stream:
+    with TensorStream(file, points.names, partial.manifest.tokens.samples, label=key) as stream:
 
-        def take(name: str, tensor: Tensor) -> None:
+        def consume(name: str, tensor: Tensor) -> None:
             stream.add(name, tensor)
             run.progress.step(key, name)
 
-        if run.compile and not returns_outputs(twin):
-            twin = record_outputs(twin, run.layers, taps=run.taps)
-        if run.compile and not is_compiled(twin):
+        if request.compile and taps.points_returned(twin) is None:
+            twin = taps.record_outputs(twin, request.chosen_layers, taps=request.chosen_taps)
+        if request.compile and not is_compiled(twin):
             twin = cast(nn.Module, torch.compile(twin))
-        run_one = run_returning if returns_outputs(twin) else run_hooked
-        stray = run_one(twin, recipe, points, run.batches, take)
+        run_model = taps.run_hooked if taps.points_returned(twin) is None else taps.run_returning
+        stray = run_model(twin, recipe, points, run.batches, consume)
         if stray:
             raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
-        recorded, facts = finished(recipe, stream, points.layers)
-        asked = run.calibrating
-        used = None if calibration is None else asked.done(calibration)
+        recorded, stored = _finished(recipe, stream, points.layers)
         recorded = replace(
             recorded,
-            applied="before" if run.subject.as_it_is else "by probe",
-            calibration=used,
+            applied="before" if run.model.runs_as_is else "by probe",
+            calibration=None if calibration is None else request.recorded_calibration(calibration),
             compiled=is_compiled(twin),
         )
-        _check_changed(run, partial, recipe, recorded)
-    partial.add(key, recorded, file.name, facts)
+        _check_changed(run, recipe, recorded)
+    partial.add(key, recorded, file.name, stored)
 
 
-# ------------------------------------------------------------------------------------------------ what is checked
-
-
-def _check_addition(run: Run, partial: Partial, recipe: Recipe, points: Points) -> None:
+def _check_addition(run: _Run, recipe: Recipe, points: TapPoints) -> None:
     """All recipes of a folder have the same layers and taps."""
     there = run.existing.manifest.recipes if run.existing else {}
-    staying = {name: one for name, one in there.items() if name not in partial.missing}
-    for other in (staying | partial.manifest.recipes).values():
+    staying = {name: one for name, one in there.items() if name not in run.partial.missing}
+    for other in (staying | run.partial.manifest.recipes).values():
         if other.layers != points.layers or set(other.tensors) != set(points.names):
             those, these = (", ".join(sorted(some)) for some in (other.tensors, points.names))
             raise RecordingError(
@@ -281,16 +210,16 @@ def _check_addition(run: Run, partial: Partial, recipe: Recipe, points: Points) 
             )
 
 
-def _check_changed(run: Run, partial: Partial, recipe: Recipe, recorded: Recorded) -> None:
-    """A recipe whose every layer is that of fp32 to the bit did nothing."""
-    float_one = str(Recipe("fp32"))
+def _check_changed(run: _Run, recipe: Recipe, recorded: RecordedRecipe) -> None:
+    """A recipe whose every layer is bit-identical to fp32 did nothing."""
+    partial, reference = run.partial, str(Recipe("fp32"))
     here = Recording(partial.folder, partial.manifest)
-    place = here if float_one in partial.manifest.recipes else run.existing
-    if recipe.mode == float_one or place is None or float_one not in place.recipes:
+    place = here if reference in partial.manifest.recipes else run.existing
+    if recipe.mode == reference or place is None or reference not in place.recipes:
         return
     mine = Recording(partial.folder, replace(partial.manifest, recipes={str(recipe): recorded}))
     names = [f"{label}.output" for label in recorded.layers]
-    pairs = ((mine.tensor(str(recipe), name), place.tensor(float_one, name)) for name in names)
+    pairs = ((mine.tensor(str(recipe), name), place.tensor(reference, name)) for name in names)
     if all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs):
         raise NotAppliedError(
             f"{recipe} was not applied: {', '.join(recorded.layers)} are those of fp32, to the bit. Record a layer "
@@ -298,17 +227,90 @@ def _check_changed(run: Run, partial: Partial, recipe: Recipe, recorded: Recorde
         )
 
 
-def _publish(folder: Path, partial: Partial, existing: Recording | None, beside: Beside, layout: Layout) -> Recording:
-    """Build the folder beside its place, rename it, and let the partial one go."""
-    fresh = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
+# --------------------------------------------------------------------------------- tensors that the caller has
+
+
+def write_recording(
+    folder: Path | str,
+    recipes: Iterable[tuple[Recipe, Mapping[str, Sequence[Tensor]]]],
+    *,
+    model: str,
+    batches: Sequence[Tensor],
+    device: str,
+    model_fingerprint: str | None = None,
+    versions: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> Recording:
+    """Write what recipes gave over `batches`: `layer_0.output` and `logits`, a tensor for each batch, as captured.
+
+    It is for devices that probe does not run itself. Recipes may come from a generator: each is on disk before the
+    next is asked for. All is written beside `folder`, read back, and only then renamed into its place, so that a
+    folder is a whole recording or not there. With `overwrite` an older recording, and nothing else, is replaced.
+    """
+    folder = Path(os.path.realpath(folder))
+    publishing.is_to_be_replaced(folder, overwrite=overwrite)
+    tokens = _tokens_of(batches)
+    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
     try:
-        source = Recording(partial.folder, partial.manifest)
-        manifest = build(Export(fresh, source, existing, beside), layout)
-        if is_taken(folder) != (existing is not None):
-            raise RecordingError(f"{folder} has changed while it was recorded. Run the same command again.")
-        put(fresh, folder, in_place_of_another=existing is not None)
+        with writing(folder):
+            make_folder(fresh)
+        files = {TOKENS: _write_tokens(fresh, batches)}
+        recorded: dict[str, RecordedRecipe] = {}
+        for recipe, parts in recipes:
+            key = str(recipe)
+            if key in recorded:
+                raise RecordingError(f"{recipe} is given twice. Record each recipe once.")
+            with TensorStream(fresh / f"{key}.safetensors", list(parts), tokens.samples, label=key) as stream:
+                for name, some in parts.items():
+                    if not TENSOR_NAME.fullmatch(name):
+                        raise RecordingError(
+                            f"{key}: {name!r} names no tensor. Expected layer_0.output, layer_0.input or {LOGITS}."
+                        )
+                    for part in some:
+                        stream.add(name, part)
+                recorded[key], files[stream.file.name] = _finished(recipe, stream)
+        if not recorded:
+            raise RecordingError(f"nothing was recorded for {folder}: not one recipe was given. Give at least one.")
+        known = environment() | dict(versions or {})
+        manifest = Manifest(model, model_fingerprint, device, tokens, recorded, known, files=files)
+        with writing(folder):
+            write(fresh / MANIFEST, manifest_to_json(manifest))
+            sync_tree(fresh)
+        read_recording(fresh)
+        publishing.put_in_place(fresh, folder, replaces=publishing.is_to_be_replaced(folder, overwrite=overwrite))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    shutil.rmtree(partial.folder, ignore_errors=True)
     return Recording(folder, manifest)
+
+
+def _tokens_of(batches: Sequence[Tensor], source: str | None = None) -> Tokens:
+    """The facts about what a model is given; anything but rows of one length is refused."""
+    shapes = [tuple(batch.shape) for batch in batches]
+    if not shapes or any(len(shape) != 2 or shape[1] != shapes[0][1] or 0 in shape for shape in shapes):
+        raise RecordingError(f"batches have the shapes {shapes}. Expected [samples, tokens], all of one length.")
+    if any(batch.is_floating_point() or batch.is_complex() for batch in batches):
+        raise RecordingError(f"batches are {batches[0].dtype}. Expected token ids, whole numbers.")
+    samples, seqlen = sum(shape[0] for shape in shapes), shapes[0][1]
+    return Tokens(samples * seqlen, samples, seqlen, token_fingerprint(batches), TOKENS, source)
+
+
+def _write_tokens(folder: Path, batches: Sequence[Tensor]) -> StoredFile:
+    """Keep the token ids, so that a comparison with another recording can say which of them differs."""
+    ids = torch.cat([batch.detach().cpu().to(torch.int64) for batch in batches])
+    with writing(folder / TOKENS):
+        return StoredFile.of(write(folder / TOKENS, save({"input_ids": ids})))
+
+
+def _finished(
+    recipe: Recipe, stream: TensorStream, layers: Sequence[str] | None = None
+) -> tuple[RecordedRecipe, StoredFile]:
+    """What a whole stream holds. Without `layers`, every output is a layer's but those of the ends and of parts."""
+    kinds, file = stream.finish()
+    if layers is None:
+        labels = [name.removesuffix(".output") for name in kinds if name.endswith(".output")]
+        parts = {f"{label}.{part}" for label in labels for part in PARTS}
+        layers = [label for label in labels if label not in (*ENDS, *parts)]
+    if not layers:
+        raise RecordingError(f"{recipe} recorded not one layer. Expected tensors such as layer_0.output.")
+    tensors = {name: StoredTensor(*kind, stream.file.name, name) for name, kind in kinds.items()}
+    return RecordedRecipe(find_mode(recipe.mode).id, recipe.format, tuple(layers), tensors), file

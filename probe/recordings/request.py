@@ -1,68 +1,169 @@
-"""What a recording is asked for: the model, the recipes, the tokens; all that can be wrong is found before a run."""
+"""A request to record: its options, written once, and the model, recipes and tokens that they mean.
+
+Every mistake in it is found before the model runs.
+"""
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
-from probe.models.loading import Loaded, fingerprint, load_model
+from probe.formats import PERCENTILE
+from probe.models.loading import Loaded, load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
-from probe.recordings.checked import RecordingError
-from probe.recordings.format import Calibrated, Layout, Manifest
-from probe.recordings.placing import is_taken
-from probe.recordings.reading import Recording, read_recording
-from probe.recordings.returning import is_compiled, returns_outputs, unwrapped
+from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
+from probe.recordings.script_formats import NPZ, ScriptFacts
+from probe.recordings.taps import TAPS, is_compiled, points_returned, unwrapped
 from probe.running.calibration import Calibration
 from probe.running.devices import check_device, is_present, is_recorded
-from probe.running.environment import comparable, differences
 from probe.running.recipes import Recipe, check_recipes, recipes_of
+from probe.words import look_up
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """What a layout records unless it is told otherwise: what the script did whose layout it is."""
+class LayoutDefaults:
+    """What a layout records unless the request says otherwise: what the script did whose layout it is."""
 
     modes: tuple[str, ...]
     layers: tuple[str, ...]
     taps: tuple[str, ...]
     samples: int
+    always: tuple[str, ...] = ()
+    """Taps that are recorded even if others are asked for."""
 
 
-DEFAULTS: dict[Layout, Defaults] = {
-    "safetensors": Defaults(("essential",), ("first", "last"), (), 10),
-    "npy": Defaults(("essential",), ("first", "last"), (), 10),
-    "npz": Defaults(("all",), ("first",), ("inputs",), 1),
-    "pt": Defaults(("fp_only",), ("all",), ("embedding", "final_norm"), 1),
+DEFAULTS: dict[Layout, LayoutDefaults] = {
+    "safetensors": LayoutDefaults(("essential",), ("first", "last"), (), 10),
+    "npy": LayoutDefaults(("essential",), ("first", "last"), (), 10),
+    "npz": LayoutDefaults(("all",), ("first",), ("inputs",), 1, always=("inputs",)),
+    "pt": LayoutDefaults(("fp_only",), ("all",), ("embedding", "final_norm"), 1),
 }
-#: In a recording `all` has its reference with it: without one there is nothing to compare.
+#: In a recording `all` includes the float reference: without it there is nothing to compare.
 ALL = ("fp_only", "quant_only")
 #: For models without Mamba blocks, which most modes quantize.
 PLAIN = ("fp32", "linear_w", "linear_wa")
 SEQLEN = 512
 
 
+@dataclass(frozen=True, eq=False)
+class RecordRequest:
+    """What to record, and how. None stands for the default of the layout (DEFAULTS)."""
+
+    out: Path | str = "layer_outputs"
+    """The folder. While it is made, the recording is in `<out>.partial`."""
+    _: KW_ONLY
+    model: str | Loaded | nn.Module = "tiny-mamba"
+    """A name, or a model. One that is compiled or made by record_outputs runs as it is: `modes` and `formats` then only
+    say which recipe it is."""
+    pretrained_dir: str | None = None
+    """The folder of the weights; `model` is then only the name that is written down."""
+    modes: Sequence[str] | None = None
+    formats: Sequence[str] = ("int8",)
+    layers: Sequence[str | int] | None = None
+    taps: Sequence[str] | None = None
+    samples: int | None = None
+    """Windows of the text `data`, each of `seqlen` tokens."""
+    seqlen: int | None = None
+    data: str | None = None
+    prompt: str | None = None
+    """This text instead of `data`: one sample."""
+    batches: Sequence[Tensor] | None = None
+    """These tokens instead of a text, [samples, tokens]."""
+    batch_size: int = 1
+    device: str = "cpu"
+    compile: bool = False
+    calib_data: str = "calibration"
+    calib_data_num: int = 16
+    calib_seqlen: int = 256
+    percentile: float = PERCENTILE
+    layout: Layout = "safetensors"
+    output_file: str | None = None
+    """The archive of the layout npz."""
+    overwrite: bool = False
+    """Replace recipes that the folder has already. Others are added to it."""
+    restart: bool = False
+    """Delete an interrupted recording instead of finishing it."""
+    allow_download: bool = False
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        look_up("layout", self.layout, dict.fromkeys(LAYOUTS))
+        for tap in self.taps or ():
+            look_up("tap", tap, dict.fromkeys(TAPS))
+        if self.output_file is not None and self.layout != "npz":
+            raise ValueError(f"an output file is for the layout npz, and the layout is {self.layout}. Leave it out.")
+        if not self.archive.endswith(".npz") or "/" in self.archive or not FILE_NAME.fullmatch(self.archive):
+            raise ValueError(f"the output file is {self.archive!r}. Expected a plain name that ends in .npz.")
+        for first, others, why in (
+            ("batches", ("prompt", "data", "samples", "seqlen"), "batches are whole"),
+            ("prompt", ("data", "samples"), "a prompt is one sample of its own"),
+        ):
+            for other in others:
+                if getattr(self, first) is not None and getattr(self, other) is not None:
+                    raise ValueError(f"{first} and {other} were both given, and {why}. Leave one out.")
+
+    @property
+    def folder(self) -> Path:
+        """`out` without links."""
+        return Path(os.path.realpath(self.out))
+
+    @property
+    def defaults(self) -> LayoutDefaults:
+        """What the layout records unless the request says otherwise."""
+        return DEFAULTS[self.layout]
+
+    @property
+    def chosen_layers(self) -> tuple[str | int, ...]:
+        """The layers, as `select` understands them."""
+        return tuple(self.layers or self.defaults.layers)
+
+    @property
+    def chosen_taps(self) -> tuple[str, ...]:
+        """The taps, each once."""
+        if self.taps is None:
+            return self.defaults.taps
+        return tuple(dict.fromkeys((*self.defaults.always, *self.taps)))
+
+    @property
+    def archive(self) -> str:
+        """The file of the layout npz."""
+        return self.output_file or NPZ
+
+    @property
+    def source(self) -> str | None:
+        """The text that the tokens come from; None for a prompt and for batches."""
+        return (self.data or "evaluation") if self.prompt is None and self.batches is None else None
+
+    @property
+    def calibration(self) -> str:
+        """What static scales are to be taken from, in words."""
+        return f"{self.calib_data_num} x {self.calib_seqlen} of {self.calib_data}, percentile {self.percentile}"
+
+    def recorded_calibration(self, calibration: Calibration) -> RecordedCalibration:
+        """The facts of a calibration that was made as requested."""
+        return RecordedCalibration(
+            self.calib_data, calibration.data, self.percentile, self.calib_data_num, self.calib_seqlen
+        )
+
+
+# --------------------------------------------------------------------------------------------------- the model
+
+
 @dataclass(frozen=True)
-class Calibrating:
-    """What static scales are to be taken from."""
+class ModelToRun:
+    """A float model that recipes are applied to, or one that `runs_as_is`: compiled, or made by record_outputs."""
 
-    data: str
-    samples: int
-    seqlen: int
-    percentile: float
-
-    def done(self, calibration: Calibration) -> Calibrated:
-        """As it is written down once it has happened."""
-        return Calibrated(self.data, calibration.data, self.percentile, self.samples, self.seqlen)
-
-    def __str__(self) -> str:
-        return f"{self.samples} x {self.seqlen} of {self.data}, percentile {self.percentile}"
+    loaded: Loaded
+    runs_as_is: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,72 +177,46 @@ class _NoTokenizer:
         return ""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is run: a float model that recipes are applied to, or, `as_it_is`, one that somebody made ready."""
-
-    loaded: Loaded
-    as_it_is: bool = False
-
-
-def subject_of(
-    model: str | Loaded | nn.Module, pretrained_dir: str | None, *, allow_download: bool, trust_remote_code: bool
-) -> Subject:
-    """Load a model by name, from `pretrained_dir` if that is given, or take the one that is there."""
+def model_to_run(request: RecordRequest) -> ModelToRun:
+    """Load the model by name, from `pretrained_dir` if that is given, or use the one that was given."""
+    model = request.model
     if isinstance(model, str):
-        where = model if pretrained_dir is None else pretrained_dir
-        found = load_model(where, allow_download=allow_download, trust_remote_code=trust_remote_code)
-        return Subject(Loaded(model, found.model, found.tokenizer, found.fingerprint, found.notes))
-    if pretrained_dir is not None:
+        found = load_model(
+            model if request.pretrained_dir is None else request.pretrained_dir,
+            allow_download=request.allow_download,
+            trust_remote_code=request.trust_remote_code,
+        )
+        return ModelToRun(Loaded(model, found.model, found.tokenizer, found.fingerprint, found.notes))
+    if request.pretrained_dir is not None:
         raise ValueError("a model and a folder of weights were both given. Leave one out.")
     if isinstance(model, Loaded):
-        return Subject(model)
+        return ModelToRun(model)
+    returns = points_returned(model) is not None
+    if returns and (request.layers is not None or request.taps is not None):
+        raise ValueError("layers were chosen when record_outputs wrapped the model. Leave layers and taps out.")
+    if request.compile and is_compiled(model):
+        raise ValueError("the model is compiled already. Leave compile out.")
     inner = unwrapped(model)
-    as_it_is = is_compiled(model) or returns_outputs(model)
-    own = getattr(inner, "tokenizer", None)
     name = type(inner).__name__
+    own = getattr(inner, "tokenizer", None)
     tokenizer = own if isinstance(own, Tokenizer) else _NoTokenizer(name)
-    return Subject(Loaded(name, model, tokenizer, fingerprint(inner)), as_it_is)
+    return ModelToRun(
+        Loaded(name, model, tokenizer, weight_fingerprint(inner)), runs_as_is=is_compiled(model) or returns
+    )
 
 
-def recipes_for(
-    subject: Subject, modes: Sequence[str] | None, formats: Sequence[str], defaults: Defaults
-) -> list[Recipe]:
-    """The recipes to record. A model that is run as it is has one, which the caller names."""
-    if subject.as_it_is:
-        recipes = recipes_of(list(modes or ("fp32",)), list(formats))
-        if len(recipes) != 1:
+def device_name(request: RecordRequest, model: ModelToRun) -> str:
+    """The device as the manifest has it, once it is known to be here. A model that runs as is has its own."""
+    device = request.device
+    if model.runs_as_is:
+        found = next((parameter.device for parameter in model.loaded.model.parameters()), torch.device("cpu"))
+        if device not in ("cpu", str(found), found.type):
             raise ValueError(
-                f"the model is run as it is, so it is one recipe, but {', '.join(map(str, recipes))} were asked for. "
-                "Name the one that it is."
+                f"the model lies on {found}, and the device is {device}. Move it, or leave the device out."
             )
-        return recipes
-    fitting = defaults.modes if is_mamba(subject.loaded.model) or defaults.modes == ("fp_only",) else PLAIN
-    names = [one for name in modes or fitting for one in (ALL if name == "all" else (name,))]
-    recipes = recipes_of(names, list(formats))
-    check_recipes(subject.loaded, recipes)
-    return recipes
-
-
-def batches_of(
-    subject: Subject, *, prompt: str | None, data: str, samples: int, seqlen: int | None, batch_size: int
-) -> list[Tensor]:
-    """Windows of a text, or a prompt; never fewer tokens than were asked for."""
-    tokenizer = subject.loaded.tokenizer
-    if prompt is None:
-        length = SEQLEN if seqlen is None else seqlen
-        check_positions(unwrapped(subject.loaded.model), length, key="seqlen")
-        return token_batches(text_of(data), tokenizer, samples=samples, seqlen=length, batch_size=batch_size)
-    tokens = tokenizer.encode(prompt)
-    if not tokens:
-        raise ValueError("the prompt is empty. Expected text.")
-    length = len(tokens) if seqlen is None else seqlen
-    check_positions(unwrapped(subject.loaded.model), length, key="seqlen")
-    return token_batches(tokens, tokenizer, samples=1, seqlen=length, batch_size=batch_size)
-
-
-def device_name(device: str) -> str:
-    """The device as it is written down, once it is known to be here."""
+        if found.type != "cuda":
+            return found.type
+        device = str(found)
     if is_recorded(device):
         raise ValueError(f"device {device!r} is a recording already. Give a device that can run a model.")
     check_device(device, Path())
@@ -150,75 +225,52 @@ def device_name(device: str) -> str:
     return f"{device} {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else device
 
 
-def device_of(subject: Subject, device: str) -> str:
-    """Where a model lies that is run as it is."""
-    found = next((parameter.device for parameter in subject.loaded.model.parameters()), torch.device("cpu"))
-    if device not in ("cpu", str(found), found.type):
-        raise ValueError(f"the model lies on {found}, and the device is {device}. Move it, or leave the device out.")
-    return device_name(str(found)) if found.type == "cuda" else found.type
+# ------------------------------------------------------------------------------------------ recipes and tokens
 
 
-def check_ready(subject: Subject, *, layers: object, taps: object, compile: bool) -> None:
-    """Refuse what a model that is run as it is can no longer be told."""
-    model = subject.loaded.model
-    if returns_outputs(model) and (layers is not None or taps is not None):
-        raise ValueError("layers were chosen when record_outputs wrapped the model. Leave layers and taps out.")
-    if compile and is_compiled(model):
-        raise ValueError("the model is compiled already. Leave compile out.")
+def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
+    """The recipes to record. A model that runs as is has one, which the caller names."""
+    if model.runs_as_is:
+        recipes = recipes_of(list(request.modes or ("fp32",)), list(request.formats))
+        if len(recipes) != 1:
+            raise ValueError(
+                f"the model is run as it is, so it is one recipe, but {', '.join(map(str, recipes))} were asked for. "
+                "Name the one that it is."
+            )
+        return recipes
+    default = request.defaults.modes
+    fitting = default if is_mamba(model.loaded.model) or default == ("fp_only",) else PLAIN
+    names = [one for name in request.modes or fitting for one in (ALL if name == "all" else (name,))]
+    recipes = recipes_of(names, list(request.formats))
+    check_recipes(model.loaded, recipes)
+    return recipes
 
 
-def check_only_one(**given: object) -> None:
-    """Tokens come from one place: what another would need is refused, not ignored."""
-    there = [name for name, value in given.items() if value is not None]
-    for first, others, why in (
-        ("batches", ("prompt", "data", "samples", "seqlen"), "batches are whole"),
-        ("prompt", ("data", "samples"), "a prompt is one sample of its own"),
-    ):
-        for other in others:
-            if first in there and other in there:
-                raise ValueError(f"{first} and {other} were both given, and {why}. Leave one out.")
+def batches_for(request: RecordRequest, model: ModelToRun) -> list[Tensor]:
+    """The tokens that were given, windows of a text, or a prompt; never fewer tokens than were asked for."""
+    if request.batches is not None:
+        return list(request.batches)
+    tokenizer = model.loaded.tokenizer
+    if request.prompt is None:
+        text: str | list[int] = text_of(str(request.source))
+        samples = request.defaults.samples if request.samples is None else request.samples
+        seqlen = SEQLEN if request.seqlen is None else request.seqlen
+    else:
+        text, samples = tokenizer.encode(request.prompt), 1
+        if not text:
+            raise ValueError("the prompt is empty. Expected text.")
+        seqlen = len(text) if request.seqlen is None else request.seqlen
+    check_positions(unwrapped(model.loaded.model), seqlen, key="seqlen")
+    return token_batches(text, tokenizer, samples=samples, seqlen=seqlen, batch_size=request.batch_size)
 
 
-def facts_of(manifest: Manifest, layout: Layout) -> dict[str, str]:
-    """What two recordings must share to lie in one folder."""
-    return {
-        "model": manifest.model,
-        "weights": str(manifest.fingerprint),
-        "tokens": f"{manifest.tokens.samples} x {manifest.tokens.seqlen}, {manifest.tokens.fingerprint}",
-        "device": manifest.device,
-        "layout": layout,
-        **comparable(manifest.versions),
-    }
-
-
-def existing_recording(folder: Path, begun: Manifest, layout: Layout, *, overwrite: bool) -> Recording | None:
-    """The recording that is there already, if these recipes can be added to it."""
-    if not is_taken(folder):
-        return None
-    existing = read_recording(folder, verify=False)
-    there = existing.manifest
-    if other := differences(facts_of(there, there.layout), facts_of(begun, layout)):
-        raise RecordingError(f"{folder} holds a recording of something else: {'; '.join(other)}. Give another folder.")
-    assert begun.unfinished is not None
-    new = begun.unfinished.missing
-    clash = [recipe for recipe in new if recipe in there.recipes]
-    if clash and not overwrite:
-        raise RecordingError(
-            f"{folder} has {', '.join(clash)} already. Leave them out, give another folder, or overwrite them "
-            "(--overwrite)."
-        )
-    files = [one.file for recorded in there.recipes.values() for one in recorded.tensors.values()]
-    if layout == "pt" and set(there.recipes) != set(new) and any("/" not in file for file in files):
-        raise RecordingError(
-            f"{folder} holds {', '.join(existing.recipes)}, and the layout pt has one mode in a folder. Give another "
-            "folder, or record all modes in one call, which makes a folder for each."
-        )
-    return existing
-
-
-def config_of(model: nn.Module) -> dict[str, Any]:
-    """The configuration of a model of transformers in plain values."""
-    config: Any = getattr(model, "config", None)
+def script_facts(request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor]) -> ScriptFacts:
+    """What the users' scripts write down: the text of each sample, and the configuration in plain values."""
+    texts: str | list[str] | None = request.prompt
+    if texts is None:
+        decoded = [model.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch]
+        texts = decoded[0] if len(decoded) == 1 else decoded
+    config: Any = getattr(unwrapped(model.loaded.model), "config", None)
     found = config.to_dict() if hasattr(config, "to_dict") else {}
     plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return plain
+    return ScriptFacts(texts, plain, request.pretrained_dir, request.archive)

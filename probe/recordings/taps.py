@@ -1,47 +1,45 @@
-"""Where tensors are taken from a model: the outputs of layers, and taps beside and inside them."""
+"""Taps: the places in a model from which tensors are recorded, and a run that hands them on as they appear.
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+Hooks take them from a plain model. On compiled graphs hooks may not fire: a model wrapped by `record_outputs` returns
+its tensors itself.
+"""
 
-from torch import nn
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+
+from probe.data.library_logs import quietly
 from probe.models.layers import blocks_of, select
+from probe.running.capture import UncoveredError, capture, first_tensor
+from probe.running.coverage import watching
+from probe.running.recipes import Recipe
+from probe.running.reference import logits_of
 from probe.words import LOGITS, look_up
 
 Side = Literal["input", "output"]
+Consumer = Callable[[str, Tensor], None]
 NORMS = ("norm", "ln_f")
 
 
 @dataclass(frozen=True)
-class Points:
-    """Tensors by name, each with its module and the side of it."""
+class TapPoints:
+    """The tensors to record."""
 
     layers: tuple[str, ...]
-    taken: dict[str, tuple[str, Side]]
+    """The labels of the layers."""
+    sources: dict[str, tuple[str, Side]]
+    """The module of each tensor, and on which side of it the tensor is."""
     logits: bool
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, the logits last."""
-        return (*self.taken, *((LOGITS,) if self.logits else ()))
-
-
-def _inputs(model: nn.Module, label: str, module: str) -> Iterator[tuple[str, str, Side]]:
-    yield f"{label}.input", module, "input"
-
-
-def _mixer(model: nn.Module, label: str, module: str) -> Iterator[tuple[str, str, Side]]:
-    yield f"{label}.mixer.output", f"{module}.mixer", "output"
-
-
-def _conv1d(model: nn.Module, label: str, module: str) -> Iterator[tuple[str, str, Side]]:
-    yield f"{label}.conv1d.output", f"{module}.mixer.sites.conv1d.output", "output"
-
-
-def _scan(model: nn.Module, label: str, module: str) -> Iterator[tuple[str, str, Side]]:
-    yield f"{label}.scan.input", f"{module}.mixer.sites.scan.u", "output"
-    yield f"{label}.scan.output", f"{module}.mixer.sites.scan.y", "output"
+        """All tensors, the logits last."""
+        return (*self.sources, *((LOGITS,) if self.logits else ()))
 
 
 def _embedding(model: nn.Module) -> str | None:
@@ -51,9 +49,9 @@ def _embedding(model: nn.Module) -> str | None:
         found = known() if known is not None else None
     except (AttributeError, NotImplementedError):
         found = None
-    names = [name for name, module in model.named_modules() if module is found or isinstance(module, nn.Embedding)]
-    exact = [name for name, module in model.named_modules() if module is found]
-    return next(iter(exact or names), None)
+    names = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    stated = [name for name, module in model.named_modules() if module is found]
+    return next(iter(stated or names), None)
 
 
 def _final_norm(model: nn.Module) -> str | None:
@@ -66,38 +64,197 @@ def _final_norm(model: nn.Module) -> str | None:
     return ".".join(filter(None, (parent, beside[-1]))) if beside else None
 
 
-Inside = Callable[[nn.Module, str, str], Iterator[tuple[str, str, Side]]]
-#: Taps of every selected layer, and taps of the model.
-OF_LAYERS: dict[str, Inside] = {"inputs": _inputs, "mixer": _mixer, "conv1d": _conv1d, "scan": _scan}
+#: Taps of every selected layer: the name of the tensor, the module in the layer, and the side of it.
+OF_LAYERS: dict[str, tuple[tuple[str, str, Side], ...]] = {
+    "inputs": (("input", "", "input"),),
+    "mixer": (("mixer.output", ".mixer", "output"),),
+    "conv1d": (("conv1d.output", ".mixer.sites.conv1d.output", "output"),),
+    "scan": (("scan.input", ".mixer.sites.scan.u", "output"), ("scan.output", ".mixer.sites.scan.y", "output")),
+}
+#: Taps of the model: the module, if it has one.
 OF_MODEL: dict[str, Callable[[nn.Module], str | None]] = {"embedding": _embedding, "final_norm": _final_norm}
 TAPS = (*OF_LAYERS, *OF_MODEL, LOGITS)
 
 
-def points_of(
+def tap_points(
     model: nn.Module, layers: Sequence[str | int], taps: Sequence[str] = (), *, model_name: str = "MODEL"
-) -> Points:
+) -> TapPoints:
     """The outputs of `layers`, as `select` understands them, and what the taps add.
 
-    A tap of layers is taken wherever a layer has it; one that nothing has is an error that lists what there is.
+    A tap of layers is used wherever a layer has it; one that no layer has is an error that lists the others.
     """
     selected = select(model, layers, model_name=model_name)
     there = {name for name, _ in model.named_modules()}
-    taken: dict[str, tuple[str, Side]] = {f"{label}.output": (module, "output") for label, module in selected.items()}
+    sources: dict[str, tuple[str, Side]] = {f"{label}.output": (module, "output") for label, module in selected.items()}
     for tap in taps:
         look_up("tap", tap, dict.fromkeys(TAPS))
-        found = _points(model, tap, selected, there)
+        found = _sources(model, tap, selected, there)
         if not found and tap != LOGITS:
-            has = [one for one in TAPS if one == LOGITS or _points(model, one, selected, there)]
+            has = [one for one in TAPS if one == LOGITS or _sources(model, one, selected, there)]
             raise ValueError(f"{model_name} has no tap {tap!r} at these layers. It has: {', '.join(has)}.")
-        taken |= found
-    return Points(tuple(selected), taken, LOGITS in taps)
+        sources |= found
+    return TapPoints(tuple(selected), sources, LOGITS in taps)
 
 
-def _points(model: nn.Module, tap: str, selected: dict[str, str], there: set[str]) -> dict[str, tuple[str, Side]]:
+def _sources(model: nn.Module, tap: str, selected: dict[str, str], there: set[str]) -> dict[str, tuple[str, Side]]:
     if tap in OF_MODEL:
-        module = OF_MODEL[tap](model)
-        return {} if module is None else {f"{tap}.output": (module, "output")}
-    if tap not in OF_LAYERS:
-        return {}
-    points = [point for label, module in selected.items() for point in OF_LAYERS[tap](model, label, module)]
-    return {name: (module, side) for name, module, side in points if module in there}
+        found = OF_MODEL[tap](model)
+        return {} if found is None else {f"{tap}.output": (found, "output")}
+    return {
+        f"{label}.{name}": (f"{module}{inside}", side)
+        for label, module in selected.items()
+        for name, inside, side in OF_LAYERS.get(tap, ())
+        if f"{module}{inside}" in there
+    }
+
+
+# ------------------------------------------------------------------------------------- models that return tensors
+
+
+class RecordedOutputs(nn.Module):
+    """The wrapper that record_outputs makes: tokens in, a dict of tensors by name out, the logits among them.
+
+    The hooks belong to the wrapped model and are traced with it, so that the outputs are results of the graph. They
+    are kept until the forward ends: memory is that of all the layers that were asked for.
+    """
+
+    def __init__(self, model: nn.Module, points: TapPoints) -> None:
+        super().__init__()
+        self.model = model
+        self.points = points
+        self.tensors: dict[str, Tensor] = {}
+        modules = dict(model.named_modules())
+        for name, (module, side) in points.sources.items():
+            modules[module].register_forward_hook(self._keep(name, side), with_kwargs=True)
+
+    def forward(self, batch: Tensor) -> dict[str, Tensor]:
+        """`layer_0.output` and so on, as the modules gave them, and `logits`."""
+        self.tensors = {}
+        logits = logits_of(self.model, batch)
+        found = self.tensors
+        self.tensors = {}
+        return {**found, LOGITS: logits}
+
+    def _keep(self, name: str, side: Side) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            value = output if side == "output" else (*args, *kwargs.values())
+            self.tensors[name] = first_tensor(name, side, value).clone()  # a later layer may add to it in place
+
+        return keep
+
+
+def record_outputs(
+    model: nn.Module, layers: Sequence[str | int] | str | int = ("all",), *, taps: Sequence[str] = ()
+) -> RecordedOutputs:
+    """Wrap a model so that it returns its layer outputs beside its logits, compiled or not.
+
+        compiled = torch.compile(probe.record_outputs(model, ["first", "last"]), fullgraph=True)
+        probe.record("outputs", model=compiled, batches=batches)
+
+    The hooks stay on `model`, which is the wrapper's from then on.
+    """
+    chosen = [layers] if isinstance(layers, str | int) else layers
+    return RecordedOutputs(model, tap_points(model, chosen, taps, model_name=type(model).__name__))
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model is the result of torch.compile."""
+    return hasattr(model, "_orig_mod")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model under torch.compile and record_outputs, or the model itself."""
+    inner = getattr(model, "_orig_mod", model)
+    inner = inner.model if isinstance(inner, RecordedOutputs) else inner
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def points_returned(model: nn.Module) -> TapPoints | None:
+    """What a model wrapped by record_outputs returns, compiled or not; None for any other model."""
+    inner = getattr(model, "_orig_mod", model)
+    return replace(inner.points, logits=True) if isinstance(inner, RecordedOutputs) else None
+
+
+# ------------------------------------------------------------------------------------------------------- running
+
+
+@torch.no_grad()
+def run_hooked(
+    model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
+) -> dict[str, str]:
+    """Run all batches and hand each tensor to `consumer` as it appears; returns what is not on the recipe's grid.
+
+    No more than one tensor is ever held beside the forward. A module that never ran is an UncoveredError.
+    """
+    wanted: dict[str, list[str]] = {}
+    for name, (module, side) in points.sources.items():
+        wanted.setdefault(f"{module}.{side}", []).append(name)
+    with_inputs = {module: None for module, side in points.sources.values() if side == "input"}
+    others = {module: None for module, _ in points.sources.values() if module not in with_inputs}
+    device = _device_of(model)
+    try:
+        with watching(model, recipe) as stray, ExitStack() as hooks:
+            for modules, inputs in ((with_inputs, True), (others, False)):
+                patterns = [f"^{re.escape(module)}$" for module in modules]
+                if patterns:
+                    renamed = _renamed(select(model, patterns), wanted, consumer)
+                    hooks.enter_context(capture(model, patterns, inputs=inputs, consumer=renamed))
+            for batch in batches:
+                logits = logits_of(model, batch.to(device))
+                if points.logits:
+                    consumer(LOGITS, logits)
+    except UncoveredError as problem:
+        if not is_compiled(model):
+            raise
+        raise UncoveredError(
+            f"{problem} A compiled model can return its layer outputs itself: "
+            "torch.compile(probe.record_outputs(model, layers))."
+        ) from None
+    return stray
+
+
+def _renamed(selected: dict[str, str], wanted: dict[str, list[str]], consumer: Consumer) -> Consumer:
+    """A consumer of what `capture` calls a tensor, for one of what the recording calls it."""
+
+    def consume(name: str, tensor: Tensor) -> None:
+        label, _, side = name.rpartition(".")
+        for one in wanted.get(f"{selected[label]}.{side}", ()):
+            consumer(one, tensor)
+
+    return consume
+
+
+@torch.no_grad()
+def run_returning(
+    model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
+) -> dict[str, str]:
+    """The same for a model of record_outputs. Sites are part of its graph: only weights are checked on the grid."""
+    with watching(unwrapped(model), recipe) as stray:
+        pass
+    device = _device_of(model)
+    for batch in batches:
+        with quietly():
+            found = _outputs(model, batch.to(device))
+        missing = [name for name in points.names if name not in found]
+        if missing:
+            raise UncoveredError(
+                f"the model did not return {', '.join(missing[:5])}. Make it with probe.record_outputs of these layers."
+            )
+        for name in points.names:
+            consumer(name, found.pop(name))
+    return stray
+
+
+def _outputs(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        return dict(model(batch))
+    except TorchDynamoException as problem:
+        words = " ".join(str(problem).split())[:200]
+        raise ValueError(f"the model cannot be compiled here: {words}. Record it without --compile.") from None
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

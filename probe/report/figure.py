@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from probe.report.gate.recipes import short_names
-from probe.report.gate.story import tail
 from probe.report.ticks import plain_log, plain_number
+from probe.words import short_names, single_line, tail
 
 #: Of Okabe and Ito, told apart by colour-blind people too; with markers beside them, since there may be more modes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
@@ -74,7 +73,7 @@ def layer_axis(axes: Any, names: Sequence[str]) -> None:
     """Numbers where layers have them, else what tells their names apart; as many as have room."""
     numbers = [name.removeprefix("layer_") for name in names]
     plain = all(number.isdecimal() for number in numbers)
-    texts = numbers if plain else [tail(name, most=16) for name in short_names(list(names))]
+    texts = numbers if plain else short_names([single_line(name) for name in names], most=16)
     step = math.ceil(len(texts) / (25 if plain else 12))
     axes.set_xlim(-0.5, len(texts) - 0.5)
     axes.set_xticks(range(0, len(texts), step), texts[::step])
@@ -101,3 +100,8 @@ def say(axes: Any, why: str) -> None:
     """A panel without data says why."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", color=GREY, wrap=True)
+
+
+def shown_name(name: str, *, most: int) -> str:
+    """A name from a model as a label: printable, and only its end if it is longer than `most` characters."""
+    return tail(single_line(name), most=most)

@@ -1,5 +1,6 @@
 """Calibration: the largest (or a quantile of the) magnitude at every site over a text, kept with its provenance."""
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -10,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import fingerprint, token_batches
-from probe.data.texts import text_of
+from probe.data.batches import TextSamples, token_fingerprint
+from probe.files.atomic import write
+from probe.files.defects import DefectError, parsing, reading
 from probe.formats import PERCENTILE
 from probe.models.linear import NEVER_CALLED, linear_key, linears
 from probe.models.loading import Loaded
 from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
-from probe.words import nearest
+from probe.words import near_or_first
 
 #: Sites whose scale is a quantile of |x| over all calibration data; all others take the largest |x|.
 PERCENTILE_SITES = ("conv1d.output", "scan.state")
@@ -40,48 +42,41 @@ class Calibration:
     def amax_of(self, name: str) -> float:
         """The amax of a site; a site that was never observed is an error, not a default."""
         if name not in self.amax:
-            near = ", ".join(nearest(name, self.amax))
-            raise ValueError(f"the calibration has no scale for {name}. Nearest: {near}. Calibrate this model again.")
+            hint = near_or_first(name, list(self.amax))
+            raise ValueError(f"the calibration has no scale for {name}. {hint} Calibrate this model again.")
         return self.amax[name]
 
     def save(self, path: Path | str) -> None:
-        """Write `path`.safetensors (the figures) and `path`.json (where they come from)."""
-        from safetensors.torch import save_file
+        """Write `path`.safetensors (the figures) and `path`.json (where they come from, and the digest of the figures).
 
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figures = {name: torch.tensor(value, dtype=torch.float64) for name, value in sorted(self.amax.items())}
-        facts = {key: value for key, value in asdict(self).items() if key != "amax"} | {"version": VERSION}
-        writers: dict[str, Callable[[Path], Any]] = {
-            ".safetensors": lambda to: save_file(figures, to),
-            ".json": lambda to: to.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n"),
-        }
-        for suffix, write in writers.items():
-            final = path.with_name(path.name + suffix)
-            partial = final.with_name(final.name + ".partial")
-            write(partial)
-            partial.replace(final)
+        A kill between the two is found by the digest when they are read.
+        """
+        from safetensors.torch import save
+
+        figures = save({name: torch.tensor(value, dtype=torch.float64) for name, value in sorted(self.amax.items())})
+        facts = {key: value for key, value in asdict(self).items() if key != "amax"}
+        facts |= {"version": VERSION, "figures": hashlib.sha256(figures).hexdigest()}
+        write(f"{path}.safetensors", figures)
+        write(f"{path}.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
 def load_calibration(path: Path | str, *, model: str, data: str | None = None) -> Calibration:
     """Read a calibration; one of another model, or of other data than `data`, is refused."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
-    path = Path(path)
-    facts_file, figures_file = (path.with_name(path.name + suffix) for suffix in (".json", ".safetensors"))
+    facts_file, figures_file = Path(f"{path}.json"), Path(f"{path}.safetensors")
     for file in (facts_file, figures_file):
         if not file.is_file():
             raise ValueError(f"there is no {file}. A calibration is two files, .json and .safetensors: make it again.")
-    try:
-        facts = json.loads(facts_file.read_text())
-        figures = {name: float(value) for name, value in load_file(figures_file).items()}
+    with reading(Path(path), ValueError, remedy="Make it again."), parsing("a calibration"):
+        facts, stored = json.loads(facts_file.read_bytes()), figures_file.read_bytes()
+        figures = {name: float(value) for name, value in load(stored).items()}
         calibration = Calibration(
             figures, facts["model"], facts["data"], float(facts["percentile"]), int(facts["tokens"])
         )
         version = facts["version"]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError, SafetensorError) as problem:
-        raise ValueError(f"{path} is not a calibration that can be read ({problem}). Make it again.") from None
+        if facts.get("figures", digest := hashlib.sha256(stored).hexdigest()) != digest:  # older ones have no digest
+            raise DefectError("its two files are not of one calibration")
     if version != VERSION:
         raise ValueError(f"{facts_file} has version {version}; this probe reads {VERSION}. Make it again.")
     if calibration.model != model:
@@ -122,11 +117,11 @@ def calibrate(
                     site = name.replace(".sites.", ".")
                     quantile = site.endswith(PERCENTILE_SITES)
                     observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
-                    hooks.callback(module.register_forward_hook(_after(observers[site])).remove)
+                    hooks.callback(module.register_forward_hook(_observe_output(observers[site])).remove)
         for name, linear in linears(runs[0][0]).items():
             if not name.endswith(NEVER_CALLED):
                 observer = observers[linear_key(name)] = MinMaxObserver()
-                hooks.callback(linear.register_forward_pre_hook(_before(observer)).remove)
+                hooks.callback(linear.register_forward_pre_hook(_observe_input(observer)).remove)
         for done, batch in enumerate(batches):
             for running, options in runs:
                 running(batch, **options)
@@ -140,29 +135,29 @@ def calibrate(
     return Calibration(amax, model_fingerprint, data_fingerprint, percentile, tokens)
 
 
-def _after(observer: Observer) -> Callable[[nn.Module, Any, Tensor], None]:
-    def observe(module: nn.Module, inputs: Any, output: Tensor) -> None:
+def _observe_output(observer: Observer) -> Callable[[nn.Module, Any, Tensor], None]:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
         observer.update(output)
 
-    return observe
+    return hook
 
 
-def _before(observer: Observer) -> Callable[[nn.Module, Any], None]:
-    def observe(module: nn.Module, inputs: Any) -> None:
+def _observe_input(observer: Observer) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, inputs: Any) -> None:
         observer.update(inputs[0])
 
-    return observe
+    return hook
 
 
 def calibrate_on(
-    loaded: Loaded, source: str, samples: int, seqlen: int, *, percentile: float = PERCENTILE, batch_size: int = 8
+    loaded: Loaded, source: str, samples: int, seqlen: int, batch_size: int = 8, *, percentile: float = PERCENTILE
 ) -> Calibration:
-    """Calibrate a model on a text."""
-    batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
+    """Calibrate a model on `samples` windows of `seqlen` tokens of a text."""
+    batches = TextSamples(source, samples, seqlen, batch_size).batches(loaded.tokenizer)
     return calibrate(
         loaded.model,
         batches,
         model_fingerprint=loaded.fingerprint,
-        data_fingerprint=fingerprint(batches),
+        data_fingerprint=token_fingerprint(batches),
         percentile=percentile,
     )

@@ -1,4 +1,4 @@
-"""Capture: what chosen modules of a model took in and gave out, by hooks that cannot outlive their block."""
+"""Capture: the inputs and outputs of chosen modules, by hooks that cannot outlive their block."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from probe.models.layers import select
+from probe.words import first_few
 
 Consumer = Callable[[str, Tensor], None]
 
@@ -63,8 +64,8 @@ def capture(
     silent = [label for label, count in captured.fired.items() if not count] if inputs or outputs else []
     if silent:
         raise UncoveredError(
-            f"{len(silent)} of {len(captured.fired)} selected layers never ran: {', '.join(silent[:5])}"
-            f"{', ...' if len(silent) > 5 else ''}. Either the model was not run inside the block, or it reads the "
+            f"{len(silent)} of {len(captured.fired)} selected layers never ran: {first_few(silent, most=5)}. "
+            "Either the model was not run inside the block, or it reads the "
             "weights of that module without calling it, or it is compiled. Capture the module around it, or a site."
         )
 
@@ -80,6 +81,19 @@ def _hook(
             take(f"{label}.output", first_tensor(label, "output", output))
 
     return hook
+
+
+def with_first_tensor(
+    label: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with `tensor` in place of the first tensor among them, on its device, in its dtype."""
+    for place, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return (*args[:place], tensor.to(value), *args[place + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return args, {**kwargs, name: tensor.to(value)}
+    raise UncoveredError(f"{label} was called without a tensor, so there is nothing to feed it.")
 
 
 def first_tensor(label: str, kind: str, value: Any) -> Tensor:

@@ -1,6 +1,5 @@
 """Running recipes: each against the float reference, layer by layer, in one pass that keeps no more than a layer."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import token_batches
-from probe.data.texts import text_of
+from probe.data.batches import CALIBRATION, EVALUATION, TextSamples
+from probe.files.checked_json import finite
 from probe.formats import PERCENTILE
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
 from probe.models.layers import select
@@ -41,15 +40,8 @@ class Measured:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has no infinity: the psnr and sqnr of a lossless layer are null, as `identical` explains."""
-        layers = {label: _jsonable(metrics.as_dict()) for label, metrics in self.layers.items()}
-        return {"recipe": str(self.recipe), "layers": layers, "logits": _jsonable(self.logits.as_dict())}
-
-
-def _jsonable(figures: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in figures.items()
-    }
+        layers = {label: metrics.as_dict() for label, metrics in self.layers.items()}
+        return {"recipe": str(self.recipe), "layers": finite(layers), "logits": finite(self.logits.as_dict())}
 
 
 @torch.no_grad()
@@ -113,8 +105,8 @@ def measure_all(
     modes: Sequence[str] | None = None,
     formats: Sequence[str] | None = None,
     layers: Sequence[str | int] = ("all",),
-    data: tuple[str, int, int, int] = ("evaluation", 8, 256, 8),
-    calibration_data: tuple[str, int, int] = ("calibration", 16, 256),
+    data: TextSamples = EVALUATION,
+    calibration_data: TextSamples = CALIBRATION,
     percentile: float = PERCENTILE,
     injected: bool = False,
     allow_download: bool = False,
@@ -122,24 +114,23 @@ def measure_all(
     progress: Callable[[str], Any] = lambda text: None,
 ) -> list[Measured]:
     """Every recipe of modes x formats against fp32, on one model, with one reference and one calibration."""
-    if data[2] < 2:
-        raise ValueError(f"seqlen is {data[2]}; expected at least 2, a token and the next one.")
+    if data.seqlen < 2:
+        raise ValueError(f"seqlen is {data.seqlen}; expected at least 2, a token and the next one.")
     recipes = recipes_of(modes, formats) if modes else []
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:  # what fits the model
         recipes = recipes_of(["all"] if is_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
     check_recipes(loaded, recipes)
-    check_positions(loaded.model, data[2], key="seqlen")
+    check_positions(loaded.model, data.seqlen, key="seqlen")
     select(loaded.model, layers, model_name=model)
     for note in loaded.notes:
         progress(f"note: {note}")
-    source, samples, seqlen, batch_size = data
-    batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
-    progress(f"[reference] {loaded.name}, {samples} x {seqlen} tokens of {source}")
+    batches = data.batches(loaded.tokenizer)
+    progress(f"[reference] {loaded.name}, {data}")
     reference = run_reference(loaded.model, batches, layers)
     calibration = None
     if any(recipe.needs_calibration for recipe in recipes):
-        progress(f"[calibration] {calibration_data[1]} x {calibration_data[2]} tokens of {calibration_data[0]}")
+        progress(f"[calibration] {calibration_data}")
         calibration = calibrate_on(loaded, *calibration_data, percentile=percentile)
     measured = []
     for index, recipe in enumerate(recipes):

@@ -1,6 +1,7 @@
-"""Modes as a table: where grids are applied and which scan runs; and how a recipe turns a float model into its copy.
+"""Modes as a table: where grids are applied and which scan runs.
 
-No environment variables and no global state: a mode works on a copy, and the model it was given stays as it was.
+A new mode is a new row of MODES; its groups follow from the row. A user's own mode is a row that `register_mode` adds
+for the rest of the process. No mode depends on environment variables or on the modes that ran before it.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class Mode:
 
     name: str
     what: str
-    kind: Literal["float", "ssm", "linear", "user"] = "ssm"
+    kind: Literal["float", "ssm", "linear", "user"] = "ssm"  # user: made by its own function, `build`
     conv_input: Literal["static", "dynamic"] = "static"
     conv_gives: Value = "float"
     scan_reads: Value = "float"
@@ -37,9 +38,9 @@ class Mode:
     dtype: torch.dtype = torch.float32
     inputs: bool = False  # of linear modes: whether inputs are on the grid too
     build: Build | None = None  # of user modes
-    library: str | None = None  # whose quantizer it is, if it is not ours
-    formats: tuple[str, ...] = ()  # the only ones that it takes; empty: all
-    is_reference: bool = False  # the float model that all others are compared with
+    library: str | None = None  # the package whose quantizer `build` calls; None: a user's function
+    formats: tuple[str, ...] = ()  # the only formats that the mode takes; empty: all
+    is_reference: bool = False  # the float model that every other mode is compared with
     is_essential: bool = False  # in the group `essential`
 
     @property
@@ -118,12 +119,12 @@ def expand_modes(names: list[str]) -> list[Mode]:
 
 
 def register_mode(name: str, build: Build, *, what: str = "a user's mode") -> Mode:
-    """Add a mode of one's own: `build(model, format, calibration)` returns the quantized model.
+    """Add a mode to MODES: `build(model, format, calibration)` returns the quantized model.
 
     It is given a float copy, which it may change and return; Mamba mixers are SiteMixers in it.
     """
-    taken = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
-    if name in taken or f"mode_{name}" in taken:
+    known = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
+    if name in known or f"mode_{name}" in known:
         raise ValueError(f"there is a mode {name!r} already. Choose another name, or unregister_mode({name!r}) first.")
     if not callable(build):
         raise ValueError(
@@ -136,7 +137,7 @@ def register_mode(name: str, build: Build, *, what: str = "a user's mode") -> Mo
 
 
 def unregister_mode(name: str) -> None:
-    """Take a user's mode out again."""
+    """Remove a mode that `register_mode` added."""
     mode = find_mode(name)
     if mode.kind != "user" or mode.library:
         raise ValueError(f"mode {name!r} is built in and stays.")

@@ -9,7 +9,7 @@ from torch import nn
 
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.linear import grid_linears
-from probe.models.loading import Loaded, fingerprint
+from probe.models.loading import Loaded, weight_fingerprint
 from probe.models.mamba import WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.running.calibration import Calibration
@@ -62,7 +62,7 @@ def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Reci
 
 
 def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
-    """Find what cannot work before anything is run."""
+    """Refuse, before anything runs, a recipe that cannot work on the model."""
     has_blocks = is_mamba(loaded.model)
     for recipe in recipes:
         mode = find_mode(recipe.mode)
@@ -72,20 +72,20 @@ def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
                 "Modes for other models: fp16, bf16, linear_w, linear_wa."
             )
         if mode.formats and recipe.format not in mode.formats:
-            taken = ", ".join(mode.formats)
+            formats = ", ".join(mode.formats)
             raise ValueError(
-                f"{recipe}: {mode.library or mode.name}'s modes take the format {taken} only. "
-                f"Leave the format out, or give {taken}."
+                f"{recipe}: {mode.library or mode.name}'s modes take the format {formats} only. "
+                f"Leave the format out, or give {formats}."
             )
 
 
 def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
     """A copy of the float `model` under the recipe, ready to run; the model itself is not touched."""
     mode = find_mode(recipe.mode)
-    if calibration is not None and calibration.model != fingerprint(model):
+    if calibration is not None and calibration.model != weight_fingerprint(model):
         raise ValueError(
             f"the calibration belongs to a model with fingerprint {calibration.model}, this one has "
-            f"{fingerprint(model)}: the weights changed or it is another model. Use probe.calibrate_on again."
+            f"{weight_fingerprint(model)}: the weights changed or it is another model. Use probe.calibrate_on again."
         )
     if mode.kind == "float":
         return _float_twin(model).to(mode.dtype)
@@ -105,8 +105,10 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
 
 
 def _float_twin(model: nn.Module) -> nn.Module:
-    """The float copy that every mode but the SSM ones starts from, and the reference itself: a mode that does
-    nothing to it gives the very bits of the reference, and is found out."""
+    """A float copy: the reference itself, and what every mode but the SSM ones starts from.
+
+    A mode that does nothing to it gives the very bits of the reference, so `check_applied` notices.
+    """
     return with_sites(model) if is_mamba(model) else copy.deepcopy(model).eval()
 
 

@@ -1,7 +1,8 @@
-"""The float reference: what the model gives without quantization, kept by layer, and replayed against a copy."""
+"""The float reference: the inputs and outputs of the model's layers without quantization, and their replay."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.models.loading import fingerprint
+from probe.models.loading import weight_fingerprint
+from probe.models.offload import device_of
 from probe.running.anchors import Anchors, narrowed, near_ties
-from probe.running.capture import UncoveredError, capture
+from probe.running.capture import UncoveredError, capture, with_first_tensor
 from probe.running.recipes import Recipe, apply
 from probe.running.variations import jittered
 from probe.words import LOGITS
 
+#: Called with a label, the output of that layer (or the logits), and what the reference has for it.
 Take = Callable[[str, Tensor, Tensor], None]
+Inputs = Mapping[str, Sequence[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What the float model gave: inputs and outputs of the chosen layers and the logits, batch by batch.
+    """The float model over some batches: inputs and outputs of the chosen layers and the logits, batch by batch.
 
     `layer_0.input` is rounded to bfloat16, so that every machine feeds the same bits; `layer_0.injected` is what
     the float layer makes of that, `layer_0.output` what it gave in the run of the whole model.
@@ -30,7 +34,7 @@ class Reference:
     model: str  # fingerprint of the weights
     batches: tuple[Tensor, ...]
     layers: tuple[str, ...]  # labels, in model order
-    wanted: tuple[str | int, ...]  # as they were asked for
+    wanted: tuple[str | int, ...]  # the layers as the caller named them
     modules: dict[str, str]  # label -> module name
     tensors: dict[str, list[Tensor]]  # one entry a batch
     logits: tuple[Tensor, ...]
@@ -58,34 +62,48 @@ def run_reference(
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
     twin = apply(model, Recipe("fp32"))
-    logits = []
     with capture(twin, layers, inputs=True) as captured:
-        for batch in batches:
-            logits.append(logits_of(twin, batch))
-    selected, tensors = captured.selected, captured.tensors
-    for label in selected:
-        _check_calls(label, len(tensors[f"{label}.output"]), len(batches))
-    raw = {label: tensors[f"{label}.input"] for label in selected}
-    ties = {label: near_ties(given) for label, given in raw.items() if given[0].is_floating_point()}
-    tensors.update({f"{label}.input": narrowed(label, given, anchors) for label, given in raw.items()})
+        logits = tuple(logits_of(twin, batch) for batch in batches)
+    modules = captured.selected
+    given = {label: captured.tensors[f"{label}.input"] for label in modules}
+    outputs = {label: captured.tensors[f"{label}.output"] for label in modules}
+    for label, tensors in outputs.items():
+        if len(tensors) != len(batches):
+            raise ValueError(
+                f"{label} ran {len(tensors)} times in {len(batches)} forwards. Only modules that run once in a forward "
+                "can be compared: choose the one around it."
+            )
+    ties = {label: near_ties(tensors) for label, tensors in given.items() if tensors[0].is_floating_point()}
+    inputs = {label: narrowed(label, tensors, anchors) for label, tensors in given.items()}
     if jitter:
-        for label in ties:
-            tensors[f"{label}.input"] = [jittered(tensor.float(), jitter) for tensor in tensors[f"{label}.input"]]
-    reference = Reference(
-        fingerprint(model), tuple(batches), tuple(selected), tuple(layers), selected, tensors, tuple(logits), ties
+        inputs |= {label: [jittered(tensor.float(), jitter) for tensor in inputs[label]] for label in ties}
+    injected: dict[str, list[Tensor]] = {label: [] for label in modules}
+
+    def keep(label: str, output: Tensor) -> None:
+        if label != LOGITS:
+            injected[label].append(output.float().clone())
+
+    _run_injected(twin, batches, modules, inputs, keep)
+    kinds = {"input": inputs, "output": outputs, "injected": injected}
+    return Reference(
+        model=weight_fingerprint(model),
+        batches=tuple(batches),
+        layers=tuple(modules),
+        wanted=tuple(layers),
+        modules=modules,
+        tensors={f"{label}.{kind}": tensors[label] for kind, tensors in kinds.items() for label in modules},
+        logits=logits,
+        ties=ties,
     )
 
-    fed: dict[str, list[Tensor]] = {f"{label}.injected": [] for label in selected}
-    replay(twin, reference, lambda label, output, _: fed[f"{label}.injected"].append(output.clone()), injected=True)
-    tensors.update(fed)
-    return reference
 
-
-def _check_calls(label: str, calls: int, batches: int) -> None:
-    if calls != batches:
+def check_reference(model: nn.Module, reference: Reference) -> None:
+    """Refuse the reference of another model."""
+    found = weight_fingerprint(model)
+    if reference.model != found:
         raise ValueError(
-            f"{label} ran {calls} times in {batches} forwards. Only modules that run once in a forward can be "
-            "compared: choose the one around it."
+            f"the reference is of a model with fingerprint {reference.model}, this one has {found}. "
+            "Make it again with probe.run_reference on this model."
         )
 
 
@@ -95,85 +113,85 @@ def replay(twin: nn.Module, reference: Reference, take: Take, *, injected: bool 
 
     propagated (the default): the run of the whole model, and `take` of the `logits` too.
     injected: every layer is fed the reference's input, and expected to give what the float layer made of it.
-    Selected modules that lie inside one another are fed in runs of their own, or the inner would mend the outer.
     A layer that did not run is an UncoveredError, after all others were taken.
     """
-    device = next((parameter.device for parameter in twin.parameters()), torch.device("cpu"))
     missing = [name for name in reference.modules.values() if name not in dict(twin.named_modules())]
     if missing:
         raise UncoveredError(
             f"the quantized model has no module {missing[0]}, which the reference has: a layer that exists on one "
             "side only cannot be compared."
         )
-    kind = "injected" if injected else "output"
-    for labels in _levels(reference.modules) if injected else [list(reference.layers)]:
-        seen = dict.fromkeys(labels, 0)
+    calls: Counter[str] = Counter()
 
-        def compare(name: str, tensor: Tensor, seen: dict[str, int] = seen) -> None:
-            label = name.removesuffix(".output")
-            expected = reference.tensors.get(f"{label}.{kind}")
-            take(label, tensor.float(), tensor.float() if expected is None else expected[seen[label]].float())
-            seen[label] += 1
+    def compare(label: str, output: Tensor) -> None:
+        if label == LOGITS and injected:
+            return
+        kind = "injected" if injected else "output"
+        expected = reference.logits if label == LOGITS else reference.tensors[f"{label}.{kind}"]
+        take(label, output.float(), expected[calls[label]].float())
+        calls[label] += 1
 
-        with ExitStack() as hooks:
-            if injected:
-                hooks.enter_context(_injecting(twin, reference, labels))
-            names = [f"^{re.escape(reference.modules[label])}$" for label in labels]
-            hooks.enter_context(capture(twin, names, consumer=compare))
-            for batch, expected in zip(reference.batches, reference.logits, strict=True):
-                logits = logits_of(twin, batch.to(device)).cpu().float()
-                if not injected:
-                    take(LOGITS, logits, expected.float())
+    if injected:
+        inputs = {label: reference.tensors[f"{label}.input"] for label in reference.layers}
+        _run_injected(twin, reference.batches, reference.modules, inputs, compare)
+    else:
+        _run(twin, reference.batches, reference.modules, compare)
 
 
-def _levels(modules: dict[str, str]) -> list[list[str]]:
-    """Labels in groups in which no module lies inside another."""
-    levels: dict[int, list[str]] = {}
+def _run_injected(
+    twin: nn.Module,
+    batches: Sequence[Tensor],
+    modules: Mapping[str, str],
+    inputs: Inputs,
+    take: Callable[[str, Tensor], None],
+) -> None:
+    """Run with every layer fed from `inputs`.
+
+    Modules that lie inside one another are fed in runs of their own: otherwise the injection of the inner module
+    would mask the error of the outer one.
+    """
+    levels: dict[int, dict[str, str]] = {}
     for label, name in modules.items():
         depth = sum(name.startswith(f"{other}.") for other in modules.values())
-        levels.setdefault(depth, []).append(label)
-    return [levels[depth] for depth in sorted(levels)]
+        levels.setdefault(depth, {})[label] = name
+    for depth in sorted(levels):
+        with _injecting(twin, levels[depth], inputs):
+            _run(twin, batches, levels[depth], take)
 
 
-def check_reference(model: nn.Module, reference: Reference) -> None:
-    """Refuse the reference of another model."""
-    if reference.model != fingerprint(model):
-        raise ValueError(
-            f"the reference is of a model with fingerprint {reference.model}, this one has {fingerprint(model)}. "
-            "Make it again with probe.run_reference on this model."
-        )
+def _run(
+    twin: nn.Module, batches: Sequence[Tensor], modules: Mapping[str, str], take: Callable[[str, Tensor], None]
+) -> None:
+    """Run every batch; `take` the output of each of the modules by its label, and then the logits, on the CPU."""
+    device = device_of(twin)
+    patterns = [f"^{re.escape(name)}$" for name in modules.values()]
+    with capture(twin, patterns, consumer=lambda name, tensor: take(name.removesuffix(".output"), tensor)):
+        for batch in batches:
+            take(LOGITS, logits_of(twin, batch.to(device)).cpu())
 
 
 @contextmanager
-def _injecting(twin: nn.Module, reference: Reference, labels: Sequence[str]) -> Iterator[None]:
-    """While it lasts, the first tensor given to each of these layers is the reference's input of that layer."""
-    modules = dict(twin.named_modules())
+def _injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> Iterator[None]:
+    """While it lasts, the first tensor given to each of these modules is the next one of its inputs."""
+    found = dict(twin.named_modules())
     with ExitStack() as hooks:
-        for label in labels:
-            stored = iter(reference.tensors[f"{label}.input"])
+        for label, name in modules.items():
 
-            def replace(
+            def feed(
                 module: nn.Module,
                 args: tuple[Any, ...],
                 kwargs: dict[str, Any],
                 label: str = label,
-                stored: Iterator[Tensor] = stored,
+                stored: Iterator[Tensor] = iter(inputs[label]),  # noqa: B008
             ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-                for place, value in enumerate(args):
-                    if isinstance(value, Tensor):
-                        return (*args[:place], next(stored).to(value), *args[place + 1 :]), kwargs
-                for name, value in kwargs.items():
-                    if isinstance(value, Tensor):
-                        return args, {**kwargs, name: next(stored).to(value)}
-                raise UncoveredError(f"{label} was called without a tensor, so there is nothing to feed it.")
+                return with_first_tensor(label, args, kwargs, next(stored))
 
-            module = modules[reference.modules[label]]
-            hooks.callback(module.register_forward_pre_hook(replace, with_kwargs=True).remove)
+            hooks.callback(found[name].register_forward_pre_hook(feed, with_kwargs=True).remove)
         yield
 
 
 def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """The logits, whether the model gives them alone or in an output of transformers."""
+    """The logits of a forward, whether the model returns them alone or in an output of transformers."""
     output = model(batch, use_cache=False) if hasattr(model, "config") else model(batch)
     found = getattr(output, "logits", output)
     if not isinstance(found, Tensor):

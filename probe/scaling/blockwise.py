@@ -1,4 +1,4 @@
-"""The fast twin of `reference.block_levels`: rows of one block each, in pieces that stay in the cache.
+"""The fast twin of `reference.block_levels`: numba kernels over rows of one block each, in pieces that fit the cache.
 
 Every rule puts the exponent of a block at that of `floor`, one above or one below. So blocks are sorted into groups by
 those steps, rule by rule, and a group is worked out once for every distance k from the floor exponent b that a rule and
@@ -13,6 +13,7 @@ shift would leave them, or with values more than 2^60 apart, go the long way, th
 
 from collections.abc import Iterator, Sequence
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,16 +23,25 @@ from probe.formats import Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.fast import mx_blocks, plan_for, scales_for
 from probe.numerics.reference import power
-from probe.scaling import kernels, reference
-from probe.scaling.figures import Sums
-from probe.scaling.reference import COUNTED_BITS, block_parts
+from probe.scaling import reference
+from probe.scaling.reference import COUNTED_BITS, Sums, block_parts
 
 #: Elements that are worked on at a time.
 PIECE = 2**17
 #: Values of a block may be so many powers of two apart, and a shift so large, before float32 could lose something.
 APART = 60
 
-_Counts = npt.NDArray[np.int64]
+_Singles = npt.NDArray[np.float32]
+_Bits = npt.NDArray[np.int32]
+_Doubles = npt.NDArray[np.float64]
+_Whole = npt.NDArray[np.int64]
+
+#: Elements that are worked on at a time, if a block is not longer.
+STRETCH = 1024
+#: The places of sums.
+(SQUARES, MAGNITUDES, LARGEST, PRODUCT, POWER, LOWEST, HIGHEST, SUMS) = range(8)
+
+_EXPONENT, _SIGN = np.int32(0x7F800000), np.int32(-(2**31))
 
 
 def pieces(x: Tensor, axis: int, size: int) -> Iterator[Tensor]:
@@ -80,10 +90,10 @@ def block_levels(
             if kind not in groups:
                 groups[kind] = _Group(fmt, {shift + step for shift in shifts for step in kind})
             here = member == index
-            groups[kind].take(rows[here], base[here])
+            groups[kind].add(rows[here], base[here])
     for rule, shift in found:
         for kind, group in groups.items():
-            found[rule, shift] += group.at(shift + kind[rules.index(rule)])
+            found[rule, shift] += group.sums_at(shift + kind[rules.index(rule)])
     return found
 
 
@@ -104,22 +114,22 @@ class _Group:
         self._format = fmt
         self._plan = plan_for(fmt, torch.float32, "floor")
         self._sums = {k: np.array([0.0, 0.0, 0.0, 0.0, 0.0, np.inf, -np.inf]) for k in sorted(distances)}
-        self._exponents: _Counts = np.zeros(3 * 256, dtype=np.int64)
+        self._exponents: _Whole = np.zeros(3 * 256, dtype=np.int64)
         self._counted = fmt.bits <= COUNTED_BITS
         self._width = round(fmt.max / fmt.min_subnormal) if self._counted else 0
         room = 2 * self._width + 1 if self._counted else 0
-        self._steps: dict[int, _Counts] = {k: np.zeros(room, dtype=np.int64) for k in distances}
+        self._steps: dict[int, _Whole] = {k: np.zeros(room, dtype=np.int64) for k in distances}
         self._negative = 0
 
-    def take(self, rows: Tensor, base: Tensor) -> None:
-        """Rows and their floor exponents, [rows, 1]."""
+    def add(self, rows: Tensor, base: Tensor) -> None:
+        """Add rows and their floor exponents, [rows, 1]."""
         scale = power(base)
         z = rows * scale.reciprocal().to(torch.float32)
         self._count(z)
         self._negative += int(torch.signbit(z).sum()) if self._counted else 0
         plan, flat, scales = self._plan, z.reshape(-1).numpy(), scale.reshape(-1).numpy()
         for k, sums in self._sums.items():
-            kernels.add_level(
+            add_level(
                 flat,
                 scales,
                 rows.shape[-1],
@@ -141,8 +151,8 @@ class _Group:
         place = (bits >> 23).mul_(3).add_((mantissa > 0).to(torch.int32)).add_(above)
         self._exponents += np.bincount(place.numpy(), minlength=3 * 256)[: 3 * 256]
 
-    def at(self, k: int) -> Sums:
-        """The sums at a distance, counts among them."""
+    def sums_at(self, k: int) -> Sums:
+        """The sums at distance k, with the counts."""
         fmt, sums = self._format, self._sums[k].tolist()
         table = self._exponents.reshape(256, 3)
 
@@ -153,13 +163,13 @@ class _Group:
         lowest = reference.exponent_of_power(fmt.min_subnormal) + k
         top = fmt.max_exponent + k + 127
         return Sums(
-            squares=sums[kernels.SQUARES],
-            magnitudes=sums[kernels.MAGNITUDES],
-            largest=sums[kernels.LARGEST],
-            product=sums[kernels.PRODUCT],
-            power=sums[kernels.POWER],
-            lowest=sums[kernels.LOWEST],
-            highest=sums[kernels.HIGHEST],
+            squares=sums[SQUARES],
+            magnitudes=sums[MAGNITUDES],
+            largest=sums[LARGEST],
+            product=sums[PRODUCT],
+            power=sums[POWER],
+            lowest=sums[LOWEST],
+            highest=sums[HIGHEST],
             overflow=int(table[top + 1 :].sum() + table[top, 2]),
             underflow=below(lowest),
             flushed=below(lowest - 1) + int(table[lowest - 1 + 127, 0]),
@@ -179,3 +189,103 @@ class _Group:
         half = len(magnitudes)
         codes[0], codes[half] = codes[0] - negative_zeros, negative_zeros
         return tuple(codes)
+
+
+# ------------------------------------------------------------------------------------------------- numba kernels
+
+
+@numba.njit(cache=True, nogil=True)
+def add_level(
+    z: _Singles,
+    scale: _Doubles,
+    size: int,
+    distance: int,
+    magic: float,
+    min_exponent: int,
+    largest: int,
+    has_negative_zero: bool,
+    sums: _Doubles,
+    steps_in_one: float,
+    steps: _Whole,
+) -> None:
+    """Add the sums of blocks of `size` values z, of which each block has its own scale, at 2^distance.
+
+    `magic`, `min_exponent` and `largest` are those of a `Plan`. With room in `steps`, outputs are counted there by
+    their signed number of steps.
+    """
+    stretch = max(size, STRETCH // size * size)
+    y, power = np.empty(stretch, np.float32), np.empty(stretch, np.float32)
+    for start in range(0, z.size, stretch):
+        here = z[start : start + stretch]
+        q = y[: here.size]
+        _round(
+            here,
+            here.view(np.int32),
+            q,
+            q.view(np.int32),
+            power,
+            power.view(np.int32),
+            np.float32(2.0**-distance),
+            np.float32(magic),
+            np.int32(min_exponent),
+            np.int32(largest),
+        )
+        if not has_negative_zero:
+            for i in range(q.size):
+                q[i] += np.float32(0)
+        if steps.size:
+            middle = steps.size // 2
+            for i in range(q.size):
+                steps[int(q[i] * steps_in_one) + middle] += 1
+        for row in range(here.size // size):
+            part = slice(row * size, (row + 1) * size)
+            _add_row(here[part], q[part], 2.0**distance, scale[start // size + row], sums)
+
+
+@numba.njit(cache=True, nogil=True)
+def _round(
+    z: _Singles,
+    bits_z: _Bits,
+    y: _Singles,
+    bits_y: _Bits,
+    power: _Singles,
+    bits_power: _Bits,
+    inverse: np.float32,
+    magic: np.float32,
+    min_exponent: np.int32,
+    largest: np.int32,
+) -> None:
+    """y = z * inverse on the element grid, nearest, ties to even, saturating; as `fast.round_magnitudes_` has it."""
+    for i in range(z.size):
+        y[i] = abs(z[i]) * inverse
+    for i in range(z.size):
+        bits_power[i] = max(bits_y[i] & _EXPONENT, min_exponent)
+    for i in range(z.size):
+        constant = power[i] * magic
+        y[i] = (y[i] + constant) - constant
+    for i in range(z.size):
+        bits_y[i] = min(bits_y[i], largest) | (bits_z[i] & _SIGN)
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "nnan"})
+def _add_row(z: _Singles, q: _Singles, unit: float, scale: float, sums: _Doubles) -> None:
+    """One block: with o = q * unit and d = o - z, all times the scale of the block."""
+    squares, magnitudes, product, power = 0.0, 0.0, 0.0, 0.0
+    largest, lowest, highest = 0.0, np.inf, -np.inf
+    for i in range(z.size):
+        value, output = np.float64(z[i]), np.float64(q[i]) * unit
+        d = output - value
+        squares += d * d
+        magnitudes += abs(d)
+        product += value * output
+        power += output * output
+        largest = max(largest, abs(d))
+        lowest, highest = min(lowest, output), max(highest, output)
+    square = scale * scale
+    sums[SQUARES] += squares * square
+    sums[MAGNITUDES] += magnitudes * scale
+    sums[PRODUCT] += product * square
+    sums[POWER] += power * square
+    sums[LARGEST] = max(sums[LARGEST], largest * scale)
+    sums[LOWEST] = min(sums[LOWEST], lowest * scale)
+    sums[HIGHEST] = max(sums[HIGHEST], highest * scale)

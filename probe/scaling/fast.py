@@ -22,9 +22,8 @@ from torch import Tensor
 
 from probe.formats import Format
 from probe.numerics.fast import round_elements
-from probe.scaling.figures import Sums
 from probe.scaling.levels import Extent
-from probe.scaling.reference import COUNTED_BITS, code_limits, scale_of
+from probe.scaling.reference import COUNTED_BITS, Sums, code_limits, scale_of
 
 #: Values in a run of sorted ones.
 RUN = 256

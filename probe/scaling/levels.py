@@ -17,7 +17,7 @@ from probe.formats import FORMATS, Format
 from probe.numerics.narrowing import require_tensor
 from probe.words import look_up
 
-#: What `all` stands for; mxint8 can be named beside them.
+#: The formats that `all` stands for. Any other format with an e8m0 scale can be given by name.
 ELEMENT_FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8")
 GRANULARITIES = ("tensor", "block")
 MOST_LEVELS = 1001
@@ -25,7 +25,8 @@ MOST_LEVELS = 1001
 
 def element_format(name: str, granularity: str) -> Format:
     """The grid of the elements. In blocks `int8` is the int8 of MX, with steps of 1/64: the format mxint8."""
-    known = {known: FORMATS[known] for known in (*ELEMENT_FORMATS, "mxint8")}
+    swept = [*ELEMENT_FORMATS, *(one.name for one in FORMATS.values() if one.scale == "e8m0")]
+    known = {known: FORMATS[known] for known in swept}
     fmt = look_up("format", name, known, see="Or all.")
     return FORMATS["mxint8"] if name == "int8" and granularity == "block" else fmt
 

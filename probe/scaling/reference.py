@@ -7,6 +7,8 @@ q * s are exact there: the rounding to the grid is the only rounding.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add
 
 import torch
 from torch import Tensor
@@ -15,10 +17,78 @@ from probe.formats import Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.codes import encode
 from probe.numerics.reference import mx_blocks, power, round_elements
-from probe.scaling.figures import Sums
+from probe.scaling.levels import Extent
+from probe.scaling.results import Level
 
 #: Bits of the formats whose codes are counted.
 COUNTED_BITS = 6
+#: The cosine of a level that loses something is never above this, so that a lossless one is the best by cosine too.
+BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over elements x that became q * s, with y = x / s and d = q * s - x; the sums of two parts add up."""
+
+    squares: float = 0.0  # of d
+    magnitudes: float = 0.0  # of d
+    largest: float = 0.0  # |d|
+    product: float = 0.0  # of x and q * s
+    power: float = 0.0  # of q * s
+    overflow: int = 0
+    underflow: int = 0
+    flushed: int = 0
+    subnormal: int = 0
+    lowest: float = math.inf  # q * s
+    highest: float = -math.inf
+    codes: tuple[int, ...] | None = None
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(
+            self.squares + other.squares,
+            self.magnitudes + other.magnitudes,
+            max(self.largest, other.largest),
+            self.product + other.product,
+            self.power + other.power,
+            self.overflow + other.overflow,
+            self.underflow + other.underflow,
+            self.flushed + other.flushed,
+            self.subnormal + other.subnormal,
+            min(self.lowest, other.lowest),
+            max(self.highest, other.highest),
+            tuple(map(add, self.codes, other.codes)) if self.codes and other.codes else self.codes or other.codes,
+        )
+
+
+def level_of(index: int, exponent: float, scale: float, rule: str | None, sums: Sums, extent: Extent) -> Level:
+    """The figures that follow from the sums over a whole tensor."""
+    n = extent.elements
+    mse = sums.squares / n
+    rmse = math.sqrt(mse)
+    lossless = sums.largest == 0
+    norm = math.sqrt(sums.power) * math.sqrt(extent.sum_squares)
+    cosine = 1.0 if lossless else max(-1.0, min(BELOW_ONE, sums.product / norm)) if norm else 0.0
+    return Level(
+        level=index,
+        scale_exponent=exponent,
+        scale=scale,
+        rule=rule,
+        mse=mse,
+        rmse=rmse,
+        cosine=cosine,
+        psnr=math.inf if lossless else 20 * (math.log10(extent.amax) - math.log10(rmse)),
+        mae=sums.magnitudes / n,
+        max_abs_error=sums.largest,
+        relative_error=100 * sums.magnitudes / n / extent.mean_abs,
+        elements=n,
+        overflow=sums.overflow,
+        underflow=sums.underflow,
+        flushed=sums.flushed,
+        subnormal=sums.subnormal,
+        min_output=sums.lowest + 0.0,
+        max_output=sums.highest + 0.0,
+        codes=sums.codes,
+    )
 
 
 def scale_of(exponent: float) -> float:

@@ -1,19 +1,114 @@
-"""What a sweep found: a frozen value that reads back from its own JSON."""
+"""The result of a sweep: its levels and their figures, frozen values that read back from their own JSON."""
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from probe.files.checked_json import finite
 from probe.formats import Format
-from probe.scaling.figures import Level
+from probe.numerics.underflow import HIGH, MODERATE
 from probe.scaling.levels import element_format
 
-#: Of the layout of the JSON; it goes up when a key changes its meaning or disappears.
+#: The version of the JSON; it goes up when a key changes its meaning or disappears.
 LAYOUT = 1
-#: Keys of a JSON file that are no part of the result: what others made of it.
+#: Keys of a JSON file that are no part of the result: what was made of it.
 BESIDE = ("recommendation", "blocks", "source", "identity")
+#: The counts of a level that are also given in percent.
+COUNTS = ("overflow", "underflow", "flushed", "subnormal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """One scale and what it costs; n elements, d = output - x, y = x / scale.
+
+    mse, rmse, mae    mean d^2, its root, mean |d|
+    cosine            sum x o / sqrt(sum x^2 * sum o^2); 0 where every output is 0; 1 where nothing is lost, and only
+                      there: a loss too small for float64 leaves the next number below
+    psnr              20 log10(max |x| / rmse); inf where nothing is lost
+    relative_error    100 mae / mean |x|
+    overflow          |y| > max; of int8, whose codes are -128 to 127, y > 127 or y < -128
+    underflow         0 < |y| < smallest subnormal
+    flushed           0 < |y| <= half of that: these become zero
+    subnormal         0 < |y| < smallest normal: kept, on a coarse grid (includes underflow; none for integers)
+    """
+
+    level: int
+    scale_exponent: float
+    """log2 of the scale; with blocks, what is added to the exponent of every block."""
+    scale: float
+    """The float32 nearest to 2^scale_exponent."""
+    rule: str | None
+    """How the exponent of a block is chosen; None for one scale for the tensor."""
+    mse: float
+    rmse: float
+    cosine: float
+    psnr: float
+    mae: float
+    max_abs_error: float
+    relative_error: float
+    elements: int
+    overflow: int
+    underflow: int
+    flushed: int
+    subnormal: int
+    min_output: float
+    max_output: float
+    codes: tuple[int, ...] | None = None
+    """How often each code occurs, in the order of the codes; of the 4- and 6-bit formats only."""
+
+    @property
+    def lossless(self) -> bool:
+        """Every element lies on the grid."""
+        return self.max_abs_error == 0
+
+    def percent(self, count: int) -> float:
+        """A count in percent of the elements."""
+        return 100 * count / self.elements
+
+    @property
+    def overflow_severity(self) -> str:
+        """high above 1 %, moderate above 0.1 %, else none."""
+        return _severity(self.overflow / self.elements)
+
+    @property
+    def underflow_severity(self) -> str:
+        """high above 1 %, moderate above 0.1 %, else none."""
+        return _severity(self.underflow / self.elements)
+
+    @property
+    def significant(self) -> bool:
+        """Whether overflow or underflow is more than 0.1 %."""
+        return (self.overflow_severity, self.underflow_severity) != ("none", "none")
+
+    @property
+    def codes_used(self) -> int | None:
+        """How many of the codes occur."""
+        return None if self.codes is None else sum(count > 0 for count in self.codes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure, with percentages and severities, for JSON: the psnr of a lossless level is None."""
+        found = {name: finite(value) for name, value in asdict(self).items() if name != "codes"}
+        return found | {
+            **{f"{name}_percent": self.percent(getattr(self, name)) for name in COUNTS},
+            "overflow_severity": self.overflow_severity,
+            "underflow_severity": self.underflow_severity,
+            "codes_used": self.codes_used,
+            "codes": None if self.codes is None else list(self.codes),
+        }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> "Level":
+        """The inverse of as_dict."""
+        known = {field.name: given[field.name] for field in fields(cls)}
+        known["psnr"] = math.inf if known["psnr"] is None else known["psnr"]
+        known["codes"] = None if known["codes"] is None else tuple(known["codes"])
+        return cls(**known)
+
+
+def _severity(share: float) -> str:
+    return "high" if share > HIGH else "moderate" if share > MODERATE else "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +197,3 @@ class ScalingResult:
 
 def _refuse(name: str) -> float:
     raise ValueError(f"the scaling result holds {name}, which is never stored. Run probe scaling again.")
-
-
-def is_finite(x: float | None) -> bool:
-    """Whether a figure can be drawn or averaged."""
-    return x is not None and math.isfinite(x)

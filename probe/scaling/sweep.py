@@ -13,7 +13,6 @@ from probe.numerics.blocks import Blocks
 from probe.numerics.quantize import SCALE_RULES
 from probe.numerics.reference import exponent_of
 from probe.scaling import blockwise, fast, reference
-from probe.scaling.figures import Level, level_of
 from probe.scaling.levels import (
     GRANULARITIES,
     Extent,
@@ -25,7 +24,8 @@ from probe.scaling.levels import (
     max_aligned,
     min_aligned,
 )
-from probe.scaling.results import ScalingResult
+from probe.scaling.reference import level_of
+from probe.scaling.results import Level, ScalingResult
 from probe.words import look_up
 
 Implementation = Literal["fast", "reference"]

@@ -4,7 +4,7 @@
     without   everything is quantized, only this one is float
 
 `rank_layers` measures both for every unit against one run of the float model, and says which units to keep in
-higher precision. A run starts at the layer that differs: what lies before it is known from the run it shares.
+higher precision. A run starts at the layer that differs: what the layers before it return is known from a whole run.
 """
 
 from probe.sensitivity.ranking import rank_layers

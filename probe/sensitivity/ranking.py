@@ -2,30 +2,36 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
+from probe.formats import FORMATS, PERCENTILE
 from probe.metrics import Comparison, LogitComparison
-from probe.models.layers import blocks_of
-from probe.models.loading import fingerprint
-from probe.running.calibration import Calibration
-from probe.running.recipes import Recipe
+from probe.models.layers import blocks_of, select
+from probe.models.loading import load_model, weight_fingerprint
+from probe.models.mamba import is_mamba
+from probe.models.positions import check_positions
+from probe.running.calibration import Calibration, calibrate_on
+from probe.running.devices import check_device, is_present, is_recorded
+from probe.running.recipes import Recipe, check_recipes
 from probe.running.reference import logits_of
 from probe.sensitivity.advice import advise
-from probe.sensitivity.calls import CannotRestartError
-from probe.sensitivity.restart import rehearse
 from probe.sensitivity.results import Advice, Effect, Figures, Sensitivity
-from probe.sensitivity.sides import Side
-from probe.sensitivity.units import Twins, Unit, layer_units, make_twins, site_units, structure
+from probe.sensitivity.runs import CannotRestartError, Side, layer_order
+from probe.sensitivity.units import Twins, Unit, layer_units, make_twins, site_units
+from probe.words import require_positive
 
 Sites = Literal["across", "within"]
 #: Called with the work done, the work there is (in layers run), and what is being run.
 Progress = Callable[[int, int, str], Any]
 
-#: Tokens of a sequence that show whether runs may start in the middle.
-REHEARSED = 16
+#: Tokens of a sequence on which it is tried whether runs may start in the middle.
+TRIED_TOKENS = 16
 
 _KINDS = {None: "layers", "across": "sites", "within": "layer sites"}
 _NO_ADVICE = Advice(keep=(), kl_all=None, kl_kept=None, reached=False, text="No advice was asked for.")
@@ -33,13 +39,13 @@ _NO_ADVICE = Advice(keep=(), kl_all=None, kl_kept=None, reached=False, text="No 
 
 @dataclass
 class _Tally:
-    """The figures of one run, batch after batch."""
+    """The figures of one run, gathered batch by batch."""
 
     logits: LogitComparison = field(default_factory=LogitComparison)
     values: Comparison = field(default_factory=lambda: Comparison(percentiles=False))
 
     def update(self, found: Tensor, expected: Tensor, batch: Tensor) -> None:
-        found, expected = found[:, :-1].cpu().float(), expected[:, :-1].cpu().float()  # that have a next token
+        found, expected = (logits[:, :-1].cpu().float() for logits in (found, expected))  # those with a next token
         self.logits.update(found, expected, batch[:, 1:].cpu())
         self.values.update(found, expected)
 
@@ -66,7 +72,6 @@ def rank_layers(
     sites: Sites | None = None,
     advice: bool = True,
     restart: bool = True,
-    together: int | None = None,
     threads: int | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Sensitivity:
@@ -76,21 +81,19 @@ def rank_layers(
     sites      rank the sites inside those layers: `across`, one site in all of them at once, or `within`, one site
                of one layer at a time. A site of a model without Mamba blocks is a linear, with weight and input
     advice     search, and check by runs, which of them to keep in higher precision
-    restart    start each run at the layer that differs, from the input that it shares with a whole run. False runs
-               the whole model every time: the definition, and what a model that cannot be restarted gets
-    together   runs in one forward; None chooses. The figures do not depend on it beyond the order of sums
+    restart    start each run at the layer that differs, after what the layers before it returned in a whole run.
+               False runs the whole model every time: the definition, and what a model that cannot be restarted gets
     threads    forwards at a time, on the CPU; None: as many as torch has threads, which are divided among them
 
-    Batches are worked on one at a time: of one the inputs of all layers are kept, of the others the logits.
+    Batches are worked on one at a time: of one the outputs of all layers are kept, of the others the logits.
     """
-    _check(batches, sites, together, threads)
+    _check(batches, sites)
+    require_positive("threads", threads)
     twins = make_twins(model, recipe, calibration, sites=sites is not None)
     units = site_units(twins, recipe, layers, across=sites == "across") if sites else layer_units(twins, layers)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batches = [batch.to(device) for batch in batches]
-    alone, without, notes = _sides(
-        twins, batches[0][:2, :REHEARSED], restart, {"together": together, "threads": threads}
-    )
+    alone, without, notes = _sides(twins, batches[0][:2, :TRIED_TOKENS] if restart else None, threads)
     runs = _Runs(alone, without, units, batches, progress)
     runs.measure()
     effects = runs.effects()
@@ -101,7 +104,7 @@ def rank_layers(
             "they cannot be exchanged."
         )
     found = Sensitivity(
-        model=fingerprint(model),
+        model=weight_fingerprint(model),
         recipe=str(recipe),
         kind=_KINDS[sites],
         tokens=sum(batch.numel() for batch in batches),
@@ -114,33 +117,27 @@ def rank_layers(
     return replace(found, advice=advise(found, runs.kl_keeping)) if advice else found
 
 
-def _check(batches: Sequence[Tensor], sites: str | None, together: int | None, threads: int | None) -> None:
+def _check(batches: Sequence[Tensor], sites: str | None) -> None:
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
     if min(batch.shape[1] for batch in batches) < 2:
         raise ValueError("a batch has sequences of one token. Expected at least 2: a token and the next one.")
     if sites not in _KINDS:
         raise ValueError(f"sites is {sites!r}. Give 'across', 'within', or None for whole layers.")
-    if together is not None and together < 1:
-        raise ValueError(f"together is {together}; expected 1 or more runs in a forward.")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads is {threads}; expected 1 or more forwards at a time.")
 
 
-def _sides(twins: Twins, sample: Tensor, restart: bool, options: Any) -> tuple[Side, Side, list[str]]:
-    """Both sides, and a note if neither can be restarted."""
-    stack = tuple(blocks_of(twins.plain))
-    alone = Side("alone", twins.plain, twins.floating, twins.quantized, stack, **options)
-    without = Side("without", twins.quantized, twins.quantized, twins.floating, stack, **options)
-    if not restart:
+def _sides(twins: Twins, sample: Tensor | None, threads: int | None) -> tuple[Side, Side, list[str]]:
+    """Both sides, and a note if they cannot be restarted; without a sample to try it on they are not."""
+    layers = tuple(blocks_of(twins.plain))
+    alone = Side("alone", twins.plain, twins.floating, twins.quantized, layers, threads=threads)
+    without = Side("without", twins.quantized, twins.quantized, twins.floating, layers, threads=threads)
+    if sample is None:
         return alone, without, []
     try:
-        first = rehearse(structure(alone.shell), sample, stack)
-        # built-in modes change what is inside of layers, not who calls them
-        second = rehearse(structure(without.shell), sample, stack) if twins.is_foreign else first
+        orders = [layer_order(side.shell, sample, layers) for side in (alone, without)]
     except CannotRestartError as problem:
         return alone, without, [f"every run is a whole run, which takes longer: {problem}."]
-    return replace(alone, rehearsal=first), replace(without, rehearsal=second), []
+    return replace(alone, order=orders[0]), replace(without, order=orders[1]), []
 
 
 def _idle(effects: Sequence[Effect]) -> list[str]:
@@ -151,7 +148,7 @@ def _idle(effects: Sequence[Effect]) -> list[str]:
 
 
 class _Runs:
-    """All runs of one analysis, and what they gave."""
+    """All runs of one analysis, and their figures."""
 
     def __init__(
         self, alone: Side, without: Side, units: Sequence[Unit], batches: Sequence[Tensor], progress: Progress
@@ -164,26 +161,23 @@ class _Runs:
         self.total = len(batches) * (alone.work(units) + without.work(units))
 
     def measure(self) -> None:
-        """One unit at a time, on both sides."""
+        """Run one unit at a time, on both sides."""
         for batch in self.batches:
-            self._tell("the float model")
-            known = self.alone.passage(batch, self.units)
-            self.done += len(self.alone.stack)
-            expected = known.logits
-            self.expected.append(expected)
-            for side in (self.alone, self.without):
-                if side is self.without:
-                    self._tell("the quantized model")
-                    known = side.passage(batch, self.units)
-                    self.everything.update(known.logits, expected, batch)
-                    self.done += len(side.stack)
-                for unit, logits, layers in side.logits(known, self.units):
-                    self.tallies[side.name][unit.name].update(logits, expected, batch)
+            for side, model in ((self.alone, "the float model"), (self.without, "the quantized model")):
+                self._report(model)
+                shared = side.run(batch, self.units)
+                self.done += len(side.layers)
+                if side is self.alone:
+                    self.expected.append(shared.logits)
+                else:
+                    self.everything.update(shared.logits, self.expected[-1], batch)
+                for unit, logits, layers in side.logits(shared, self.units):
+                    self.tallies[side.name][unit.name].update(logits, self.expected[-1], batch)
                     self.done += layers
-                    self._tell(f"{unit.name} {side.name}")
+                    self._report(f"{unit.name} {side.name}")
 
     def effects(self) -> tuple[Effect, ...]:
-        """What was measured, in the order of the model."""
+        """The figures of every unit, in the order of the model."""
         sides = {side: {name: tally.figures() for name, tally in own.items()} for side, own in self.tallies.items()}
         return tuple(
             Effect(
@@ -194,7 +188,7 @@ class _Runs:
 
     def kl_keeping(self, names: Sequence[str]) -> float | None:
         """The KL of the quantized model in which the units of these names are float: a whole run."""
-        self._tell(f"checking: {len(names)} kept")
+        self._report(f"checking: {len(names)} kept")
         tally = _Tally()
         paths = [path for unit in self.units if unit.name in names for path in unit.paths]
         model = self.without.whole(paths)
@@ -202,5 +196,56 @@ class _Runs:
             tally.update(logits_of(model, batch), expected, batch)
         return tally.figures().kl
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         self.progress(self.done, self.total, what)
+
+
+def rank_model(
+    model: str,
+    *,
+    mode: str | None = None,
+    format: str = "int8",
+    layers: tuple[str | int, ...] = ("all",),
+    sites: Sites | None = None,
+    data: tuple[str, int, int, int] = ("evaluation", 8, 128, 4),
+    calibration_data: tuple[str, int, int] = ("calibration", 16, 256),
+    percentile: float = PERCENTILE,
+    device: str = "cpu",
+    advice: bool = True,
+    allow_download: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda done, total, what: None,
+) -> Sensitivity:
+    """`rank_layers` of a model by name. `mode` None is 2-1 for a Mamba and linear_wa for all others.
+
+    data                source, samples, tokens of each, samples in a batch
+    calibration_data    source, samples, tokens of each; used by formats with calibrated scales only
+    """
+    check_device(device, Path())
+    if is_recorded(device) or not is_present(device):
+        raise ValueError(f"device {device!r} is not present here. Leave --device out to run on the cpu.")
+    if data[2] < 2:
+        raise ValueError(f"seqlen is {data[2]}; expected at least 2, a token and the next one.")
+    early = None if mode is None else Recipe(mode, format)
+    loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    recipe = early or Recipe("2-1" if is_mamba(loaded.model) else "linear_wa", format)
+    check_recipes(loaded, [recipe])
+    select(loaded.model, layers, model_name=model)  # before a minute of calibration
+    source, samples, seqlen, batch_size = data
+    check_positions(loaded.model, seqlen, key="seqlen")
+    batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
+    calibration = None
+    if FORMATS[format].needs_calibration:
+        progress(0, 0, f"calibration on {calibration_data[1]} x {calibration_data[2]} tokens of {calibration_data[0]}")
+        calibration = calibrate_on(loaded, *calibration_data, percentile=percentile)
+    found = rank_layers(
+        loaded.model.to(device),
+        recipe,
+        batches,
+        calibration,
+        layers=layers,
+        sites=sites,
+        advice=advice,
+        progress=progress,
+    )
+    return replace(found, notes=(*loaded.notes, *found.notes))

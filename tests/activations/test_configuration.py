@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from probe.activations.configuration import ConfigurationError, full_key, keys_of, read_configuration, settings_of
+from probe.activations.configuration import ALL_KEYS, full_key, read_configuration
 from probe.activations.run import analyze
 from probe.activations.settings import Settings
 from probe.report.activations.writing import write_analysis
+from probe.settings import ConfigurationError, keys_of, with_values
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TOY = {
@@ -28,7 +29,7 @@ def quiet(_: str) -> None:
 
 def test_the_default_file_is_the_defaults() -> None:
     assert read_configuration(CONFIGS / "default.yaml") == Settings()
-    assert dict(keys_of(read_configuration(CONFIGS / "default.yaml"))).keys() == dict(keys_of()).keys()
+    assert dict(keys_of(read_configuration(CONFIGS / "default.yaml"))).keys() == dict(keys_of(Settings())).keys()
     written = yaml.safe_load((CONFIGS / "default.yaml").read_text())
     assert written == Settings().as_dict(), "every key is in the file"
 
@@ -121,7 +122,7 @@ def test_unknown_keys_of_the_command_line(given: str, message: str) -> None:
         ({"data": {"custom": {"column": 3}}}, "'data.custom.column'. Did you mean 'data.custom.text_column'?"),
         ({"threshold": 3}, "unknown key 'threshold'. Did you mean 'visualization.outlier.threshold'?"),
         ({"data": 3}, "data is 3; expected a table of source, num_samples"),
-        ([1], "it is [1]; expected a table of model, data, visualization, memory, output."),
+        ([1], "x.yaml is [1]; expected a table of model, data, visualization, memory, output."),
         ({"data": {"num_samples": "many"}}, "data.num_samples is 'many'; expected a whole number, 1 or more."),
         ({"data": {"num_samples": 0}}, "data.num_samples is 0; expected a whole number, 1 or more."),
         ({"data": {"num_samples": True}}, "data.num_samples is True; expected a whole number, 1 or more."),
@@ -148,8 +149,8 @@ def test_unknown_keys_of_the_command_line(given: str, message: str) -> None:
 )
 def test_wrong_values_are_told_with_what_was_expected(given: Any, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        settings_of(given, where="x.yaml")
-    assert str(caught.value).startswith("x.yaml: ")
+        with_values(Settings(), given, where="x.yaml", see=ALL_KEYS)
+    assert str(caught.value).startswith(("x.yaml: ", "x.yaml is "))
     assert message in str(caught.value)
 
 
@@ -262,7 +263,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_key_has_another_value_to_be_tried() -> None:
-    assert OTHER.keys() == dict(keys_of()).keys()
+    assert OTHER.keys() == dict(keys_of(Settings())).keys()
 
 
 @pytest.mark.parametrize("key", OTHER)

@@ -6,17 +6,19 @@ from pathlib import Path
 
 import yaml
 
-from probe.activations.configuration import full_key, keys_of
+from probe.activations.configuration import full_key
+from probe.activations.settings import Settings
 from probe.commands.analyze import overrides
 from probe.data.sources import HUB
 from probe.plugin.golden_activations import FIGURES, RULES
+from probe.settings import keys_of
 
 TEXT = (Path(__file__).parents[2] / "docs" / "activations.md").read_text()
 
 
 def test_the_table_of_keys_is_complete_and_its_defaults_are_true() -> None:
     rows = dict(re.findall(r"^\| `([a-z_0-9.]+)` \| (.*?) \|", TEXT, re.M))
-    keys = dict(keys_of())
+    keys = dict(keys_of(Settings()))
     assert {name for name in rows if "." in name and not name.endswith(".csv")} >= set(keys)
     for name, value in keys.items():
         if rows[name].startswith("`"):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from probe.activations.bands import BAND_ERROR, BANDS, LOWEST, measure_bands
-from probe.activations.heat import CHANNELS, TOKENS, heat_of, pooled
-from probe.activations.outliers import WORST, LayerOutliers, find_outliers
+from probe.activations.collecting import CHANNELS, TOKENS, WORST, LayerOutliers, find_outliers, heat_of, pooled
+from probe.activations.statistics import BAND_ERROR, BANDS, measure_bands
+from probe.scaling.blockwise import LOWEST
 
 
 def found(values: list[float], *, threshold: float = 4.0, sample: int = 0) -> LayerOutliers:

@@ -23,7 +23,8 @@ from probe.activations.prediction import (
 )
 from probe.activations.run import analyze, prepare
 from probe.activations.statistics import LayerStatistics, measure
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.linear import linear_key, linears
 from probe.models.loading import load_model

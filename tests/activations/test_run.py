@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from probe.activations.collecting import token_rows
 from probe.activations.configuration import read_configuration
 from probe.activations.export import tables
 from probe.activations.plan import Plan, weight_rows
 from probe.activations.run import Analysis, analyze, forward, prepare, run
 from probe.activations.settings import EnabledSettings
-from probe.activations.tokens import token_rows
 from probe.data.samples import Batch, batches_of
 from tests.activations.toys import CHANNEL, OUTLIER, make
 

@@ -10,7 +10,7 @@ import pytest
 
 import probe
 from probe import FORMATS, __version__
-from probe.commands import main
+from probe.commands import main, parse
 from probe.files.atomic import write
 from probe.files.paths import check_outputs
 from probe.formats import PERCENTILE
@@ -108,7 +108,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 def test_every_public_name_can_be_imported() -> None:
     assert all(getattr(probe, name) is not None for name in probe.__all__)
-    assert set(probe._HOME) | {"__version__"} == set(probe.__all__)
+    assert set(probe._HOMES) | {"__version__"} == set(probe.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         probe.nothing  # noqa: B018
 
@@ -121,16 +121,15 @@ def test_a_limit_that_is_no_number_says_what_was_expected(capsys: pytest.Capture
 
 
 def test_one_recipe_has_one_default_calibration() -> None:
-    from probe.commands import _parser
     from probe.gate.configuration import CalibrationSettings
-    from probe.recordings.recorder import record
+    from probe.recordings.request import RecordRequest
     from probe.running.calibration import calibrate_on
     from probe.running.measurement import measure_all
-    from probe.sensitivity.named import rank_model
+    from probe.sensitivity.ranking import rank_model
 
     for command in ("record", "errors", "sensitivity"):
-        assert _parser().parse_args([command]).percentile == PERCENTILE == 0.9995
-    for function in (probe.calibrate, calibrate_on, measure_all, record, rank_model):
+        assert parse([command]).percentile == PERCENTILE == 0.9995
+    for function in (probe.calibrate, calibrate_on, measure_all, RecordRequest, rank_model):
         assert inspect.signature(function).parameters["percentile"].default == PERCENTILE
     assert CalibrationSettings().percentile == PERCENTILE
     assert PercentileObserver().settings == {"alpha": PERCENTILE}

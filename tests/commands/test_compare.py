@@ -9,7 +9,7 @@ import pytest
 from probe import ModeComparison, compare
 from probe.commands import main
 from probe.commands.compare import LIMITS as OPTIONS
-from probe.comparisons.limits import LIMITS
+from probe.comparisons.modes import LIMITS
 from tests.comparisons.recorded import noisy, plain, recorded
 
 SEED = """\

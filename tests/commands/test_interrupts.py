@@ -19,17 +19,17 @@ COMMANDS = {
     "analyze": (
         ["analyze", "--data.num_samples", "64", "--data.batch_size", "1"],
         "[2/64]",
-        "what was written is whole. The same command starts again.",
+        "all files that were written are whole. The same command starts again.",
     ),
     "sensitivity": (
         ["sensitivity", "--samples", "64", "--batch-size", "1"],
         "calibration on",
-        "what was written is whole. The same command starts again.",
+        "all files that were written are whole. The same command starts again.",
     ),
     "errors": (
         ["errors", "--samples", "64", "--batch-size", "1"],
         "[reference]",
-        "what was written is whole. The same command starts again.",
+        "all files that were written are whole. The same command starts again.",
     ),
     "scaling": (
         ["scaling", *TENSORS, "--elem-format", "all"],

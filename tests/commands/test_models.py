@@ -5,6 +5,7 @@ import json
 import pytest
 
 from probe.commands import main
+from probe.data.batches import TextSamples
 from probe.formats import GATE_FORMATS
 from probe.running.measurement import measure_all
 from probe.running.modes import MODES
@@ -65,9 +66,9 @@ def test_errors_as_json_has_all_figures(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_injected_errors_do_not_leak_from_layer_to_layer() -> None:
-    options = {"modes": ["2-1"], "formats": ["fp4_e2m1"], "data": ("evaluation", 2, 32, 2)}
-    (propagated,) = measure_all("tiny-mamba", **options)
-    (injected,) = measure_all("tiny-mamba", injected=True, **options)
+    data = TextSamples("evaluation", 2, 32)
+    (propagated,) = measure_all("tiny-mamba", modes=["2-1"], formats=["fp4_e2m1"], data=data)
+    (injected,) = measure_all("tiny-mamba", modes=["2-1"], formats=["fp4_e2m1"], data=data, injected=True)
     assert injected.layers["layer_0"].mse == pytest.approx(propagated.layers["layer_0"].mse, rel=0.05)  # fed bfloat16
     assert injected.layers["layer_3"].mse < propagated.layers["layer_3"].mse
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import probe
-from probe.commands import _parser, main
-from probe.commands.record import Bar, Lines
+from probe.commands import main, parse
+from probe.commands.progress import Progress
 from probe.gate.observations import observe, observe_recording
 from probe.recordings import read_recording
 from probe.running.recipes import Recipe
@@ -34,7 +34,7 @@ def test_options_have_the_spelling_of_the_scripts_too() -> None:
         *("--pretrained-dir", "p", "--modes", "fp32", "--out", "o", "--output-file", "f.npz", "--seqlen", "7"),
         *("--calib-data-num", "3", "--calib-seqlen", "9", "--calib-data", "c", "--batch-size", "2"),
     )
-    one, other = (vars(_parser().parse_args(["record", *some])) for some in (theirs, ours))
+    one, other = (vars(parse(["record", *some])) for some in (theirs, ours))
     assert one == other
     assert (one["out"], one["seqlen"], one["modes"], one["calib_data_num"]) == ("o", 7, ["fp32"], 3)
 
@@ -122,28 +122,26 @@ def test_a_terminal_gets_a_bar_with_mode_layer_and_time_left(
 
 
 def run_bar(tmp_path: Path) -> None:
-    bar = Bar()
-    bar.bar.mininterval = 0
-    try:
-        probe.record(tmp_path / "r", modes=["fp32"], samples=2, seqlen=8, progress=bar)
-    finally:
-        bar.close()
+    with Progress() as progress:
+        progress.bar.mininterval = 0
+        probe.record(tmp_path / "r", modes=["fp32"], samples=2, seqlen=8, progress=progress)
 
 
 def test_the_bar_is_for_terminals_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    seen: list[object] = []
+    bars: list[object] = []
 
-    def record(out: str, *, progress: object, **more: Any) -> None:
-        seen.append(progress)
+    def record(out: str, *, progress: Progress, **more: Any) -> None:
+        bars.append(progress.bar)
         raise ValueError("enough")
 
     monkeypatch.setattr("probe.recordings.recorder.record", record)
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         assert main(["record"]) == 2
-    assert [type(one) for one in seen] == [Lines, Bar]
+    assert bars[0] is None
+    assert type(bars[1]).__name__ == "tqdm"
 
 
 @torch.no_grad()

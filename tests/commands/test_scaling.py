@@ -13,7 +13,7 @@ import torch
 
 from probe import ScalingResult, recommend, scaling_sweep
 from probe.commands import main, scaling_batch as batch
-from probe.commands.scaling_workers import submitted
+from probe.commands.scaling_batch import worker_processes
 from probe.files.atomic import remove_unfinished
 from tests.scaling.tensors import FORMATS_OF_THE_SPEC, normal
 
@@ -177,8 +177,8 @@ def test_bad_input_fails_in_one_line_with_exit_code_1(run: Run, tensor: object, 
         (["--num-levels", "0"], "num_levels is 0"),
         (["--scale-bits", "1"], "scale_bits is 1"),
         (["--max-scale-exp", "128"], "max_scale_exp is 128.0"),
-        (["--block-size", "0"], "block_size 0"),
-        (["--jobs", "0"], "jobs is 0"),
+        (["--block-size", "0"], "block_size is 0; expected 1 or more"),
+        (["--jobs", "0"], "jobs is 0; expected 1 or more"),
         (["--output-dir", "tensor1.pt"], "cannot write to tensor1.pt: tensor1.pt is a file, not a folder. Give a"),
     ],
 )
@@ -258,16 +258,16 @@ def test_several_processes_give_the_same_files(run: Run) -> None:
 
 def test_a_killed_worker_fails_its_own_tensor_only(run: Run, tmp_path: Path) -> None:
     """The source below kills whichever process loads it."""
-    good = batch.Source("tensor1.pt", "tensor1", tmp_path / "tensor1.pt")
+    good = batch.TensorSource("tensor1.pt", "tensor1", tmp_path / "tensor1.pt")
     deadly = Deadly("deadly.pt", "deadly", tmp_path / "deadly.pt")
     told: list[str] = []
-    code = batch.run_batch([deadly, good], batch.Request(plots=False), None, jobs=2, tell=told.append)
+    code = batch.run_batch([deadly, good], batch.Request(plots=False), None, jobs=2, show=told.append)
     assert code == 1
     assert "✅ Successfully processed: tensor1.pt" in told
     assert "❌ Failed to process: deadly.pt: its process was killed, perhaps for want of memory" in told
 
 
-class Deadly(batch.Source):
+class Deadly(batch.TensorSource):
     def load(self) -> torch.Tensor:
         signal.raise_signal(signal.SIGKILL)
         raise AssertionError
@@ -275,20 +275,20 @@ class Deadly(batch.Source):
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="there signals have no mask")
 def test_workers_do_not_see_an_interrupt_and_this_process_does_again() -> None:
-    with submitted(signal.pthread_sigmask, [(signal.SIG_BLOCK, ())], jobs=1, folders=[]) as futures:
+    with worker_processes(signal.pthread_sigmask, [(signal.SIG_BLOCK, ())], jobs=1, folders=[]) as futures:
         assert signal.SIGINT in futures[0].result()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_fault_of_ours_is_shown_and_the_others_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = batch.block_truth
+    real = batch.compare_rules
 
     def broken(given: batch.Prepared, *arguments: object, **options: object) -> object:
         if float(given.x.float().sum()) == float(normal(8, 64).bfloat16().float().sum()):
             raise RuntimeError("not this one")
         return real(given, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(batch, "block_truth", broken)
+    monkeypatch.setattr(batch, "compare_rules", broken)
     code, out, _ = run("tensor1.pt", "tensor2.pt", "--no-plots")
     assert code == 1
     assert "❌ Failed to process: tensor1.pt: RuntimeError: not this one" in out

@@ -9,7 +9,7 @@ import torch
 
 from probe import ModeComparison, compare
 from probe.comparisons import selection as sides
-from probe.comparisons.limits import LIMITS, failures
+from probe.comparisons.modes import LIMITS, failures
 from probe.recordings import read_recording
 from tests.comparisons.recorded import IDS, SHAPE, noisy, plain, recorded
 
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "2-1 is compared with itself. Give another mode, or another --reference. Two devices: probe diff {there} "
         "{folder}.",
     ),
-    "layer": ("good", {"mode": "2-1", "layers": ["9"]}, "'9' is no layer of 2-1 in {folder}. Nearest: layer_"),
+    "layer": ("good", {"mode": "2-1", "layers": ["9"]}, "'9' is no layer of 2-1 in {folder}. It has: layer_"),
     "expression": (
         "good",
         {"mode": "2-1", "layers": ["layer_("]},

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from probe.data import TEXTS, fingerprint, text_of, token_batches
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import TEXTS, text_of
 from probe.data.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -104,12 +105,14 @@ def test_tokens_that_are_not_a_row_of_ids(tokens: torch.Tensor | list[float]) ->
 
 def test_the_fingerprint_does_not_depend_on_the_batching() -> None:
     text = text_of("evaluation")
-    prints = {fingerprint(token_batches(text, BYTES, samples=7, seqlen=16, batch_size=b)) for b in (1, 2, 3, 7, 50)}
+    batched = [token_batches(text, BYTES, samples=7, seqlen=16, batch_size=size) for size in (1, 2, 3, 7, 50)]
+    prints = {token_fingerprint(batches) for batches in batched}
     assert len(prints) == 1
     assert len(prints.pop()) == 16
 
 
 def test_the_fingerprint_sees_tokens_order_count_and_length() -> None:
     variants = [[[1, 2, 3, 4]], [[1, 2], [3, 4]], [[3, 4], [1, 2]], [[1, 2]], [[1, 2], [3, 5]], []]
-    assert len({fingerprint(list(torch.tensor([v]))) for v in variants if v} | {fingerprint([])}) == len(variants)
-    assert fingerprint([torch.tensor([[1, 2]])]) == fingerprint([torch.tensor([[1, 2]], dtype=torch.int32)])
+    prints = {token_fingerprint(list(torch.tensor([rows]))) for rows in variants if rows}
+    assert len(prints | {token_fingerprint([])}) == len(variants)
+    assert token_fingerprint([torch.tensor([[1, 2]])]) == token_fingerprint([torch.tensor([[1, 2]], dtype=torch.int32)])

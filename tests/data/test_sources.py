@@ -12,9 +12,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from probe.data.files import read_file
 from probe.data.samples import batches_of, samples_of
 from probe.data.sources import HUB, Documents, documents_of
+from probe.data.texts import read_texts
 from probe.data.tokenizers import ByteTokenizer
 
 TEXTS = ["first text", "second, longer text", "third"]
@@ -41,10 +41,10 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_format_gives_the_same_documents(tmp_path: Path, kind: str) -> None:
     WRITERS[kind](tmp_path / f"own.{kind}", ROWS)
-    assert read_file(tmp_path / f"own.{kind}", format=None, text_column="text") == (TEXTS, False)
-    assert read_file(tmp_path / f"own.{kind}", format=None, text_column="title")[0][0] == "FIRST TEXT"
+    assert read_texts(tmp_path / f"own.{kind}", format=None, text_column="text") == (TEXTS, False)
+    assert read_texts(tmp_path / f"own.{kind}", format=None, text_column="title")[0][0] == "FIRST TEXT"
     (tmp_path / f"own.{kind}").rename(tmp_path / "odd.name")
-    assert read_file(tmp_path / "odd.name", format=kind, text_column="text")[0] == TEXTS
+    assert read_texts(tmp_path / "odd.name", format=kind, text_column="text")[0] == TEXTS
 
 
 def test_a_column_that_nothing_is_like_is_told_what_there_is(tmp_path: Path) -> None:
@@ -81,17 +81,17 @@ def test_a_missing_column_offers_the_nearest(tmp_path: Path, kind: str) -> None:
     with pytest.raises(
         ValueError, match=r"has no column 'titel'\. Did you mean 'title'\? It has: text, title\. Choose"
     ):
-        read_file(tmp_path / f"own.{kind}", format=None, text_column="titel")
+        read_texts(tmp_path / f"own.{kind}", format=None, text_column="titel")
 
 
 def test_txt_is_one_running_text_and_json_has_three_shapes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("été\n")
-    assert read_file(tmp_path / "a.txt", format=None, text_column="x") == (["été\n"], True)
+    assert read_texts(tmp_path / "a.txt", format=None, text_column="x") == (["été\n"], True)
     for shape in (TEXTS, ROWS, {"text": TEXTS, "more": 1}):
         (tmp_path / "a.json").write_text(json.dumps(shape))
-        assert read_file(tmp_path / "a.json", format=None, text_column="text")[0] == TEXTS
+        assert read_texts(tmp_path / "a.json", format=None, text_column="text")[0] == TEXTS
     (tmp_path / "a.jsonl").write_text('"one"\n"two"')
-    assert read_file(tmp_path / "a.jsonl", format=None, text_column="text")[0] == ["one", "two"]
+    assert read_texts(tmp_path / "a.jsonl", format=None, text_column="text")[0] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_txt_is_one_running_text_and_json_has_three_shapes(tmp_path: Path) -> No
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        read_file(tmp_path / name, format=None, text_column="text")
+        read_texts(tmp_path / name, format=None, text_column="text")
 
 
 def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     with pytest.raises(
         ValueError, match=r"needs the package pyarrow, which comes with: pip install 'quant-probe\[data\]'"
     ):
-        read_file(tmp_path / "a.parquet", format=None, text_column="text")
+        read_texts(tmp_path / "a.parquet", format=None, text_column="text")
 
 
 def test_unknown_sources() -> None:

@@ -7,19 +7,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
-from probe.diagnosis.causes import WIDTH, diagnose
-from probe.diagnosis.corners import corner_values, wrong_corners
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
+from probe.diagnosis.causes import WIDTH, diagnose, wrong_corners
 from probe.diagnosis.linear_steps import grid_step
 from probe.diagnosis.plain_grids import PlainGrid, suspects
 from probe.diagnosis.signatures import Step, explain
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.loading import Loaded, load_model
+from probe.numerics.corners import corner_values
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.running.calibration import Calibration, calibrate_on
+from probe.running.corners import corner_answers
 from probe.running.modes import GROUPS, register_mode, unregister_mode
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, run_reference
+from probe.running.traces import LayerTrace
 from tests.faults.block_faults import final_norm_on_grid
 from tests.faults.breaking import damaged
 
@@ -78,7 +81,7 @@ def test_a_plain_grid_is_the_grid_of_a_sequence(activation: Tensor, format: str)
 
 @FORMAT
 def test_a_plain_grid_is_right_at_the_corners(format: str) -> None:
-    given = corner_values(expected_grid(format), 72)
+    given = corner_values(FORMATS[format], 72, amax=expected_grid(format).amax)
     assert torch.equal(expected_grid(format)(given), activation_grid(format, AMAX)(given))
 
 
@@ -176,7 +179,7 @@ def test_a_rounding_that_no_row_replays_is_told_by_its_errors(
 def test_of_a_healthy_layer_every_step_agrees(
     loaded: Loaded, reference: Reference, calibration: Calibration, mode: str, format: str
 ) -> None:
-    said = diagnose(loaded.model, Recipe(mode, format), reference, calibration, "layer_2")
+    said = diagnose(LayerTrace(loaded.model, Recipe(mode, format), reference, calibration, "layer_2"))
     steps = 62 if mode == "3" else 60  # of two batches; mode 3 has one grid more
     assert said == f"all {steps} steps of layer_2 agree with their definitions: look at its input or the calibration"
 
@@ -185,7 +188,9 @@ def test_of_a_healthy_layer_every_step_agrees(
 def test_the_corners_of_a_healthy_model_are_right(loaded: Loaded, calibration: Calibration, format: str) -> None:
     for mode in GROUPS["all"]:
         recipe = Recipe(mode, format)
-        assert wrong_corners(apply(loaded.model, recipe, calibration), recipe, calibration) == {}
+        answers = corner_answers(apply(loaded.model, recipe, calibration), recipe, calibration)
+        assert len(answers) >= 4
+        assert wrong_corners(answers.values()) == {}
 
 
 @pytest.mark.parametrize("mode", ["linear_w", "linear_wa"])
@@ -194,7 +199,9 @@ def test_linear_modes_are_looked_into_in_any_model(model: str, mode: str) -> Non
     other = load_model(model)
     batches = token_batches(text_of("evaluation"), other.tokenizer, samples=1, seqlen=32, batch_size=1)
     scales = calibrate_on(other, "calibration", 2, 64)
-    said = diagnose(other.model, Recipe(mode, "int8"), run_reference(other.model, batches), scales, "layer_0")
+    said = diagnose(
+        LayerTrace(other.model, Recipe(mode, "int8"), run_reference(other.model, batches), scales, "layer_0")
+    )
     assert said.startswith("all ")
 
 
@@ -202,9 +209,11 @@ def test_the_model_outside_of_its_layers_is_looked_at_for_the_logits(
     loaded: Loaded, reference: Reference, calibration: Calibration
 ) -> None:
     recipe = Recipe("2-1", "int8")
-    assert "are those of the float model" in diagnose(loaded.model, recipe, reference, calibration, "logits")
+    assert "are those of the float model" in diagnose(
+        LayerTrace(loaded.model, recipe, reference, calibration, "logits")
+    )
     with damaged(final_norm_on_grid, 0):
-        said = diagnose(loaded.model, recipe, reference, calibration, "logits")
+        said = diagnose(LayerTrace(loaded.model, recipe, reference, calibration, "logits"))
     assert said.startswith("weight backbone.norm_f.weight; ")
 
 
@@ -237,8 +246,8 @@ def one_nan(x: Tensor) -> Tensor:
 @pytest.fixture
 def user_mode() -> Iterator[Callable[[Callable[[Tensor], Tensor]], Recipe]]:
     def register(change: Callable[[Tensor], Tensor]) -> Recipe:
-        def build(model: Any, format: str, calibration: Calibration | None) -> nn.Module:
-            block = model.backbone.layers[1]
+        def build(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+            block: Any = model.get_submodule("backbone.layers.1")
             block.mixer = Changed(block.mixer, change)
             return model
 
@@ -264,7 +273,7 @@ def user_mode() -> Iterator[Callable[[Callable[[Tensor], Tensor]], Recipe]]:
 def test_of_a_users_mode_the_layer_is_told_as_a_whole(
     loaded: Loaded, reference: Reference, user_mode: Any, change: Callable[[Tensor], Tensor], said: str
 ) -> None:
-    assert said in diagnose(loaded.model, user_mode(change), reference, None, "layer_1")
+    assert said in diagnose(LayerTrace(loaded.model, user_mode(change), reference, None, "layer_1"))
 
 
 def test_a_part_that_never_ran_is_the_cause(loaded: Loaded, reference: Reference, calibration: Calibration) -> None:
@@ -272,7 +281,7 @@ def test_a_part_that_never_ran_is_the_cause(loaded: Loaded, reference: Reference
         patient.mixer.forward = lambda hidden_states, **_: 0.5 * hidden_states
 
     with damaged(shortcut, 1):
-        said = diagnose(loaded.model, Recipe("2-1", "int8"), reference, calibration, "layer_1")
+        said = diagnose(LayerTrace(loaded.model, Recipe("2-1", "int8"), reference, calibration, "layer_1"))
     assert said == "site in_proj.input; it never ran"
 
 
@@ -285,15 +294,15 @@ def test_a_diagnosis_never_raises_and_is_one_line(
 ) -> None:
     int8 = Recipe("2-1", "int8")
     with damaged(explode, 1):
-        said = diagnose(loaded.model, int8, reference, calibration, "layer_1")
+        said = diagnose(LayerTrace(loaded.model, int8, reference, calibration, "layer_1"))
     assert said.startswith("no cause found: line one line two xx")
     assert said.endswith("...")
     assert len(said) == WIDTH
     for odd in (
-        diagnose(loaded.model, int8, reference, None, "layer_1"),
-        diagnose(loaded.model, int8, reference, calibration, "no such layer"),
-        diagnose(nn.Linear(2, 2), int8, reference, calibration, "layer_1"),
-        diagnose(loaded.model, int8, None, calibration, "layer_1"),  # type: ignore[arg-type]
+        diagnose(LayerTrace(loaded.model, int8, reference, None, "layer_1")),
+        diagnose(LayerTrace(loaded.model, int8, reference, calibration, "no such layer")),
+        diagnose(LayerTrace(nn.Linear(2, 2), int8, reference, calibration, "layer_1")),
+        diagnose(LayerTrace(loaded.model, int8, None, calibration, "layer_1")),  # type: ignore[arg-type]
     ):
         assert odd.startswith("no cause found: ")
         assert len(odd) <= WIDTH

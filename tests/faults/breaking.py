@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import probe.diagnosis.causes  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
 import probe.running.recipes
+import probe.running.traces  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
 from probe.models import mamba
 from probe.models.mamba import Grid, SiteMixer
 from probe.models.scans import SCANS, Scan

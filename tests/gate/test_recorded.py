@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.gate.observations import observe
 from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording

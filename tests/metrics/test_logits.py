@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from probe.metrics import LogitComparison, LogitMetrics, logits as module
+from probe.metrics import LogitComparison, LogitMetrics, comparison as module
 
 INF, NAN = math.inf, math.nan
 

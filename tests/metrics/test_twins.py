@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from probe.metrics import Comparison, comparison, fast, kernels, reference as readable
-from probe.metrics.magnitudes import Magnitudes
-from probe.metrics.tally import Tally
+from probe.metrics import Comparison, comparison, fast, reference as readable
+from probe.metrics.figures import QUANTILES
+from probe.metrics.tally import Magnitudes, Tally
 from tests.metrics.oracles import assert_agrees, pair, seen
 
-SIZES = (1, kernels.BLOCK - 1, kernels.BLOCK, kernels.BLOCK + 1, 3 * kernels.BLOCK + 17)
+SIZES = (1, fast.BLOCK - 1, fast.BLOCK, fast.BLOCK + 1, 3 * fast.BLOCK + 17)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -32,7 +32,7 @@ def assert_twins_agree(output: Tensor, reference: Tensor, *, keep: int = 2**22) 
     assert slow_sizes.exact == quick_sizes.exact
     if slow.count:
         largest = slow.difference.largest
-        assert slow_sizes.quantiles(largest=largest) == quick_sizes.quantiles(largest=largest)
+        assert slow_sizes.quantiles(QUANTILES, largest=largest) == quick_sizes.quantiles(QUANTILES, largest=largest)
     for name in (
         *("seen", "count", "zeroed", "at_largest", "moved", "first_nonfinite"),
         *("nan_output", "inf_output", "nan_reference", "inf_reference"),
@@ -44,10 +44,12 @@ def assert_twins_agree(output: Tensor, reference: Tensor, *, keep: int = 2**22) 
         if name != "difference":
             assert (b.minimum, b.maximum) == (a.minimum, a.maximum), name
         if slow.count:
-            assert abs(b.mean - a.mean) <= 1e-12 * a.largest, name
-            spread = max(a.squares, b.squares)
-            assert abs(b.squares - a.squares) <= 1e-12 * (spread + math.sqrt(spread * slow.count) * a.largest), name
-    bound = math.sqrt(slow.output.squares * slow.reference.squares) + 1e-300
+            assert abs(b.moments.mean - a.moments.mean) <= 1e-12 * a.largest, name
+            spread = max(a.moments.second, b.moments.second)
+            assert abs(b.moments.second - a.moments.second) <= 1e-12 * (
+                spread + math.sqrt(spread * slow.count) * a.largest
+            ), name
+    bound = math.sqrt(slow.output.moments.second * slow.reference.moments.second) + 1e-300
     rough = slow.count * slow.output.largest * slow.reference.largest if slow.count else 0.0
     assert abs(quick.product - slow.product) <= 1e-12 * bound + 1e-14 * rough
     for name in ("sum_difference", "sum_reference"):
@@ -84,14 +86,14 @@ def test_a_stretch_of_converted_values_is_told_from_the_next(monkeypatch: pytest
 def test_threads_share_a_batch_and_change_nothing(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "STRETCH", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    output, reference = pair(4 * kernels.BLOCK + 5)
-    output[[kernels.BLOCK + 1, 4 * kernels.BLOCK]] = torch.tensor([math.inf, math.nan])
+    output, reference = pair(4 * fast.BLOCK + 5)
+    output[[fast.BLOCK + 1, 4 * fast.BLOCK]] = torch.tensor([math.inf, math.nan])
     assert_twins_agree(output, reference, keep=keep)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 3 * kernels.BLOCK),
+    st.integers(1, 3 * fast.BLOCK),
     st.integers(0, 2**32 - 1),
     st.sampled_from([0.0, 0.001, 0.5, 0.999, 1.0]),
     st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
@@ -111,13 +113,13 @@ def test_any_stream_is_measured_alike(
 
 
 def test_an_outlier_in_front_does_not_cost_the_rest_its_digits() -> None:
-    output, reference = (x.double() for x in pair(kernels.BLOCK))
+    output, reference = (x.double() for x in pair(fast.BLOCK))
     output[0] = reference[0] = 1e6
     assert_twins_agree(output, reference)
-    block = torch.cat([torch.full((kernels.BLOCK,), 1e8, dtype=torch.float64), pair(kernels.BLOCK)[0].double()])
+    block = torch.cat([torch.full((fast.BLOCK,), 1e8, dtype=torch.float64), pair(fast.BLOCK)[0].double()])
     slow, quick = (tally for tally, _ in both(block, block + 1))
-    assert quick.output.squares == pytest.approx(slow.output.squares, rel=1e-13)
-    assert quick.difference.squares == 0
+    assert quick.output.moments.second == pytest.approx(slow.output.moments.second, rel=1e-13)
+    assert quick.difference.moments.second == 0
 
 
 def test_a_correlation_a_billionth_below_one_is_not_one() -> None:
@@ -126,14 +128,14 @@ def test_a_correlation_a_billionth_below_one_is_not_one() -> None:
     for wanted in (1e-9, 1e-11):
         output = reference + math.sqrt(2 * wanted) * noise
         comparison = Comparison()
-        comparison._tally = fast.measure(output, reference, None)
-        correlation = comparison._tally.figures()["correlation"]
+        comparison._tally = fast.measure(output, reference, comparison._magnitudes)
+        correlation = comparison.metrics().correlation
         assert correlation is not None
         assert 1 - correlation == pytest.approx(wanted, rel=0.02)
 
 
 def test_float64_beyond_its_squares_goes_to_the_readable_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "measure", None)
+    monkeypatch.setattr(fast, "_measure", None)
     big = torch.full((10,), 1e150, dtype=torch.float64)
     assert fast.measure(big, big, None).count == 10
 
@@ -162,8 +164,7 @@ def test_without_numba_all_goes_on_with_one_warning(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(comparison, "LARGE", 0)
     monkeypatch.delitem(sys.modules, "probe.metrics.fast")
     monkeypatch.delattr("probe.metrics.fast")
-    monkeypatch.setitem(sys.modules, "probe.metrics.kernels", None)
-    monkeypatch.delattr("probe.metrics.kernels")
+    monkeypatch.setitem(sys.modules, "numba", None)
     comparison._fast.cache_clear()
     output, reference = pair(50)
     try:

@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.library_logs import quietly
+from probe.data.texts import text_of
 from probe.data.tokenizers import ByteTokenizer, PretrainedTokenizer, Tokenizer
-from probe.data.transformers_logs import quietly
-from probe.models.loading import EMBEDDED, Loaded, fingerprint, load_model
+from probe.models.loading import EMBEDDED, Loaded, load_model, weight_fingerprint
 
 TRAINED = [row.name for row in EMBEDDED.values() if row.folder]
 SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2}
@@ -134,7 +135,7 @@ def test_a_saved_model_loads_back_from_its_folder(tmp_path: Path, kind: str) -> 
     saved = save_small(kind, tmp_path)
     got = load_model(str(tmp_path))
     assert type(got.model).__name__ == kind
-    assert got.fingerprint == fingerprint(saved)
+    assert got.fingerprint == weight_fingerprint(saved)
     assert got.notes == (f"no tokenizer files in {str(tmp_path)!r}: text is read as bytes, ids 0 to 255",)
     assert isinstance(got.tokenizer, ByteTokenizer)
 
@@ -216,22 +217,22 @@ def test_the_fingerprints_of_the_embedded_models_are_what_baselines_hold(loaded:
 
 def test_the_fingerprint_moves_with_one_ulp_of_one_weight() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    first = fingerprint(model)
+    first = weight_fingerprint(model)
     assert re.fullmatch("[0-9a-f]{16}", first)
     with torch.no_grad():
         weight = model[0].weight
         weight[2, 1] = torch.nextafter(weight[2, 1], torch.tensor(math.inf))
-    second = fingerprint(model)
+    second = weight_fingerprint(model)
     assert second != first
     model[1].running_mean[0] = 1e-30
-    assert fingerprint(model) not in (first, second)
+    assert weight_fingerprint(model) not in (first, second)
 
 
 def test_the_fingerprint_sees_names_dtypes_and_shapes() -> None:
     def holding(name: str, value: torch.Tensor) -> str:
         module = nn.Module()
         module.register_buffer(name, value)
-        return fingerprint(module)
+        return weight_fingerprint(module)
 
     zeros = torch.zeros(4)
     variants = [("a", zeros), ("b", zeros), ("a", zeros.view(2, 2)), ("a", zeros.view(torch.int32)), ("a", zeros[0])]

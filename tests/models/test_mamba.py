@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.library_logs import quietly
+from probe.data.texts import text_of
 from probe.data.tokenizers import ByteTokenizer
-from probe.data.transformers_logs import quietly
 from probe.models.loading import load_model
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks, rotated_twin, with_sites
 from probe.running.capture import capture

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from probe.models.checkpoints import stored_size
-from probe.models.loading import EMBEDDED, Loaded, fingerprint, load_model
+from probe.models.loading import EMBEDDED, Loaded, load_model, weight_fingerprint
 from probe.models.mamba import with_sites
-from probe.models.offload import Room, at_hand, device_of, offload, place, size_of
+from probe.models.offload import Room, at_hand, device_named, offload, place, size_of
 from tests.activations.toys import make
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_weights_that_do_not_fit_stay_in_the_files_of_the_model(whole: Loaded, l
     assert here(parts.model) <= limit
     assert (here(parts.model) > 0) == (limit > 1)
     assert torch.equal(logits(place(parts.model, Room(CPU, limit)).model), logits(whole.model))
-    assert parts.fingerprint == whole.fingerprint == fingerprint(parts.model)
+    assert parts.fingerprint == whole.fingerprint == weight_fingerprint(parts.model)
 
 
 def test_what_fits_is_loaded_as_ever(whole: Loaded) -> None:
@@ -220,4 +220,4 @@ def test_without_a_limit_the_room_is_what_is_free(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta"])
 def test_a_device_that_is_not_there_is_said(name: str) -> None:
     with pytest.raises(ValueError, match=rf"memory\.device '{name}' "):
-        device_of(name)
+        device_named(name)

@@ -111,7 +111,7 @@ MSE = "cases.fp8_e4m3.layer_0.injected.mse"
         (FIGURES, put('"version": 2', '"version": 3'), ["was written by a newer probe, 3", "Upgrade probe"]),
         (FIGURES, put('"version": 2', '"version": "2"'), ['version: expected a whole number, 1 or more, found "2"']),
         (FIGURES, put('"version": 2', '"version": 1'), ["were written by an older probe", "baselines.convert"]),
-        (FIGURES, replace_mse("[NaN, 0.0]"), ["expected numbers, found NaN"]),
+        (FIGURES, replace_mse("[NaN, 0.0]"), ["holds NaN, which is never stored"]),
         (FIGURES, replace_mse('["low", 0.0]'), [f'{MSE}[0]: expected a finite number, found "low"']),
         (FIGURES, replace_mse("0.1"), [f"{MSE}: expected [value, spread]"]),
         (FIGURES, replace_mse("[0.1, -1]"), [f"{MSE}: the spread is -1.0, expected 0 or more"]),

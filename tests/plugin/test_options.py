@@ -66,8 +66,8 @@ def write_marked(pytester: pytest.Pytester, arguments: str) -> None:
         ("format", '["int8"]', ["unknown key 'format'", "Did you mean 'formats'?"]),
         ("batchsize", "2", ["unknown key 'batchsize'", "Did you mean 'batch_size'?"]),
         ("zzz", "2", ["unknown key 'zzz'. Known: model, modes"]),
-        ("model", "3", ["model is 3; expected a string"]),
-        ("model", '""', ["model is ''; expected a string"]),
+        ("model", "3", ["model is 3; expected a text that is not empty"]),
+        ("model", '""', ["model is ''; expected a text that is not empty"]),
         ("modes", "true", ["modes is True; expected a list of names"]),
         ("modes", "[]", ["modes is []; expected a list of names"]),
         ("modes", '["coarse", ""]', ["modes is ['coarse', '']; expected a list of names"]),
@@ -82,7 +82,7 @@ def write_marked(pytester: pytest.Pytester, arguments: str) -> None:
         ("devices", '["cup"]', ["unknown device 'cup'", "Did you mean 'cpu'?"]),
         ("devices", '["recorded:nowhere"]', ["'recorded:nowhere': there is no folder"]),
         ("formats", '["int9"]', ["unknown format 'int9'", "Did you mean 'int8'?"]),
-        ("baselines", "7", ["baselines is 7; expected a string"]),
+        ("baselines", "7", ["baselines is 7; expected a text that is not empty"]),
         ("data", '"evaluatio"', ["unknown text 'evaluatio'", "Did you mean 'evaluation'?"]),
         ("data", '"no.txt"', ["text file 'no.txt' does not exist"]),
         ("samples", '"2"', ["samples is '2'; expected a whole number, 1 or more"]),
@@ -90,8 +90,8 @@ def write_marked(pytester: pytest.Pytester, arguments: str) -> None:
         ("samples", "100000", ["samples of 16 need 1600000", "fit at this seqlen"]),
         ("seqlen", "0", ["seqlen is 0; expected a whole number, 1 or more"]),
         ("batch_size", "1.0", ["batch_size is 1.0; expected a whole number, 1 or more"]),
-        ("calibration", "16", ["calibration is 16; expected a table with data, samples, seqlen, percentile"]),
-        ("calibration", "{ sample = 2 }", ["unknown key 'sample'", "Did you mean 'samples'?"]),
+        ("calibration", "16", ["calibration is 16; expected a table of data, samples, seqlen, percentile"]),
+        ("calibration", "{ sample = 2 }", ["unknown key 'calibration.sample'", "Did you mean 'calibration.samples'?"]),
         ("calibration", "{ seqlen = -1 }", ["calibration.seqlen is -1; expected a whole number, 1 or more"]),
         ("calibration", "{ percentile = 1.5 }", ["percentile is 1.5; expected a share above 0, at most 1"]),
         ("calibration", '{ data = "calibratio" }', ["unknown text 'calibratio'", "Did you mean 'calibration'?"]),
@@ -128,7 +128,7 @@ def test_settings_that_cannot_be_read_are_refused_but_only_where_there_are_some(
         file.write_text(text)
         return pytester.runpytest_inprocess("-c", "other.ini", "--rootdir=.", "-p", "no:cacheprovider")
 
-    refused(run("[tool]\nprobe = 3\n"), f"[tool.probe] of {file} is 3; expected a table of settings")
+    refused(run("[tool]\nprobe = 3\n"), f"[tool.probe] of {file} is 3; expected a table of model, modes")
     refused(run("[tool.prob]\nmodel = 'x'\n"), f"{file} has a [tool.prob] and no [tool.probe]. Did you mean")
     refused(run("[tool.probe]\nmodel = \n"), f"{file} cannot be read", "Correct it and run again")
     assert run("[project\nname = ").ret == 0, "the file of a project that does not use probe is none of its business"

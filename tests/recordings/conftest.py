@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from probe.data import text_of, token_batches
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.recipes import Recipe

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probe.data import fingerprint
+from probe.data.batches import token_fingerprint
 from probe.gate.observations import Observation, observe_recording
 from probe.models.loading import Loaded
 from probe.recordings import Recording, write_recording
@@ -59,7 +59,7 @@ def write_small(folder: Path, seed: int = 0, **more: Any) -> Recording:
 
 
 def seen(recording: Recording, recipe: Recipe, reference: Reference, **more: Any) -> dict[str, Observation]:
-    facts = {"model_fingerprint": reference.model, "data_fingerprint": fingerprint(reference.batches)} | more
+    facts = {"model_fingerprint": reference.model, "data_fingerprint": token_fingerprint(reference.batches)} | more
     return observe_recording(recording, recipe, reference, **facts)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from probe.commands import _parser
+from probe.commands import _parser, parse
 from probe.recordings.request import DEFAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_every_command_parses(page: str) -> None:
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("probe record")]
     assert lines
     for line in lines:
-        _parser().parse_args(shlex.split(line, comments=True)[1:])
+        parse(shlex.split(line, comments=True)[1:])
 
 
 def test_the_table_of_layouts_says_what_is_recorded() -> None:

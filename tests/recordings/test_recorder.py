@@ -20,10 +20,11 @@ from probe.models.loading import Loaded
 from probe.recordings import (
     Recording,
     RecordingError,
-    exporting as exporting_module,
+    publishing as publishing_module,
     read_recording,
     recorder as recorder_module,
 )
+from probe.recordings.request import ModelToRun, RecordRequest, recipes_for
 from probe.running.capture import UncoveredError
 from probe.running.measurement import NotAppliedError
 from probe.running.recipes import Recipe, apply
@@ -169,20 +170,16 @@ def test_bfloat16_lies_in_numpy_as_float32_and_is_said_to_be_bfloat16(tmp_path: 
 def test_groups_and_defaults(
     tmp_path: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, layout: Any, modes: Any, recipes: str
 ) -> None:
-    from probe.recordings.request import DEFAULTS, Subject, recipes_for
-
-    found = recipes_for(Subject(loaded), modes, ["int8"], DEFAULTS[layout])
+    found = recipes_for(RecordRequest(modes=modes, layout=layout), ModelToRun(loaded))
     assert " ".join(map(str, found)) == recipes
 
 
 def test_all_has_its_reference_with_it(loaded: Loaded) -> None:
-    from probe.recordings.request import DEFAULTS, Subject, recipes_for
-
-    found = recipes_for(Subject(loaded), ["all"], ["int8"], DEFAULTS["safetensors"])
+    found = recipes_for(RecordRequest(modes=["all"]), ModelToRun(loaded))
     assert str(found[0]) == "fp32"
     assert len(found) == 8
     llama = probe.load_model("tiny-llama")
-    found = recipes_for(Subject(llama), None, ["int8"], DEFAULTS["safetensors"])
+    found = recipes_for(RecordRequest(), ModelToRun(llama))
     assert list(map(str, found)) == ["fp32", "linear_w-int8", "linear_wa-int8"]
 
 
@@ -445,7 +442,7 @@ def interrupted(tmp_path: Path, ids: list[Tensor], monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(exporting_module, "sync_all", full)
+        patch.setattr(publishing_module, "sync_tree", full)
         with pytest.raises(
             RecordingError, match=r"cannot write .*: No space left on device\. What was there before is"
         ):

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from probe.recordings import RecordingError
-from probe.recordings.format import DTYPES
-from probe.recordings.streams import TensorStream
+from probe.recordings.manifest import DTYPES
+from probe.recordings.stream import TensorStream
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 KINDS = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=5)
 
 
 def stream(file: Path, names: list[str], samples: int) -> TensorStream:
-    return TensorStream(file, names, samples, what="fp32")
+    return TensorStream(file, names, samples, label="fp32")
 
 
 def write(file: Path, rows: Sequence[Tensor], samples: int) -> None:

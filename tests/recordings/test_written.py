@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from probe.data import fingerprint, text_of, token_batches
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording, write_recording
-from probe.recordings.format import manifest_from_json, manifest_to_json
+from probe.recordings.manifest import manifest_from_json, manifest_to_json
 from probe.running.recipes import Recipe
 from tests.recordings.examples import (
     FLOAT,
@@ -43,7 +44,7 @@ def test_the_manifest_states_what_ran(stored: Path, loaded: Loaded, batches: lis
         "count": 48,
         "samples": 3,
         "seqlen": 16,
-        "fingerprint": fingerprint(batches),
+        "fingerprint": token_fingerprint(batches),
         "file": "tokens.safetensors",
         "source": None,
     }
@@ -70,7 +71,7 @@ def test_the_manifest_is_sorted_with_an_indent_of_one(stored: Path) -> None:
 
 def test_the_manifest_survives_its_text(stored: Path) -> None:
     data = (stored / "manifest.json").read_bytes()
-    assert manifest_to_json(manifest_from_json(data, stored)) == data
+    assert manifest_to_json(manifest_from_json(data)) == data
 
 
 def test_three_lines_of_torch_read_it(stored: Path, parts: dict[Recipe, Parts]) -> None:

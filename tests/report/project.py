@@ -18,7 +18,7 @@ from probe.report.gate.page import front
 from probe.report.gate.plots import recipe_picture
 from probe.report.gate.recipes import runs
 from probe.report.gate.story import story
-from probe.report.gate.tables import figure_table, name_cell
+from probe.report.gate.page import figure_table, name_cell
 from tests.report import examples
 
 OUTCOMES = {outcomes}

@@ -46,7 +46,7 @@ def test_nothing_that_is_given_becomes_markup() -> None:
     html = page().html()
     assert html.count("<script>") == html.count("</script>") == 1, "its own"
     assert "\x1b" not in html
-    assert 'alt="&quot;&lt;script&gt;' in html
+    assert 'alt="&#34;&lt;script&gt;' in html
 
 
 def test_links_at_the_top_appear_with_the_third_section() -> None:

@@ -6,9 +6,8 @@ from html.parser import HTMLParser
 import pytest
 
 from probe.gate.cases import Case, Figure, Outcome
-from probe.report.gate.heat import COLOURS, SHADES, cell_text, heat_html, heat_maps, shade_style
-from probe.report.gate.page import front
-from probe.report.gate.tables import figure_table, name_cell
+from probe.report.gate.page import SHADES, figure_table, front, name_cell
+from probe.report.gate.recipes import cell_text, heat_maps
 from tests.report.examples import ENVIRONMENT, NASTY, OLDER, failing, gate, layer, nasty, recipe
 
 
@@ -42,8 +41,12 @@ class Reader(HTMLParser):
         return "\n".join(self.texts)
 
 
+def html_of(outcomes: list[Outcome]) -> str:
+    return front(outcomes, environment=ENVIRONMENT, baseline_environment=OLDER)
+
+
 def read(outcomes: list[Outcome]) -> Reader:
-    return Reader(front(outcomes, environment=ENVIRONMENT, baseline_environment=OLDER))
+    return Reader(html_of(outcomes))
 
 
 def test_the_front_shows_totals_stories_maps_and_recipes() -> None:
@@ -73,7 +76,7 @@ def test_a_cell_leads_to_its_test_and_tells_its_figures() -> None:
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    html = front(gate(), environment=ENVIRONMENT, baseline_environment=OLDER)
+    html = html_of(gate())
     assert not re.search(r"https?:|//cdn|@import|url\(", html)
     assert not Reader(html).all("link")
 
@@ -125,11 +128,11 @@ def test_a_heat_map_has_every_mode_and_layer_once() -> None:
 def test_what_the_matrix_lacks_is_grey_and_of_two_the_failing_one_is_shown() -> None:
     short, long = recipe("a", layers=2, whole=False), recipe("b", layers=3, whole=False)
     twice = replace(short[0], status="failed", verdict="drift")
-    maps = heat_maps([*short, twice, *long, short[0]])
-    cells = dict(maps[0].rows)["a"]
+    given = [*short, twice, *long, short[0]]
+    cells = dict(heat_maps(given)[0].rows)["a"]
     assert cells[2] is None
     assert cells[0] is twice
-    assert 'class=off title="not in the matrix"' in heat_html(maps)
+    assert 'class=off title="not in the matrix"' in html_of(given)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,7 @@ def test_what_the_matrix_lacks_is_grey_and_of_two_the_failing_one_is_shown() -> 
 )
 def test_a_cell_is_one_digit_or_a_reason(outcome: Outcome, text: str) -> None:
     assert cell_text(outcome) == text
-    assert text in heat_html(heat_maps([outcome]))
+    assert f">{text}</a>" in html_of([outcome]).replace("✗ ", "")
 
 
 def luminance(colour: str) -> float:
@@ -155,11 +158,11 @@ def luminance(colour: str) -> float:
 
 
 def test_text_is_read_on_every_shade_and_more_error_is_darker() -> None:
-    rules = re.findall(r"\.s(\d+)\{background:(#\w{6});color:(#\w{3})\}", shade_style())
+    rules = re.findall(r"\.s(\d+)\{background:(#\w{6});color:(#\w{3})\}", html_of([]))
     assert [int(shade) for shade, _, _ in rules] == list(range(SHADES))
     lights = [luminance(background) for _, background, _ in rules]
     assert lights == sorted(lights, reverse=True)
-    assert (rules[0][1], rules[-1][1]) == (COLOURS[0], COLOURS[-1])
+    assert (rules[0][1], rules[-1][1]) == ("#ffffd9", "#081d58"), "the ends of ColorBrewer's YlGnBu"
     for (_, _, text), light in zip(rules, lights, strict=True):
         own = luminance("#" + "".join(2 * c for c in text[1:]))
         assert (max(own, light) + 0.05) / (min(own, light) + 0.05) >= 4.5

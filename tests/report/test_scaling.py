@@ -14,7 +14,7 @@ from probe.report.gate.plots import FAILED
 from probe.report.scaling.blocks import factor, overflow_block, recommendation_block, truth_block
 from probe.report.scaling.page import Failed, Found, write_page
 from probe.report.scaling.plots import OVERFLOW, UNDERFLOW, pictures
-from probe.scaling.truth import block_truth
+from probe.scaling.rules import compare_rules
 from tests.scaling.tensors import grid_of_the_format, log_uniform, normal
 
 D, S, H = "=" * 80, "-" * 80, "-" * 40
@@ -151,7 +151,7 @@ def test_a_lossless_sweep_is_told_without_nan() -> None:
 
 
 def test_the_table_of_blocks_has_a_row_for_every_rule() -> None:
-    lines = truth_block(block_truth(normal(8, 64), "fp4_e2m1"))
+    lines = truth_block(compare_rules(normal(8, 64), "fp4_e2m1"))
     names = [line.split()[0] for line in lines if line.strip().startswith(("floor", "ceil", "even", "rceil", "mse "))]
     assert names == ["floor", "ceil", "even", "rceil", "mse"]
     assert "16 blocks of 32, a power-of-two scale each; 0 are all zeros" in lines
@@ -200,7 +200,7 @@ def test_the_page_has_every_tensor_in_a_sortable_table_and_escapes_names(tmp_pat
     for name, format in (("<img src=x>", "int8"), ("b", "fp4_e2m1")):
         x = normal(8, 32)
         result = scaling_sweep(x, format, name=name)
-        found.append(Found(f"{name}.pt", "out", result, recommend(result), block_truth(x, format), (b"\x89PNG",)))
+        found.append(Found(f"{name}.pt", "out", result, recommend(result), compare_rules(x, format), (b"\x89PNG",)))
     page = write_page(tmp_path, found, [Failed("c.pt", "it is <empty>")]).read_text()
     assert "<img src=x>" not in page
     assert "&lt;img src=x&gt;" in page

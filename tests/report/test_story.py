@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from probe.gate.cases import Case, Figure, Outcome, Verdict
-from probe.report.gate.recipes import layer_names, natural, runs, short_names, totals
+from probe.report.gate.recipes import layer_names, runs, totals
 from probe.report.gate.story import (
     HEADINGS,
     MOST_COLUMNS,
@@ -21,6 +21,7 @@ from probe.report.gate.story import (
 )
 from probe.report.numbers import change, number, ranked, short
 from probe.running.environment import differences
+from probe.words import natural_key, short_names
 from tests.report.examples import failing, gate, layer, nasty, recipe
 
 DRIFT = """\
@@ -256,7 +257,7 @@ def test_recipes_are_in_one_order_whoever_was_first() -> None:
     order = [(run.recipe, [o.case.layer for o in run.outcomes]) for run in runs(found)]
     shuffled = sorted(found, key=lambda o: (-len(o.case.mode), o.case.layer))
     assert [(run.recipe, [o.case.layer for o in run.outcomes]) for run in runs(shuffled)] == order
-    assert sorted(["layer_10", "layer_2", "layer_1"], key=natural) == ["layer_1", "layer_2", "layer_10"]
+    assert sorted(["layer_10", "layer_2", "layer_1"], key=natural_key) == ["layer_1", "layer_2", "layer_10"]
 
 
 def test_layers_are_columns_in_the_order_of_the_model() -> None:

@@ -1,12 +1,15 @@
 """Calibration: the figures are those of the data, they survive the disk, and foreign ones are refused."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from probe.data import fingerprint, text_of, token_batches
+from probe.data.batches import token_batches, token_fingerprint
+from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, rotated_twin
 from probe.running.calibration import Calibration, calibrate, calibrate_on, load_calibration
@@ -58,6 +61,23 @@ def test_it_survives_the_disk(tmp_path: Path, loaded: Loaded, calibration: Calib
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["tiny.json", "tiny.safetensors"]
 
 
+def test_two_files_of_different_calibrations_are_refused(
+    tmp_path: Path, loaded: Loaded, calibration: Calibration
+) -> None:
+    """What a kill between the two writes leaves."""
+    calibration.save(tmp_path / "c")
+    old = (tmp_path / "c.json").read_bytes()
+    replace(calibration, amax={name: 2 * value for name, value in calibration.amax.items()}).save(tmp_path / "c")
+    assert load_calibration(tmp_path / "c", model=loaded.fingerprint).amax != calibration.amax
+    (tmp_path / "c.json").write_bytes(old)
+    with pytest.raises(ValueError, match=r"c: its two files are not of one calibration\. Make it again\."):
+        load_calibration(tmp_path / "c", model=loaded.fingerprint)
+    facts = json.loads(old)
+    del facts["figures"]
+    (tmp_path / "c.json").write_text(json.dumps(facts))
+    load_calibration(tmp_path / "c", model=loaded.fingerprint)  # as older versions wrote it
+
+
 def test_stale_foreign_and_broken_files_are_refused(tmp_path: Path, loaded: Loaded, calibration: Calibration) -> None:
     path = tmp_path / "c"
     with pytest.raises(ValueError, match=r"there is no .*c\.json"):
@@ -89,4 +109,6 @@ def test_mistakes_are_told(loaded: Loaded, calibration: Calibration) -> None:
         calibrate(loaded.model, [], model_fingerprint="a", data_fingerprint="b")
     batches = token_batches(text_of("calibration"), loaded.tokenizer, samples=1, seqlen=8, batch_size=1)
     with pytest.raises(ValueError, match="alpha"):
-        calibrate(loaded.model, batches, model_fingerprint="a", data_fingerprint=fingerprint(batches), percentile=2)
+        calibrate(
+            loaded.model, batches, model_fingerprint="a", data_fingerprint=token_fingerprint(batches), percentile=2
+        )

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import probe.numerics.grids
-import probe.running.modes
-from probe.data import text_of, token_batches
+import probe.running.recipes
+from probe.data.batches import token_batches
+from probe.data.texts import text_of
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SiteMixer, mamba_blocks
@@ -191,7 +192,7 @@ def test_linear_modes_also_work_on_a_mamba(
 def test_a_mode_that_skips_a_layer_is_noticed_and_the_layer_named(
     loaded: Loaded, tokens: Tensor, calibration: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = probe.running.modes._ssm
+    real = probe.running.recipes._ssm
 
     def skipping(model: nn.Module, *rest: object) -> nn.Module:
         twin = real(model, *rest)
@@ -199,7 +200,7 @@ def test_a_mode_that_skips_a_layer_is_noticed_and_the_layer_named(
         twin.backbone.layers[2] = float_twin.backbone.layers[2]
         return twin
 
-    monkeypatch.setattr(probe.running.modes, "_ssm", skipping)
+    monkeypatch.setattr(probe.running.recipes, "_ssm", skipping)
     reference = run_reference(loaded.model, [tokens])
     with pytest.raises(NotAppliedError, match=r"mode_2_1-int8 was not applied to layer_2: .*\(1 of 4 layers\)"):
         check_applied(loaded.model, Recipe("2-1", "int8"), reference, calibration)
@@ -371,7 +372,7 @@ def test_the_table_covers_every_mode_and_the_gate_formats_are_known() -> None:
 def test_mamba2_is_captured_by_hooks_and_quantized_by_its_linears() -> None:
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    from probe.data.transformers_logs import quietly
+    from probe.data.library_logs import quietly
 
     torch.manual_seed(0)
     config = Mamba2Config(

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import probe
 from probe import FORMATS, recommend, scaling_sweep
 from probe.running.recipes import apply
-from probe.scaling.advice import CRITERIA, normalised
-from probe.scaling.grids import amax_of, grid_of
-from probe.scaling.truth import block_truth
+from probe.scaling.advice import CRITERIA, amax_of, grid_of, normalised
+from probe.scaling.rules import compare_rules
 from tests.numerics.tensors import assert_same_bits
 from tests.scaling.tensors import FORMATS_OF_THE_SPEC, grid_of_the_format, log_uniform, normal
 
@@ -257,10 +256,10 @@ def test_quantizers_check_for_underflow_when_asked() -> None:
 
 
 def rows_of(x: Tensor) -> Any:
-    return {truth.rule: truth for truth in block_truth(x, "fp4_e2m1")}
+    return {truth.rule: truth for truth in compare_rules(x, "fp4_e2m1")}
 
 
-def test_block_truth_is_what_fake_quantize_does_by_every_rule() -> None:
+def test_compare_rules_is_what_fake_quantize_does_by_every_rule() -> None:
     x = normal(16, 64, seed=5)
     for rule, truth in rows_of(x).items():
         quantized = probe.quantize(x, "fp4_e2m1", scale_rule=rule)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import probe
 from probe import FORMATS, ScalingResult, scaling_sweep
-from probe.scaling.grids import grid_of
+from probe.scaling.advice import grid_of
 from probe.scaling.levels import element_format, max_aligned, min_aligned
 from probe.scaling.sweep import Prepared
 from tests.numerics.tensors import adversarial_blocks, assert_same_bits

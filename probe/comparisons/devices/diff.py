@@ -1,28 +1,34 @@
-"""Two recordings of one model on two devices: what differs, where it began, and whether that is noise or a fault."""
+"""`diff`: one model recorded on two devices, where they begin to differ, and whether that is noise or a fault."""
 
-import fnmatch
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from probe.comparisons.devices.inputs import Inputs, compare_inputs
-from probe.comparisons.devices.layers import LayerDifference, Limits, label_of
-from probe.comparisons.devices.pairs import DeviceSide, Pair, Progress, Seen, against_reference
-from probe.comparisons.devices.verdict import DeviceVerdict, judge, mismatched
-from probe.comparisons.selection import find_side
-from probe.recordings import Recording, RecordingError, read_recording
+from probe.comparisons.devices.differences import LayerDifference, Limits, Tolerances
+from probe.comparisons.devices.examination import Suspect, examine
+from probe.comparisons.devices.pairs import (
+    Inputs,
+    MeasuredTensor,
+    Pair,
+    Progress,
+    compare_inputs,
+    reference_errors,
+)
+from probe.comparisons.devices.verdict import DeviceVerdict, judge_figures, judge_values, mismatched
+from probe.comparisons.selection import Side, find_side, label_of, match_names, opened
+from probe.recordings import Recording, RecordingError
 
 Recorded = Recording | Path | str
-#: The float recipe that a reference is looked for under.
+#: The name of the float recipe in a reference.
 FLOAT = "fp32"
+#: Tensors in a ranking of the worst.
 WORST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceComparison:
-    """All that `diff` found. `layers` is empty where the inputs differ: nothing is compared then."""
+    """The result of `diff`. `layers` is empty where the inputs differ, because nothing is compared then."""
 
     a: str
     b: str
@@ -48,18 +54,17 @@ class DeviceComparison:
     @property
     def worst_by_max_abs(self) -> tuple[LayerDifference, ...]:
         """The five largest differences; what is finite on one side only comes first."""
-        key = [(layer.lost > 0, layer.max_abs or 0.0) for layer in self.layers]
-        order = sorted(range(len(self.layers)), key=lambda place: key[place], reverse=True)
-        return tuple(self.layers[place] for place in order[:WORST])
+        order = sorted(self.layers, key=lambda layer: (layer.lost > 0, layer.max_abs or 0.0), reverse=True)
+        return tuple(order[:WORST])
 
     @property
     def worst_by_cosine(self) -> tuple[LayerDifference, ...]:
         """The five lowest cosines; one that is undefined, where the two differ, comes first."""
-        known = [
-            -2.0 if layer.cosine is None and not layer.identical else (layer.cosine or 1.0) for layer in self.layers
-        ]
-        order = sorted(range(len(self.layers)), key=lambda place: known[place])
-        return tuple(self.layers[place] for place in order[:WORST])
+
+        def rank(layer: LayerDifference) -> float:
+            return -2.0 if layer.cosine is None and not layer.identical else (layer.cosine or 1.0)
+
+        return tuple(sorted(self.layers, key=rank)[:WORST])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: no NaN and no Inf."""
@@ -73,8 +78,8 @@ class DeviceComparison:
             "device_b": self.device_b,
             "passed": self.passed,
             "verdict": self.verdict.as_dict(),
-            "inputs": {"status": self.inputs.status, "said": self.inputs.said},
-            "limits": {"max_abs": self.limits.max_abs, "mean_abs": self.limits.mean_abs, "cosine": self.limits.cosine},
+            "inputs": {"status": self.inputs.status, "said": self.inputs.reason},
+            "limits": asdict(self.limits),
             "rtol": self.rtol,
             "atol": self.atol,
             "layers": {layer.label: layer.as_dict() for layer in self.layers},
@@ -100,38 +105,33 @@ def diff(
 ) -> DeviceComparison:
     """Compare recording `b` with `a`, tensor by tensor in the order of the data flow, and judge what differs.
 
-    recipe      which recipe or mode of both, or (of A, of B); needed where there are several
-    format      which format, where a mode was recorded in several
-    reference   the float reference: A is then the emulated recipe and B the device, and errors are told in units of
-                the recipe's own
+    recipe      the recipe or mode of both, or (of A, of B); needed where there are several
+    format      the format, where a mode was recorded in several
+    reference   the float reference: A is then the emulated recipe and B the device, and errors are in units of the
+                recipe's own error
     rtol, atol  an element is within if |b - a| <= atol + rtol |a|
-    limits      what has to be kept to pass
+    limits      the limits that every tensor has to keep to pass
     layers      a glob (`layer_*`) or, where that matches nothing, a regular expression of names
     verify      check every byte of the recordings against their manifests first (sha256)
     progress    called with a line of text for every tensor
     """
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} is {value!r}. Expected a number, 0 or more.")
-    first, second = (_opened(one, verify=verify) for one in (a, b))
+    tolerances = Tolerances(rtol, atol, limits or Limits())
+    first, second = (opened(one, verify=verify) for one in (a, b))
     recipes = _recipes(first, second, recipe, format)
-    pair = Pair(DeviceSide(first, recipes[0]), DeviceSide(second, recipes[1]), ())
-    names = tuple(name for name in pair.a.names if name in pair.b.names)
-    chosen = _chosen(names, layers)
-    if not chosen:
+    pair = Pair(Side(first, recipes[0]), Side(second, recipes[1]))
+    if not pair.names:
         raise RecordingError(
             f"{first.folder} and {second.folder} have no tensor in common: {', '.join(pair.a.names)} there, "
             f"{', '.join(pair.b.names)} here. Record the same layers on both."
         )
-    pair = Pair(pair.a, pair.b, names)
-    third = None if reference is None else _reference(_opened(reference, verify=verify), recipes[0])
+    chosen = _chosen(pair.names, layers)
+    third = None if reference is None else _reference(opened(reference, verify=verify), recipes[0])
     inputs, verdict = _checked_inputs(pair, third)
-    seen: list[Seen] = []
-    limits = limits or Limits()
+    tensors: list[MeasuredTensor] = []
     if verdict is None:
-        own = {} if third is None else against_reference(pair, third, chosen)
-        seen = pair.measure(chosen, rtol=rtol, atol=atol, limits=limits, own=own, progress=progress)
-        verdict = judge(pair, inputs, seen)
+        errors = {} if third is None else reference_errors(pair, third, chosen)
+        tensors = pair.measure(chosen, tolerances, reference=errors, progress=progress)
+        verdict = _judged(pair, tensors, inputs)
     return DeviceComparison(
         a=str(first.folder),
         b=str(second.folder),
@@ -142,22 +142,23 @@ def diff(
         device_b=second.manifest.device,
         inputs=inputs,
         verdict=verdict,
-        layers=tuple(one.difference for one in seen),
-        limits=limits,
+        layers=tuple(tensor.difference for tensor in tensors),
+        limits=tolerances.limits,
         rtol=rtol,
         atol=atol,
         notes=_notes(pair, third),
     )
 
 
-def _opened(given: Recorded, *, verify: bool) -> Recording:
-    return given if isinstance(given, Recording) else read_recording(given, verify=verify)
+def _judged(pair: Pair, tensors: Sequence[MeasuredTensor], inputs: Inputs) -> DeviceVerdict:
+    found = judge_figures(tensors, inputs, unit=pair.unit, on_grid=pair.own_error > 0)
+    return judge_values(examine(pair, tensors, found), tensors, inputs) if isinstance(found, Suspect) else found
 
 
 def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, format: str | None) -> tuple[str, str]:
     if recipe is not None:
-        asked = (recipe, recipe) if isinstance(recipe, str) else recipe
-        return find_side(a, asked[0], format).recipe, find_side(b, asked[1], format).recipe
+        of_a, of_b = (recipe, recipe) if isinstance(recipe, str) else recipe
+        return find_side(a, of_a, format).recipe, find_side(b, of_b, format).recipe
     if format is not None:
         raise ValueError(f"format {format!r} is given without a recipe. Give the mode too.")
     if len(a.recipes) == len(b.recipes) == 1:
@@ -171,12 +172,12 @@ def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, f
     )
 
 
-def _reference(recording: Recording, recipe: str) -> DeviceSide:
+def _reference(recording: Recording, recipe: str) -> Side:
     """The float recipe of the reference."""
     if len(recording.recipes) == 1 and recording.recipes[0] != recipe:
-        return DeviceSide(recording, recording.recipes[0])
+        return Side(recording, recording.recipes[0])
     if FLOAT in recording.recipes and recipe != FLOAT:
-        return DeviceSide(recording, FLOAT)
+        return Side(recording, FLOAT)
     raise RecordingError(
         f"{recording.folder} has {', '.join(recording.recipes)} and {recipe} is compared: there is no float reference "
         f"of it. Record {FLOAT} into the reference."
@@ -184,44 +185,37 @@ def _reference(recording: Recording, recipe: str) -> DeviceSide:
 
 
 def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
-    if pattern is None or not names:
+    """The tensors that `layers` asks for."""
+    if pattern is None:
         return list(names)
-    found = [name for name in names if any(fnmatch.fnmatchcase(text, pattern) for text in (name, label_of(name)))]
+    none = f"matches none of {', '.join(map(label_of, names))}. Give a glob such as 'layer_*', or a regular expression."
+    try:
+        found = match_names(pattern, names, globs=True)
+    except ValueError as problem:
+        raise ValueError(f"{problem} As a glob it {none}") from None
     if not found:
-        try:
-            wanted = re.compile(pattern)
-        except re.error as problem:
-            raise ValueError(
-                f"layers {pattern!r} matches none of {', '.join(map(label_of, names))}, and is no regular expression "
-                f"({problem}). Give a glob such as 'layer_*', or a regular expression."
-            ) from None
-        found = [name for name in names if wanted.search(label_of(name))]
-    if not found:
-        raise ValueError(
-            f"layers {pattern!r} matches none of {', '.join(map(label_of, names))}. "
-            "Give a glob such as 'layer_*', or a regular expression."
-        )
+        raise ValueError(f"layers {pattern!r} {none}")
     return found
 
 
-def _checked_inputs(pair: Pair, reference: DeviceSide | None) -> tuple[Inputs, DeviceVerdict | None]:
+def _checked_inputs(pair: Pair, reference: Side | None) -> tuple[Inputs, DeviceVerdict | None]:
     """What is known of the inputs, and the verdict if they differ, or if tensors have other shapes."""
     inputs = compare_inputs(pair.a.recording, pair.b.recording)
     if inputs.status == "different":
-        return inputs, mismatched("the inputs differ", None, inputs.said)
+        return inputs, mismatched("the inputs differ", None, inputs.reason)
     if reference is not None:
         third = compare_inputs(pair.a.recording, reference.recording, names=("A", "the reference"))
         if third.status == "different":
-            return third, mismatched("the inputs of the reference differ", None, third.said)
+            return third, mismatched("the inputs of the reference differ", None, third.reason)
     for one, what in ((pair.b, "B"), (reference, "the reference")):
         for name in pair.names if one is not None else ():
-            if one is not None and name in one.names and one.shape_of(name) != pair.a.shape_of(name):
-                said = f"{label_of(name)} is {list(pair.a.shape_of(name))} on A, {list(one.shape_of(name))} on {what}"
-                return inputs, mismatched("the shapes differ: nothing is cropped", label_of(name), said)
+            if one is not None and name in one.names and one.shape(name) != pair.a.shape(name):
+                shapes = f"{label_of(name)} is {list(pair.a.shape(name))} on A, {list(one.shape(name))} on {what}"
+                return inputs, mismatched("the shapes differ: nothing is cropped", label_of(name), shapes)
     return inputs, None
 
 
-def _notes(pair: Pair, reference: DeviceSide | None) -> tuple[str, ...]:
+def _notes(pair: Pair, reference: Side | None) -> tuple[str, ...]:
     """What a reader should know beside the figures."""
     notes = []
     for side, what in ((pair.a, "A"), (pair.b, "B"), *([(reference, "reference")] if reference else [])):

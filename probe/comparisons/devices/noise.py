@@ -1,4 +1,4 @@
-"""How far two sound devices may differ: rounding, the order of sums, and what a layer makes of both.
+"""How far two sound devices may differ: by rounding, by the order of sums, and by the effect of both on a layer.
 
 What a layer adds differs between two sound devices, relative to what it adds, by less than its floor:
 
@@ -18,6 +18,10 @@ Sound runs stay well below: at 0.4 of the floor in bfloat16, 0.4 in float16, 0.4
 import math
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from probe.formats import FORMATS
 
 #: Half a step, relative: 2^-(mantissa bits + 1).
@@ -33,16 +37,16 @@ GAIN = 4.0
 ROUNDINGS = 8.0
 RESIDUAL = 2.0
 SUMS = 16.0
-#: What layers that compute in less than they are recorded in differ by, in units of the lesser dtype.
-LESSER = (0.25, ROUNDINGS)
-#: The dtypes that devices compute in without saying so, with the words for them.
+#: Layers that compute in a narrower dtype than they are recorded in differ by this much, in units of that dtype.
+NARROWER = (0.25, ROUNDINGS)
+#: The dtypes that devices compute in without reporting it, with the words for them.
 HIDDEN = {"float16": "float16 or tf32", "bfloat16": "bfloat16"}
-#: An integer with one scale for a whole tensor spends so many of its steps on outliers.
+#: An integer with one scale for a whole tensor spends this many of its steps on outliers.
 _OUTLIERS = 16.0
 
 
 def unit_of(dtypes: Mapping[str, str]) -> float:
-    """The unit of a device: the coarsest of what it began with, and of what most of its layers gave.
+    """The unit of a device: the coarser of its dtypes up to the first layer and of the usual dtype of its layers.
 
     `dtypes` are by tensor in the order of the data flow. One narrow layer in the middle does not make a device narrow.
     """
@@ -59,7 +63,7 @@ def unit_of(dtypes: Mapping[str, str]) -> float:
 
 
 def is_layer(name: str) -> bool:
-    """Whether a tensor is what a whole layer gave: `layer_3.output`."""
+    """Whether a tensor is the output of a whole layer: `layer_3.output`."""
     return name.startswith("layer_") and name.count(".") == 1 and name.endswith(".output")
 
 
@@ -73,9 +77,20 @@ def floor_of(unit: float, *, given: float, part: float, channels: int, own: floa
 
 
 def own_error_of(format: str | None) -> float:
-    """What a layer of a recipe about differs from the float layer by, from its format alone; 0 in float."""
+    """About how far a layer of a recipe is from the float layer, from its format alone; 0 in float."""
     if format is None or format not in FORMATS:
         return 0.0
     row = FORMATS[format]
     step = 2.0 ** -(row.mantissa_bits + 1) if not row.is_integer else 2.0 ** -(row.bits - 1)
     return min(0.5, 2 * step * (_OUTLIERS / 2 if row.is_integer and row.block_size is None else 2))
+
+
+def off_grid(x: npt.NDArray[np.float64], dtype: str) -> float:
+    """Median distance from the grid in half steps: 0.5 by chance; a row of small values is as good as any."""
+    some = x[np.abs(x) > 1e-30]
+    if not len(some):
+        return 0.5
+    near = torch.from_numpy(some).to(getattr(torch, dtype)).double().numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        off = np.abs(some - near) / (np.exp2(np.floor(np.log2(np.abs(some)))) * UNITS[dtype])
+    return float(np.median(off))

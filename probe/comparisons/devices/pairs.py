@@ -1,87 +1,131 @@
-"""Two recordings side by side: the tensors that both have, what each was made from, and the figures of each."""
+"""Two recordings side by side: whether their inputs agree, the tensors that both have, and the figures of each."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from probe.comparisons.devices.layers import LayerDifference, Limits, measure_layer
+from probe.comparisons.devices.differences import (
+    Array,
+    LayerDifference,
+    ReferenceErrors,
+    Structure,
+    Tolerances,
+    as_rows,
+    is_residual,
+    measure_difference,
+    measure_structure,
+    sample_rows,
+)
 from probe.comparisons.devices.noise import floor_of, is_layer, own_error_of, unit_of
-from probe.comparisons.devices.rows import Look, look
-from probe.comparisons.devices.structure import Array, Structure, as_rows, is_residual, measure_structure
 from probe.comparisons.selection import Side
+from probe.recordings import Recording
 from probe.words import LOGITS
 
 Progress = Callable[[str], None]
 #: Tensors of the stream that layers read and write, beside the layers: each is made of the one before.
 ENDS = ("embedding.output", "final_norm.output", LOGITS)
+#: Rows of a tensor that are read for a quick comparison of many.
+SOME = 256
 
 
 @dataclass(frozen=True)
-class DeviceSide(Side):
-    """One recipe of one recording, its tensors by their full names."""
+class Inputs:
+    """Whether two recordings are of the same inputs, and the reason for saying so."""
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """In the order of the data flow."""
-        return self.recording.names(self.recipe)
+    status: Literal["same", "different", "unknown"]
+    reason: str
 
-    def dtype_of(self, name: str) -> str:
-        """As the model gave it."""
-        return self.recording.dtype(self.recipe, name)
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """[samples, tokens, ...]."""
-        return self.recording.shape(self.recipe, name)
+def compare_inputs(a: Recording, b: Recording, *, names: tuple[str, str] = ("A", "B")) -> Inputs:
+    """By the number of samples, their length, and the token ids or their fingerprint. Nothing is cropped."""
+    first, second = a.manifest.tokens, b.manifest.tokens
+    for what, x, y in (
+        ("samples", first.samples, second.samples),
+        ("tokens in a sample", first.seqlen, second.seqlen),
+    ):
+        if x != y:
+            return Inputs("different", f"{names[0]} has {x} {what}, {names[1]} has {y}")
+    ids, others = a.input_ids(), b.input_ids()
+    if ids is not None and others is not None:
+        return _compare_ids(ids, others, names)
+    if first.fingerprint is not None and second.fingerprint is not None:
+        if first.fingerprint == second.fingerprint:
+            return Inputs("same", f"the fingerprints of the token ids agree: {first.fingerprint}")
+        prints = f"{first.fingerprint} on {names[0]}, {second.fingerprint} on {names[1]}"
+        return Inputs("different", f"the fingerprints of the token ids differ: {prints}")
+    silent = [name for name, tokens in zip(names, (first, second), strict=True) if tokens.fingerprint is None]
+    return Inputs("unknown", f"{' and '.join(silent)} did not keep the token ids: whether inputs agree is not known")
 
-    def tensor(self, name: str) -> Tensor:
-        """Mapped from disk."""
-        return self.recording.tensor(self.recipe, name)
+
+def _compare_ids(ids: Tensor, others: Tensor, names: tuple[str, str]) -> Inputs:
+    if ids.shape != others.shape:
+        shapes = f"{list(ids.shape)} on {names[0]}, {list(others.shape)} on {names[1]}"
+        return Inputs("different", f"the token ids have other shapes: {shapes}")
+    differ = (ids != others).nonzero()
+    if not len(differ):
+        return Inputs("same", f"the token ids agree: {ids.shape[0]} samples of {ids.shape[1]}")
+    sample, position = (int(x) for x in differ[0])
+    order = ""
+    if torch.equal(torch.unique(ids, dim=0), torch.unique(others, dim=0)):
+        order = "; the samples are the same ones in another order"
+    return Inputs(
+        "different",
+        f"{len(differ)} of {ids.numel()} token ids differ, the first in sample {sample} at position {position}: "
+        f"{int(ids[sample, position])} on {names[0]}, {int(others[sample, position])} on {names[1]}{order}",
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """One tensor: its figures, how the difference is spread, and what the layer was given."""
+class MeasuredTensor:
+    """One tensor: its figures, the spread of the difference, and the tensor that it was made of."""
 
     difference: LayerDifference
     structure: Structure
     given: str | None
     residual: bool
+    """Whether the layer adds to what it was given."""
 
     @property
     def name(self) -> str:
         """Of the tensor."""
         return self.difference.name
 
-
-@dataclass(frozen=True)
-class Own:
-    """Against the float reference: how far the recipe is from it, what its layer adds by itself, and the device."""
-
-    error: float
-    added: float
-    device_error: float
+    @property
+    def label(self) -> str:
+        """`layer_0` for `layer_0.output`."""
+        return self.difference.label
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """`names` are the tensors that are compared, in the order of the data flow."""
+    """One recipe on two devices."""
 
-    a: DeviceSide
-    b: DeviceSide
-    names: tuple[str, ...]
+    a: Side
+    b: Side
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that both have, in the order of the data flow."""
+        return tuple(name for name in self.a.names if name in self.b.names)
+
+    @cached_property
+    def stream(self) -> tuple[str, ...]:
+        """Embedding, layers, final norm and logits that both have in one shape: each is made of the one before."""
+        return tuple(n for n in self.names if is_in_stream(n) and self.a.shape(n) == self.b.shape(n))
 
     @cached_property
     def unit(self) -> float:
-        """The coarser of the two devices."""
-        return max(unit_of({name: side.dtype_of(name) for name in side.names}) for side in (self.a, self.b))
+        """The relative error of one rounding on the coarser of the two devices."""
+        return max(unit_of({name: side.dtype(name) for name in side.names}) for side in (self.a, self.b))
 
     @cached_property
     def own_error(self) -> float:
-        """What the recipe about differs from the float model by, from its format alone."""
+        """About how far the recipe is from the float model, from its format alone; 0 in float."""
         return max(own_error_of(side.format) for side in (self.a, self.b))
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
@@ -91,107 +135,85 @@ class Pair:
     def given(self, name: str) -> str | None:
         """The recorded tensor that this one is made of: the layer's input, else the one before in the stream."""
         own = f"{name.removesuffix('.output')}.input"
-        if is_layer(name) and self._has(own):
+        if is_layer(name) and own in self.names and self.a.shape(own) == self.b.shape(own):
             return own
-        before = [other for other in self._stream if self.a.names.index(other) < self.a.names.index(name)]
+        before = [other for other in self.stream if self.a.names.index(other) < self.a.names.index(name)]
         return before[-1] if before else None
 
-    @cached_property
-    def _stream(self) -> list[str]:
-        return [name for name in self.a.names if (is_layer(name) or name in ENDS) and self._has(name)]
+    def bases(self, name: str, a: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The tensors that the layer adds to, on either side; None if it does not. `a` is the tensor on A."""
+        given = self.given(name)
+        if given is None or self.a.shape(given) != tuple(a.shape) or not is_in_stream(name):
+            return None
+        bases = self.tensors(given)
+        output, base = some_rows(a), some_rows(bases[0])
+        finite = np.isfinite(output).all(1) & np.isfinite(base).all(1)
+        return bases if is_residual(output[finite], base[finite]) else None
 
     def measure(
         self,
         names: Sequence[str],
+        tolerances: Tolerances,
         *,
-        rtol: float,
-        atol: float,
-        limits: Limits,
-        own: Mapping[str, Own],
+        reference: Mapping[str, ReferenceErrors] | None = None,
         progress: Progress | None = None,
-    ) -> list[Seen]:
-        """The figures of every tensor; `own` is what is known from a float reference."""
-        found: list[Seen] = []
-        errors: dict[str, float] = {}
+    ) -> list[MeasuredTensor]:
+        """The figures of the tensors `names`; `reference` is what is known from a float reference."""
+        found: list[MeasuredTensor] = []
+        errors: dict[str, float] = {}  # of every tensor so far, and of those that they were made of
         for place, name in enumerate(names):
             if progress is not None:
                 progress(f"{place} of {len(names)} tensors: {name}")
             a, b = self.tensors(name)
-            given = self.given(name)
-            bases = self.bases(name, a)
+            given, bases = self.given(name), self.bases(name, a)
+            if given is not None and given not in errors:
+                errors[given] = measure_structure(*self.tensors(given), None).error
             structure = measure_structure(a, b, bases)
+            against = (reference or {}).get(name)
             noise = floor_of(
                 self.unit,
-                given=self._error_given(given, errors, name),
+                given=self._error_given(name, given, errors),
                 part=structure.part,
                 channels=a.shape[-1],
-                own=own[name].added if name in own else self.own_error,
+                own=against.recipe_added if against else self.own_error,
             )
-            dtypes = (self.a.dtype_of(name), self.b.dtype_of(name))
-            difference = measure_layer(
-                name, a, b, dtypes, structure, rtol=rtol, atol=atol, noise=noise, limits=limits
-            )  # fmt: skip
-            if name in own:
-                difference = replace(
-                    difference,
-                    recipe_error=own[name].error,
-                    device_error=own[name].device_error,
-                    recipe_errors=structure.error / own[name].error if own[name].error else None,
-                )
+            dtypes = (self.a.dtype(name), self.b.dtype(name))
+            difference = measure_difference(
+                name, a, b, structure, dtypes=dtypes, tolerances=tolerances, noise=noise, errors=against
+            )
             errors[name] = structure.error
-            found.append(Seen(difference, structure, given, bases is not None))
+            found.append(MeasuredTensor(difference, structure, given, bases is not None))
         return found
 
-    def bases(self, name: str, a: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What the layer adds to, on either side; None if it does not."""
-        given = self.given(name)
-        if given is None or self.a.shape_of(given) != tuple(a.shape) or not (is_layer(name) or name in ENDS):
-            return None
-        bases = self.tensors(given)
-        some = [some_rows(x) for x in (a, bases[0])]
-        finite = np.isfinite(some[0]).all(1) & np.isfinite(some[1]).all(1)
-        return bases if is_residual(some[0][finite], some[1][finite]) else None
-
-    def look(self, seen: Seen) -> Look:
-        """The values of a tensor, some of them, for patterns."""
-        a, b = self.tensors(seen.name)
-        given = self.tensors(seen.given) if seen.given else None
-        if given is not None and as_rows(given[0]).shape[0] != as_rows(a).shape[0]:
-            given = None
-        residual = seen.residual and given is not None
-        return look(seen.name, a, b, given, residual=residual, unit=self.unit, structure=seen.structure)
-
-    def _has(self, name: str) -> bool:
-        return name in self.a.names and name in self.b.names and self.a.shape_of(name) == self.b.shape_of(name)
-
-    def _error_given(self, given: str | None, errors: dict[str, float], name: str) -> float:
-        """Of what the tensor was made of; inside a layer, of all that came since."""
+    def _error_given(self, name: str, given: str | None, errors: Mapping[str, float]) -> float:
+        """The error of what the tensor was made of; inside of a layer, the largest since."""
+        if is_in_stream(name):
+            return errors[given] if given is not None else 0.0
         if given is None:
-            return max(errors.values(), default=0.0) if not (is_layer(name) or name in ENDS) else 0.0
-        if given not in errors:  # not among those that were asked for
-            errors[given] = measure_structure(*self.tensors(given), None).error
-        if is_layer(name) or name in ENDS:
-            return errors[given]
+            return max(errors.values(), default=0.0)
         places = self.a.names
         since = places[places.index(given) : places.index(name)]
         return max(errors[other] for other in since if other in errors)
 
 
-def against_reference(pair: Pair, reference: DeviceSide, names: Sequence[str]) -> dict[str, Own]:
-    """What the recipe (A) and the device (B) differ from the float reference by, tensor by tensor."""
-    floats = Pair(reference, pair.a, pair.names)
+def is_in_stream(name: str) -> bool:
+    """Whether a tensor is one of those that layers read and write."""
+    return is_layer(name) or name in ENDS
+
+
+def reference_errors(pair: Pair, reference: Side, names: Sequence[str]) -> dict[str, ReferenceErrors]:
+    """How far the recipe (A) and the device (B) are from the float reference, tensor by tensor."""
+    floats = Pair(reference, pair.a)
     found = {}
     for name in names:
         if name in reference.names:
             expected, emulated = floats.tensors(name)
             recipe = measure_structure(expected, emulated, floats.bases(name, expected))
             device = measure_structure(expected, pair.b.tensor(name), None)
-            found[name] = Own(recipe.error, recipe.added, device.error)
+            found[name] = ReferenceErrors(recipe.error, recipe.added, device.error)
     return found
 
 
-def some_rows(tensor: Tensor, *, count: int = 256) -> Array:
-    """Rows spread over the tensor, for a quick comparison of many."""
-    rows = as_rows(tensor)
-    picked = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), count)).round().astype(np.int64))
-    return rows[torch.from_numpy(picked)].double().numpy()
+def some_rows(tensor: Tensor, *, count: int = SOME) -> Array:
+    """Rows spread evenly over the tensor, in float64."""
+    return sample_rows(as_rows(tensor), count)

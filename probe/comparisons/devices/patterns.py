@@ -1,19 +1,23 @@
-"""What is wrong with a layer of device B, told from its values beside those of device A: a table of patterns.
+"""What is wrong with a layer of device B: a sample of its values beside those of device A, and a table of patterns.
 
-Each is given a `Look` at the first tensor that differs by more than noise, and says in words what it recognises, or
-nothing. The first that fits is told. Patterns that the gate knows too are its own (probe/diagnosis/signatures.py).
+Each pattern is given the first tensor that differs by more than noise, and describes what it recognises, or returns
+nothing. The first that fits is reported. Patterns that the gate knows too are those of probe/diagnosis/signatures.py.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from probe.comparisons.devices.noise import HIDDEN, LESSER, UNITS
-from probe.comparisons.devices.rows import Look
-from probe.comparisons.devices.structure import Array
+from probe.comparisons.devices.differences import Array, Structure, as_rows, sample_rows
+from probe.comparisons.devices.noise import HIDDEN, NARROWER, UNITS, off_grid
 from probe.diagnosis.signatures import SIGNATURES, Step
 
+#: Elements of each side that are sampled (16 MB each).
+SAMPLED = 2**21
 #: A pattern is the cause if it explains this part of the squared difference.
 EXPLAINED = 0.9
 #: ... and worth a word if it explains this.
@@ -23,14 +27,74 @@ _MATCHED = 256
 _LARGEST = {float(torch.finfo(getattr(torch, name)).max): name for name in UNITS if name != "float64"}
 
 
-def recognise(seen: Look) -> str:
+@dataclass(frozen=True, eq=False)
+class SampledRows:
+    """One tensor: `a` and `b` are rows spread evenly over all that was recorded, those that are finite.
+
+    `given` are the rows that the layer was given on either side; with `residual` it adds to them.
+    """
+
+    unit: float
+    structure: Structure
+    a: Array
+    b: Array
+    given: tuple[Array, Array] | None
+    residual: bool
+    samples: int
+    one_sided: tuple[Array, Array]  # values of a and b where just one of them is finite, at most 2^16 and a few
+
+    @cached_property
+    def added(self) -> tuple[Array, Array]:
+        """What the layer adds on either side."""
+        if self.residual and self.given is not None:
+            return self.a - self.given[0], self.b - self.given[1]
+        return self.a, self.b
+
+    @cached_property
+    def difference(self) -> Array:
+        """The difference in what the layer adds."""
+        return self.added[1] - self.added[0]
+
+
+def sample_tensor(
+    a: Tensor,
+    b: Tensor,
+    given: tuple[Tensor, Tensor] | None,
+    *,
+    residual: bool,
+    unit: float,
+    structure: Structure,
+) -> SampledRows:
+    """Whole samples if they fit, else as many tokens of each as do."""
+    tensors = [as_rows(x) for x in (a, b, *(given or ()))]
+    step = max(1, SAMPLED // max(tensors[0].shape[1], 1))
+    parts = [sample_rows(one, step) for one in tensors]
+    finite = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
+    x, y, *base = (part[finite] for part in parts)
+    pair = (base[0], base[1]) if base else None
+    one_sided = _one_sided(tensors[0], tensors[1], step)
+    return SampledRows(unit, structure, x, y, pair, residual, a.shape[0], one_sided)
+
+
+def _one_sided(a: Tensor, b: Tensor, step: int) -> tuple[Array, Array]:
+    found: list[tuple[Array, Array]] = [(np.zeros(0), np.zeros(0))]
+    for start in range(0, len(a), step):
+        x, y = (one[start : start + step].double().numpy() for one in (a, b))
+        odd = np.isfinite(x) != np.isfinite(y)
+        found.append((x[odd], y[odd]))
+        if sum(len(one) for one, _ in found) > 2**16:
+            break
+    return np.concatenate([x for x, _ in found]), np.concatenate([y for _, y in found])
+
+
+def recognise(rows: SampledRows) -> str:
     """The cause in words; empty if no pattern fits."""
-    return next((found for pattern in PATTERNS.values() if (found := pattern(seen))), "")
+    return next((found for pattern in PATTERNS.values() if (found := pattern(rows))), "")
 
 
-def _lost(seen: Look) -> str:
+def _lost(rows: SampledRows) -> str:
     """NaN or Inf on one side only."""
-    a, b = seen.lost
+    a, b = rows.one_sided
     if not len(a):
         return ""
     gone, kept = ~np.isfinite(b), ~np.isfinite(a)
@@ -53,20 +117,20 @@ def _counted(count: int) -> str:
     return "in one value" if count == 1 else f"in {count} values"
 
 
-def _zeros(seen: Look) -> str:
-    return SIGNATURES["zeros"](_step(seen.b, seen.a))
+def _zeros(rows: SampledRows) -> str:
+    return SIGNATURES["zeros"](_step(rows.b, rows.a))
 
 
-def _skipped(seen: Look) -> str:
-    adds, expected = seen.adds[1], seen.adds[0]
-    if not seen.residual or _squares(adds) > 1e-6 * _squares(expected):
+def _skipped(rows: SampledRows) -> str:
+    adds, expected = rows.added[1], rows.added[0]
+    if not rows.residual or _squares(adds) > 1e-6 * _squares(expected):
         return ""
     return "gives its input back on B: the layer is skipped"
 
 
-def _clipped(seen: Look) -> str:
+def _clipped(rows: SampledRows) -> str:
     """Values beyond +-c are c on B, and only they differ."""
-    for a, b, what in ((seen.a, seen.b, "values"), (*seen.adds, "what it adds")):
+    for a, b, what in ((rows.a, rows.b, "values"), (*rows.added, "what it adds")):
         top = float(np.abs(b).max(initial=0.0))
         beyond = np.abs(a) > top * (1 + 1e-6)
         if int(beyond.sum()) < 2 or beyond.mean() > 0.5:
@@ -77,9 +141,9 @@ def _clipped(seen: Look) -> str:
     return ""
 
 
-def _permuted(seen: Look) -> str:
+def _permuted(rows: SampledRows) -> str:
     """The same columns at other places."""
-    for a, b in (seen.adds, (seen.a, seen.b)):
+    for a, b in (rows.added, (rows.a, rows.b)):
         wrong = np.square(b - a).sum(0)
         if a.shape[1] < 3 or len(a) < 4 or not wrong.any():
             continue
@@ -102,44 +166,33 @@ def _matches(a: Array, columns: Array) -> "np.ndarray[tuple[int, ...], np.dtype[
     return found
 
 
-def _rounded(seen: Look) -> str:
+def _rounded(rows: SampledRows) -> str:
     """B's values, or what B adds, lie on the grid of a narrower float, and A's do not."""
-    if seen.unit >= UNITS["bfloat16"]:
+    if rows.unit >= UNITS["bfloat16"]:
         return ""
-    for a, b, what in ((seen.a, seen.b, "its values lie"), (*seen.adds, "what it adds lies")):
+    for a, b, what in ((rows.a, rows.b, "its values lie"), (*rows.added, "what it adds lies")):
         for name in sorted(HIDDEN, key=UNITS.__getitem__, reverse=True):  # coarse first: it lies on the finer grid too
-            if UNITS[name] > 2 * seen.unit and off_grid(b, name) < 0.05 and off_grid(a, name) > 0.3:
+            if UNITS[name] > 2 * rows.unit and off_grid(b, name) < 0.05 and off_grid(a, name) > 0.3:
                 return f"one layer in half precision: {what} on the grid of {name} on B"
     return ""
 
 
-def off_grid(x: Array, dtype: str) -> float:
-    """Median distance from the grid in half steps: 0.5 by chance; a row of small values is as good as any."""
-    some = x[np.abs(x) > 1e-30]
-    if not len(some):
-        return 0.5
-    near = torch.from_numpy(some).to(getattr(torch, dtype)).double().numpy()
-    with np.errstate(over="ignore", invalid="ignore"):
-        off = np.abs(some - near) / (np.exp2(np.floor(np.log2(np.abs(some)))) * UNITS[dtype])
-    return float(np.median(off))
-
-
-def _constant(seen: Look) -> str:
-    share = seen.structure.constant_share
-    if share < EXPLAINED or seen.structure.rows < 8:
+def _constant(rows: SampledRows) -> str:
+    share = rows.structure.constant_share
+    if share < EXPLAINED or rows.structure.rows < 8:
         return ""
     return f"a constant for each channel is added or missing, such as a bias ({share:.0%} of the squared difference)"
 
 
-def _epsilon(seen: Look) -> str:
+def _epsilon(rows: SampledRows) -> str:
     """The relative difference of a token goes with 1 / (mean square of what the layer was given)."""
-    if seen.given is None or len(seen.a) < 16:
+    if rows.given is None or len(rows.a) < 16:
         return ""
-    given, (a, _) = seen.given[0], seen.adds
-    one_sided = not 0.05 < float(((seen.e * a).sum(1) < 0).mean()) < 0.95
+    given, (a, _) = rows.given[0], rows.added
+    one_sided = not 0.05 < float(((rows.difference * a).sum(1) < 0).mean()) < 0.95
     for centred in (False, True):
         power = np.square(given - centred * given.mean(1, keepdims=True)).mean(1)
-        e, u = np.sqrt(np.square(seen.e).mean(1)), np.sqrt(np.square(a).mean(1))
+        e, u = np.sqrt(np.square(rows.difference).mean(1)), np.sqrt(np.square(a).mean(1))
         good = (power > 0) & (e > 0) & (u > 0)
         if good.sum() < 16:
             continue
@@ -155,24 +208,24 @@ def _epsilon(seen: Look) -> str:
     return ""
 
 
-def _factor(seen: Look) -> str:
+def _factor(rows: SampledRows) -> str:
     """One factor for all, for each token, for each channel."""
-    shares = seen.structure
+    shares = rows.structure
     left = (1 - shares.factor_share) * shares.e_squares
     kept = (1 + shares.slope) ** 2 * float(shares.channels[1].sum())
     if shares.factor_share > EXPLAINED and left < (1 - EXPLAINED) * kept:
-        exact = SIGNATURES["a factor"](_step(seen.adds[1], seen.adds[0]))
-        what = "what it adds" if seen.residual else "its output"
+        exact = SIGNATURES["a factor"](_step(rows.added[1], rows.added[0]))
+        what = "what it adds" if rows.residual else "its output"
         return f"{what} is {1 + shares.slope:.5g} times A's" + (f": {exact}" if exact else "")
     return ""
 
 
-def _local(seen: Look) -> str:
+def _local(rows: SampledRows) -> str:
     """Most of the difference is in one channel, one token or one sample."""
     for energy, name in (
-        (seen.structure.channels[0], "channel"),
-        (np.nan_to_num(seen.structure.tokens[0]), "token"),
-        (seen.structure.samples(), "sample"),
+        (rows.structure.channels[0], "channel"),
+        (np.nan_to_num(rows.structure.tokens[0]), "token"),
+        (rows.structure.samples(), "sample"),
     ):
         total = float(energy.sum())
         if len(energy) > 2 and total > 0 and float(energy.max()) > 0.8 * total:
@@ -180,9 +233,9 @@ def _local(seen: Look) -> str:
     return ""
 
 
-def _shrunk(seen: Look) -> str:
+def _shrunk(rows: SampledRows) -> str:
     """A little less, or a little more, in nearly every token."""
-    _, u, products, _ = seen.structure.tokens
+    _, u, products, _ = rows.structure.tokens
     slopes = products[u > 0] / u[u > 0]
     if len(slopes) < 16 or abs(float(np.median(slopes))) > 0.05:
         return ""
@@ -194,8 +247,8 @@ def _shrunk(seen: Look) -> str:
     return f"what it adds is {side} in {share:.0%} of the tokens, by {by:.2g}: the epsilon of a norm, or a scale"
 
 
-def _partly(seen: Look) -> str:
-    shares = seen.structure
+def _partly(rows: SampledRows) -> str:
+    shares = rows.structure
     kinds = {"one factor": shares.factor_share}
     kinds |= {"a factor for each token": shares.token_factor_share}
     kinds |= {"a factor for each channel": shares.channel_factor_share}
@@ -204,36 +257,22 @@ def _partly(seen: Look) -> str:
     return f"{found} explains {kinds[found]:.0%} of the squared difference in what it adds" if found else ""
 
 
-def _rough(seen: Look) -> str:
+def _rough(rows: SampledRows) -> str:
     """Noise without structure, of the size that a narrower float makes."""
-    if not is_unstructured(seen):
+    if not rows.structure.is_unstructured:
         return ""
     for name, words in HIDDEN.items():
-        if UNITS[name] > 2 * seen.unit and LESSER[0] * UNITS[name] < seen.structure.added < LESSER[1] * UNITS[name]:
+        if UNITS[name] > 2 * rows.unit and NARROWER[0] * UNITS[name] < rows.structure.added < NARROWER[1] * UNITS[name]:
             return f"noise of the size that {words} makes begins here: half precision in this layer, or a rough formula"
     return ""
 
 
-def is_unstructured(seen: Look) -> bool:
-    """Whether the difference looks like rounding: no bias, no factor, no place where most of it is."""
-    shares = seen.structure
-    few = 2.0 / max(1.0, shares.rows) ** 0.5
-    return (
-        shares.factor_share < 0.1 + few
-        and shares.constant_share < 0.25 + few
-        and shares.channel_factor_share < 0.25 + few
-        and shares.token_factor_share < 0.25 + 2.0 / len(shares.channels[0]) ** 0.5
-        and shares.channel_peak()[1] < 8
-        and shares.sample_peak()[1] < 8
-    )
-
-
-def _unlike(seen: Look) -> str:
-    return SIGNATURES["unrelated"](_step(seen.adds[1], seen.adds[0]))
+def _unlike(rows: SampledRows) -> str:
+    return SIGNATURES["unrelated"](_step(rows.added[1], rows.added[0]))
 
 
 #: name -> what it says, empty where it does not fit; the first that fits is told.
-PATTERNS: dict[str, Callable[[Look], str]] = {
+PATTERNS: dict[str, Callable[[SampledRows], str]] = {
     "NaN or Inf": _lost,
     "zeros": _zeros,
     "skipped": _skipped,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from probe.files import atomic, checked_json, lock
-from probe.files.checked_json import DefectError
+from probe.files import atomic, defects, lock
+from probe.files.defects import DefectError
 from probe.gate.baselines.format import (
     BaselineError,
     Entry,
@@ -331,7 +331,7 @@ def _reading(file: Path) -> Iterator[None]:
         f"Restore it with: git checkout -- {shlex.quote(str(file))}\n"
         f"or delete {file} and make it again with: pytest --update-baselines"
     )
-    with checked_json.reading(file, BaselineError, remedy=remedy):
+    with defects.reading(file, BaselineError, remedy=remedy):
         yield
 
 

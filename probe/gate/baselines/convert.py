@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from probe.files import atomic
-from probe.files.checked_json import reading
+from probe.files.defects import reading
 from probe.gate.baselines import OLD_ENVIRONMENT
 from probe.gate.baselines.format import VALUES, VERSION, BaselineError, ModeBaselines, digest, json_lines
 from probe.running.environment import ANCHORS

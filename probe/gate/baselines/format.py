@@ -36,7 +36,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from probe.files.checked_json import DefectError, Node, document
+from probe.files.checked_json import Node, document
+from probe.files.defects import DefectError
 from probe.files.paths import safe_name
 from probe.gate.cases import Case
 

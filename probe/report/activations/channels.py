@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probe.activations.bands import BANDS, ChannelBands
-from probe.activations.heat import HeatGrid, pooled
+from probe.activations.collecting import HeatGrid, pooled
+from probe.activations.statistics import BANDS, ChannelBands
 from probe.report.activations.drawing import (
     BLUE,
     COLOURS,

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from probe.activations.export import as_json, finite, tables
+from probe.activations.export import as_json, tables
 from probe.activations.run import Analysis
 from probe.files.atomic import write
+from probe.files.checked_json import finite
 from probe.report.activations.earlier import in_place_of_earlier
 from probe.report.activations.page import page_of
 from probe.report.activations.pictures import pictures_of

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from probe.comparisons.devices.diff import DeviceComparison
-from probe.comparisons.devices.pairs import DeviceSide
+from probe.comparisons.selection import Side
 from probe.files.atomic import write
 from probe.recordings import read_recording
 from probe.report.devices.plots import error_picture, value_picture
@@ -22,7 +22,7 @@ def write_device_page(folder: Path | str, found: DeviceComparison) -> Path:
     page.text(headline(found))
     page.text("Passed." if found.passed else "Failed.")
     page.pre("\n".join(f"- {said}" for said in found.verdict.evidence))
-    page.text(f"Inputs: {found.inputs.said}. Limits: {limits_text(found)}.")
+    page.text(f"Inputs: {found.inputs.reason}. Limits: {limits_text(found)}.")
     for note in found.notes:
         page.text(f"Note: {note}.")
     if found.layers and found.verdict.kind != "identical":  # of what is identical there is nothing to draw
@@ -52,7 +52,7 @@ def _pictures(page: Document, folder: Path, found: DeviceComparison) -> None:
     label = shown_layer(found)
     page.heading(f"Values of {label}")
     a, b = (
-        DeviceSide(read_recording(one, verify=False), recipe)
+        Side(read_recording(one, verify=False), recipe)
         for one, recipe in ((found.a, found.recipe_a), (found.b, found.recipe_b))
     )
     values = value_picture(found, a, b, label)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from probe.comparisons.devices.diff import DeviceComparison
-from probe.comparisons.devices.pairs import DeviceSide
 from probe.comparisons.samples import error_map, sample_pairs
+from probe.comparisons.selection import Side
 from probe.report.figure import (
     BAD,
     COLOURS,
@@ -18,9 +18,9 @@ from probe.report.figure import (
     panels,
     png,
     say,
+    shown_name,
     style,
 )  # fmt: skip
-from probe.report.gate.story import tail
 from probe.report.ticks import plain_log_bar
 
 _DASHED = (0, (4, 2))
@@ -56,14 +56,14 @@ def error_picture(found: DeviceComparison) -> bytes:
         return png(figure)
 
 
-def value_picture(found: DeviceComparison, a: DeviceSide, b: DeviceSide, label: str) -> bytes:
+def value_picture(found: DeviceComparison, a: Side, b: Side, label: str) -> bytes:
     """One tensor: histogram of B - A, B against A, and where the difference lies."""
     from matplotlib.colors import LogNorm
 
     pairs = sample_pairs(label, b, a)
     with style():
         figure, (left, middle, right) = panels(3, height=3.6, across=3)
-        left.set_title(f"B - A of {tail(label, most=28)}")
+        left.set_title(f"B - A of {shown_name(label, most=28)}")
         middle.set_title("B against A")
         right.set_title("mean |B - A| by token and channel")
         if not len(pairs.output):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from probe.comparisons.devices.diff import DeviceComparison
-from probe.comparisons.devices.layers import LayerDifference
-from probe.recordings.checked import printable
+from probe.comparisons.devices.differences import LayerDifference
+from probe.words import printable
 
 
 def device_text(found: DeviceComparison) -> str:
@@ -74,7 +74,7 @@ def _sides(found: DeviceComparison) -> str:
     lines = [f"{name}  {folder}: {recipe} on {device}" for name, folder, recipe, device in sides]
     if found.reference is not None:
         lines.append(f"R  {found.reference}: float reference of A")
-    return "\n".join([*lines, f"Inputs: {found.inputs.said}"])
+    return "\n".join([*lines, f"Inputs: {found.inputs.reason}"])
 
 
 def _layers(found: DeviceComparison) -> str:

@@ -1,19 +1,20 @@
-"""The front of the HTML report: totals, the stories, the heat maps and a table of the recipes."""
+"""The gate's part of the HTML report: its front (totals, stories, heat maps, recipes) and the figures of a case."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
-from probe.gate.cases import Outcome
-from probe.report.gate.assets import SCRIPT, STYLE
-from probe.report.gate.heat import heat_html, heat_maps
-from probe.report.gate.recipes import Run, runs, totals
+from probe.gate.cases import Figure, Outcome
+from probe.report.document import render
+from probe.report.gate.recipes import HeatMap, Run, cell_text, error_of, heat_maps, runs, totals
 from probe.report.gate.story import heading, story
-from probe.report.gate.tables import text_html
-from probe.report.numbers import number, short, value
+from probe.report.numbers import change, number, ranked, short, tolerance, value
 from probe.running.environment import differences
+from probe.words import LOGITS, single_line
 
-#: The stories that are open when the report is; the others are a click away.
-OPEN_STORIES = 1
+#: The shades of the heat maps, from little error to much; gate.css has a class for each.
+SHADES = 33
 
 
 def front(
@@ -25,110 +26,165 @@ def front(
     """HTML for `prefix` of pytest_html_results_summary. Nothing in it is loaded from elsewhere."""
     found = runs(outcomes)
     changed = differences(baseline_environment, environment)
-    parts = [
-        _totals(outcomes),
-        _note(changed) if changed and any(run.failing for run in found) else "",
-        _stories(found, changed),
-        f"<h3>Error by mode and layer</h3>{heat_html(heat_maps(outcomes))}" if found else "",
-        f"<h3>Recipes <small>the worst figure of all layers</small></h3>{_recipes(found)}" if found else "",
-        _environment(environment, baseline_environment),
-    ]
-    return f"<style>{STYLE}</style><div class=probe>{''.join(parts)}</div><script>{SCRIPT}</script>"
-
-
-def _totals(outcomes: Iterable[Outcome]) -> str:
-    counts = totals(outcomes)
-    if not counts:
-        return "<p>No case was judged.</p>"
-    quiet = ("passed", "updated", "skipped")
-    chips = (
-        f'<span class="probe-chip {name if name in quiet else "failed"}">{count} {name}</span>'
-        for name, count in counts.items()
+    return render(
+        "gate.html",
+        totals=totals(outcomes),
+        changed="; ".join(changed) if any(run.failing for run in found) else "",
+        stories=_stories(found, changed),
+        **_maps(heat_maps(outcomes)),
+        recipes=_recipes(found),
+        environment=_environment(environment, baseline_environment or {}, known=baseline_environment is not None),
     )
-    return f"<p>{''.join(chips)}</p>"
 
 
-def _note(changed: Sequence[str]) -> str:
-    text = "; ".join(changed)
-    return f"<p class=probe-note>The environment is not that of the baselines: {text_html(text)}.</p>"
+def figure_table(outcome: Outcome) -> str:
+    """What is wrong, and every figure with its baseline and its tolerance: those that moved come first."""
+    lines = [outcome.message, *outcome.details]
+    lines += [f"likely cause: {outcome.cause}"] if outcome.cause else []
+    lines += [f"baseline: {outcome.baseline_file}"] if outcome.baseline_file else []
+    order = sorted(ranked(outcome.figures), key=lambda item: not item[1].moved)
+    rows = [{"moved": figure.moved, "cells": _figure_cells(name, figure)} for name, figure in order]
+    return render("case.html", heading=heading(outcome), lines=[line for line in lines if line], rows=rows)
 
 
-def _stories(found: Sequence[Run], changed: Sequence[str]) -> str:
-    """One element per recipe, whose id is the anchor; it holds the stories of all its models and devices."""
-    told: dict[str, list[Run]] = {}
+def name_cell(nodeid: str) -> str:
+    """The cell of a test's name. pytest-html does not escape it, and the id of a case holds the name of a layer."""
+    return render("test_name.html", nodeid=nodeid)
+
+
+def _figure_cells(name: str, figure: Figure) -> tuple[str, ...]:
+    old, new = change(figure.old, figure.new) if figure.old is not None else ("", number(figure.new))
+    why = figure.direction + (f" (accepted: {figure.reason})" if figure.reason else "")
+    return name, old, new, tolerance(figure), why or ("moved" if figure.moved else "")
+
+
+def _stories(found: Sequence[Run], changed: Sequence[str]) -> list[dict[str, Any]]:
+    """One per failing recipe, whose id is the anchor; it holds the stories of all its models and devices."""
+    failing: dict[str, list[Run]] = {}
     for run in found:
         if run.failing:
-            told.setdefault(run.recipe, []).append(run)
-    parts = []
-    for place, (recipe, same) in enumerate(told.items()):
-        failing = [outcome for run in same for outcome in run.failing]
-        count = sum(len(run.outcomes) for run in same)
+            failing.setdefault(run.recipe, []).append(run)
+    stories = []
+    for recipe, same in failing.items():
         texts = [story(run.outcomes, report=None, environment=changed) for run in same]
-        parts.append(
-            f'<details class=probe-story id="{text_html(recipe)}"{" open" * (place < OPEN_STORIES)}>'
-            f"<summary>{text_html(heading(failing[0]))}<small>{len(failing)} of {count} cases failed</small></summary>"
-            + "".join(f"<pre>{chr(10).join(map(text_html, lines[len(texts) == 1 :]))}</pre>" for lines in texts)
-            + "</details>"
+        stories.append(
+            {
+                "recipe": recipe,
+                "heading": heading(same[0].failing[0]),
+                "failed": sum(len(run.failing) for run in same),
+                "count": sum(len(run.outcomes) for run in same),
+                "texts": [lines[1:] for lines in texts] if len(texts) == 1 else texts,  # the summary has the first
+            }
         )
-    return f"<h3>What failed</h3><div class=probe-stories>{''.join(parts)}</div>" if parts else ""
+    return stories
 
 
-def _recipes(found: Sequence[Run]) -> str:
+def _maps(maps: Sequence[HeatMap]) -> dict[str, Any]:
+    """All maps on one scale of shades, with its legend: the scale of the quantized modes, far above the float modes."""
+    cells = [cell for heat in maps for cell in heat.cells() if cell.case.layer != LOGITS]
+    cells = [cell for cell in cells if cell.case.format] or cells
+    decades = [math.log10(error) for error in map(error_of, cells) if error]
+    low, high = (math.floor(min(decades)), math.ceil(max(decades))) if decades else (-6, 0)
+    high = max(high, low + 1)
+    marks = range(low, high + 1, math.ceil((high - low) / 10))
+    legend = [{"shade": _shade(10.0**mark, low, high), "text": f"1e{mark}"} for mark in marks]
+    return {"legend": legend, "maps": [_map(heat, low, high) for heat in maps]}
+
+
+def _map(heat: HeatMap, low: int, high: int) -> dict[str, Any]:
+    titles = ["KL divergence of the logits" if name == LOGITS else name for name in heat.layers]
+    return {
+        "title": heat.title,
+        "failed": sum(cell.status == "failed" for cell in heat.cells()),
+        "count": sum(1 for _ in heat.cells()),
+        "columns": [{"title": title, "label": label} for title, label in zip(titles, heat.labels, strict=True)],
+        "rows": [
+            {"label": label, "cells": [cell and _heat_cell(cell, low, high) for cell in cells]}
+            for label, cells in heat.rows
+        ],
+    }
+
+
+def _heat_cell(cell: Outcome, low: int, high: int) -> dict[str, Any]:
+    error = error_of(cell)
+    whole = cell.case.layer == LOGITS
+    shade = "off" if error is None else "whole" if whole else _shade(error, low, high)
+    failed = cell.status == "failed"
+    return {
+        "classes": f"{shade} bad" if failed else shade,
+        "title": _cell_title(cell),
+        "nodeid": cell.nodeid,
+        "status": cell.status,
+        "text": f"✗ {cell_text(cell)}" if failed else cell_text(cell),
+    }
+
+
+def _shade(error: float, low: int, high: int) -> str:
+    """The class of gate.css for an error between 10^low and 10^high."""
+    part = (math.log10(error) - low) / (high - low) if error > 0 else 0.0
+    return f"s{round(min(max(part, 0.0), 1.0) * (SHADES - 1))}"
+
+
+def _cell_title(cell: Outcome) -> str:
+    """The figures that moved, or else those that matter most; a line each."""
+    shown = ranked(cell.figures, moved=True)[:4] or ranked(cell.figures)[:4]
+    lines = [str(cell.case), cell.verdict or cell.status, cell.message]
+    for name, figure in shown:
+        before = f"{number(figure.old)} → " if figure.old is not None else ""
+        lines.append(f"{name} {before}{number(figure.new)}")
+    return "\n".join(single_line(line) for line in lines if line)
+
+
+def _recipes(found: Sequence[Run]) -> dict[str, Any]:
     models = len({run.model for run in found}) > 1
     devices = len({run.device for run in found}) > 1
     relative = any("injected.relative_mse" in o.figures for run in found for o in run.layers)
     names = ["recipe", *["model"] * models, *["device"] * devices, "passed", "failed"]
     names += ["injected relative mse" if relative else "injected mse", "propagated mse", "correlation"]
     names += ["KL of logits", "change in bits per byte", "verdict"]
-    rows = []
-    for run in sorted(found, key=lambda run: not run.failing):
-        name = text_html(run.recipe)
-        title = f'<a href="#{quote(run.recipe)}">{name}</a>' if run.failing else name
-        failed = f"<span class=probe-bad>{len(run.failing)}</span>" if run.failing else "0"
-        verdicts = totals(run.failing)
-        cells = [
-            title,
-            *[text_html(run.model)] * models,
-            *[text_html(run.device)] * devices,
-            str(sum(outcome.status == "passed" for outcome in run.outcomes)),
-            failed,
-            *_worst(run, "injected.relative_mse" if relative else "injected.mse"),
-            ", ".join(text_html(verdict) for verdict in verdicts) or run.outcomes[0].status,
-        ]
-        body = "".join(f"<td class=n>{cell}" for cell in cells)
-        rows.append(f"<tr{' class=failed' if run.failing else ''}>{body}")
-    head = "".join(f"<th>{name}" for name in names)
-    return f"<div class=probe-tall><table class=probe-recipes><tr>{head}{''.join(rows)}</table></div>"
+    rows = [
+        {
+            "recipe": run.recipe,
+            "anchor": quote(run.recipe) if run.failing else "",
+            "texts": [*[run.model] * models, *[run.device] * devices],
+            "passed": sum(outcome.status == "passed" for outcome in run.outcomes),
+            "failed": len(run.failing),
+            "figures": _worst(run, "injected.relative_mse" if relative else "injected.mse"),
+            "verdict": ", ".join(totals(run.failing)) or run.outcomes[0].status,
+        }
+        for run in sorted(found, key=lambda run: not run.failing)
+    ]
+    return {"columns": names, "rows": rows}
 
 
-def _worst(run: Run, injected_name: str) -> list[str]:
+def _worst(run: Run, injected_name: str) -> list[dict[str, str]]:
     """The worst figures over the layers, with their labels, and those of the whole model."""
     from probe.metrics import label_correlation, label_mse  # which loads torch; where a model ran, it is loaded
 
-    injected = [value(o.figures, injected_name) for o in run.layers]
-    mse = [value(o.figures, "propagated.mse", "injected.mse") for o in run.layers]
-    correlation = [value(o.figures, "propagated.correlation", "injected.correlation") for o in run.layers]
-    errors = [max((x for x in found if x is not None), default=None) for found in (injected, mse)]
-    lowest = min((x for x in correlation if x is not None), default=None)
+    injected = run.largest(injected_name)
+    mse = run.largest("propagated.mse", "injected.mse")
+    correlation = run.smallest("propagated.correlation", "injected.correlation")
     whole = run.whole.figures if run.whole else {}
     kl, bits = value(whole, "logits.kl"), value(whole, "logits.change_in_bits_per_byte", "logits.change_in_bits")
     return [
-        "" if errors[0] is None else short(errors[0]),
-        "" if errors[1] is None else f"{short(errors[1])}<small>{label_mse(errors[1])}</small>",
-        "" if lowest is None else f"{number(lowest)}<small>{label_correlation(lowest)}</small>",
-        "" if kl is None else number(kl),
-        "" if bits is None else number(bits),
+        {"text": "" if injected is None else short(injected), "label": ""},
+        {"text": "" if mse is None else short(mse), "label": "" if mse is None else label_mse(mse)},
+        {
+            "text": "" if correlation is None else number(correlation),
+            "label": "" if correlation is None else label_correlation(correlation),
+        },
+        {"text": "" if kl is None else number(kl), "label": ""},
+        {"text": "" if bits is None else number(bits), "label": ""},
     ]
 
 
-def _environment(environment: Mapping[str, str], baseline: Mapping[str, str] | None) -> str:
-    names = dict.fromkeys([*environment, *(baseline or {})])
-    rows = []
-    for name in names:
-        now, then = environment.get(name, ""), (baseline or {}).get(name, "")
-        moved = " class=moved" if baseline is not None and now != then else ""
-        rows.append(f"<tr{moved}><td>{text_html(name)}<td>{text_html(now)}<td>{text_html(then)}")
-    head = "<tr><th><th>this run<th>baselines"
-    return (
-        f"<details><summary>Environment</summary><table class=probe-environment>{head}{''.join(rows)}</table></details>"
-    )
+def _environment(now: Mapping[str, str], then: Mapping[str, str], *, known: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "now": now.get(name, ""),
+            "then": then.get(name, ""),
+            "moved": known and now.get(name, "") != then.get(name, ""),
+        }
+        for name in dict.fromkeys([*now, *then])
+    ]

@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 from probe.gate.cases import Outcome
-from probe.report.gate.recipes import Run, short_names
-from probe.report.gate.story import tail
+from probe.report.figure import shown_name
+from probe.report.gate.recipes import Run
 from probe.report.numbers import number
-from probe.words import LOGITS
+from probe.words import LOGITS, short_names
 
 WIDTH, HEIGHT = 1200, 360  # pixels
 #: Of Okabe and Ito: told apart by colour-blind people too.
@@ -137,7 +137,7 @@ def _legend(axes: Any, *, failing: bool) -> None:
 
 def _layer_axis(axes: Any, names: Sequence[str]) -> None:
     """The names of as many layers as have room; of long names, what tells them apart."""
-    texts = [tail(name, most=14) for name in (names if max(map(len, names)) <= 10 else short_names(names))]
+    texts = [shown_name(name, most=14) for name in (names if max(map(len, names)) <= 10 else short_names(names))]
     step = math.ceil(len(texts) * (max(map(len, texts)) + 2) / 84)
     axes.set_xlim(-0.5, len(texts) - 0.5)
     _ticks(axes, "x", range(0, len(texts), step), texts[::step])
@@ -160,7 +160,7 @@ def _differences(axes: Any, shown: Outcome) -> None:
     """A histogram of output - reference, with its mean."""
     import numpy as np
 
-    title = f"output - reference of {tail(shown.case.layer, most=22)}"
+    title = f"output - reference of {shown_name(shown.case.layer, most=22)}"
     pairs = _pairs(axes, title, shown)
     if not pairs:
         return

@@ -1,13 +1,14 @@
-"""The outcomes of a run, gathered by recipe: what failed, where it began and what only inherited it."""
+"""The outcomes of a run, gathered: by recipe, with what failed and where it began, and as heat maps of their errors."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from probe.gate.cases import Outcome, Verdict
-from probe.words import LOGITS
+from probe.report.numbers import short, value
+from probe.words import LOGITS, natural_key, short_names
 
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 
@@ -53,6 +54,18 @@ class Run:
         """The figures of the whole model."""
         return next((outcome for outcome in self.outcomes if outcome.case.layer == LOGITS), None)
 
+    def largest(self, *names: str) -> float | None:
+        """The largest over the layers of the first of these figures that each has."""
+        return max(self._known(names), default=None)
+
+    def smallest(self, *names: str) -> float | None:
+        """The smallest over the layers of the first of these figures that each has."""
+        return min(self._known(names), default=None)
+
+    def _known(self, names: Sequence[str]) -> list[float]:
+        found = (value(outcome.figures, *names) for outcome in self.layers)
+        return [x for x in found if x is not None]
+
     @property
     def failing(self) -> list[Outcome]:
         """What failed; the first of them is where the story begins."""
@@ -64,12 +77,7 @@ def runs(outcomes: Iterable[Outcome]) -> list[Run]:
     found: dict[tuple[str, str, str], list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault((outcome.model, outcome.case.recipe, outcome.case.device), []).append(outcome)
-    return [Run(tuple(found[key])) for key in sorted(found, key=lambda key: [natural(part) for part in key])]
-
-
-def natural(text: str) -> list[tuple[int, str]]:
-    """A key that sorts layer_2 before layer_10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
+    return [Run(tuple(found[key])) for key in sorted(found, key=lambda key: [natural_key(part) for part in key])]
 
 
 def is_inherited(outcome: Outcome) -> bool:
@@ -98,22 +106,59 @@ def layer_names(given: Sequence[Run]) -> list[str]:
     longest = sorted(given, key=lambda run: -len(run.outcomes))
     names = list(dict.fromkeys(outcome.case.layer for run in longest for outcome in run.layers))
     if len({re.sub(r"\d+", "0", name) for name in names}) == 1:
-        names.sort(key=natural)
+        names.sort(key=natural_key)
     return names + [LOGITS] * any(run.whole for run in given)
 
 
-def short_names(names: Sequence[str]) -> list[str]:
-    """What tells them apart: of model.layers.0.mixer and model.layers.1.mixer, 0 and 1."""
-    if len(set(names)) < 2:
-        return list(names)
-    before = re.sub(r"[^._/-]*$", "", _beginning(names))
-    rest = [name.removeprefix(before) for name in names]
-    after = re.sub(r"^[^./]*", "", _beginning([name[::-1] for name in rest])[::-1])
-    cut = [name.removesuffix(after) for name in rest]
-    return cut if all(cut) else list(names)
+@dataclass(frozen=True)
+class HeatMap:
+    """One model and format. A cell is None where the matrix has no case."""
+
+    title: str
+    layers: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Outcome | None, ...]], ...]
+
+    @property
+    def labels(self) -> list[str]:
+        """The heads of the columns: what tells the layers apart."""
+        different = short_names([name for name in self.layers if name != LOGITS])
+        return different + [name for name in self.layers if name == LOGITS]
+
+    def cells(self) -> Iterator[Outcome]:
+        """The cases there are."""
+        return (cell for _, row in self.rows for cell in row if cell)
 
 
-def _beginning(names: Sequence[str]) -> str:
-    """What all of them begin with: what the first and the last in order do."""
-    first, last = min(names), max(names)
-    return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+def heat_maps(outcomes: Iterable[Outcome]) -> list[HeatMap]:
+    """A map per model and format, those of the float modes last."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for run in runs(outcomes):
+        found.setdefault((run.model, run.format), []).append(run)
+    order = sorted(found, key=lambda key: (natural_key(key[0]), not key[1], natural_key(key[1])))
+    several = len({model for model, _ in order}) > 1
+    return [_heat_map(found[key], f"{key[0]}, " * several + (key[1] or "float modes")) for key in order]
+
+
+def _heat_map(given: Sequence[Run], title: str) -> HeatMap:
+    layers = layer_names(given)
+    several = len({run.device for run in given}) > 1
+    rows = []
+    for run in given:
+        cells = {outcome.case.layer: outcome for outcome in (*run.outcomes, *run.failing)}  # of two, the failing one
+        rows.append((f"{run.mode} {run.device}" if several else run.mode, tuple(map(cells.get, layers))))
+    return HeatMap(title, tuple(layers), tuple(rows))
+
+
+def error_of(outcome: Outcome) -> float | None:
+    """What a cell shows: the propagated mse, of the whole model the KL divergence of the logits."""
+    if outcome.case.layer == LOGITS:
+        return value(outcome.figures, "logits.kl")
+    return value(outcome.figures, "propagated.mse", "injected.mse", "scaling.mse")
+
+
+def cell_text(outcome: Outcome) -> str:
+    """One digit of the error, or why there is none."""
+    error = error_of(outcome)
+    if error is not None:
+        return short(error)
+    return "skip" if outcome.status == "skipped" else "nan" if outcome.verdict == "not finite" else "?"

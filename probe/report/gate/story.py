@@ -11,6 +11,7 @@ from probe.formats import FORMATS
 from probe.gate.cases import Figure, Outcome
 from probe.report.gate.recipes import Run, got_worse, is_inherited
 from probe.report.numbers import change, number, ranked, tolerance
+from probe.words import single_line
 
 MOST_LINES = 22
 MOST_COLUMNS = 118
@@ -63,7 +64,7 @@ def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Seque
     ]
     left = min(3, MOST_LINES - 1 - len(before) - len(after))
     details = [("", text) for text in _first_few(first.details, left, room)]
-    return [plain(heading(first)), *_table([*before, *details, *after])]
+    return [single_line(heading(first), most=MOST_COLUMNS), *_table([*before, *details, *after])]
 
 
 def case_text(outcome: Outcome) -> list[str]:
@@ -71,7 +72,7 @@ def case_text(outcome: Outcome) -> list[str]:
     figures = _figure_rows(outcome)
     room = _room(figures)
     rows = [*figures, *_wrapped("what", outcome.message, room), *_wrapped("likely cause", outcome.cause, room)]
-    return [plain(heading(outcome)), *_table(rows)]
+    return [single_line(heading(outcome), most=MOST_COLUMNS), *_table(rows)]
 
 
 def held_story(outcome: Outcome) -> list[str]:
@@ -90,9 +91,10 @@ def held_story(outcome: Outcome) -> list[str]:
     ]
     width = _width(rows)
     commands = [
-        plain(f"  {label:<{width}}{text}", most=10_000) for label, text in _commands([outcome], case_selection(outcome))
+        single_line(f"  {label:<{width}}{text}", most=10_000)
+        for label, text in _commands([outcome], case_selection(outcome))
     ]
-    return [plain(heading(outcome)), *_table(rows), *commands]
+    return [single_line(heading(outcome), most=MOST_COLUMNS), *_table(rows), *commands]
 
 
 def one_line(outcome: Outcome, *, told_by: str = "") -> str:
@@ -100,24 +102,12 @@ def one_line(outcome: Outcome, *, told_by: str = "") -> str:
     moved = ranked(outcome.figures, moved=True)
     what = f"{moved[0][0]} {_figure(moved[0][1])}" if moved else outcome.message or heading(outcome)
     text = f"{outcome.verdict or 'failed'}: {what.rstrip('.')}"
-    return plain(f"{text}; the story is with {told_by}" if told_by else text)
+    return single_line(f"{text}; the story is with {told_by}" if told_by else text, most=MOST_COLUMNS)
 
 
 def heading(outcome: Outcome) -> str:
     """mode_2_1-layer_0-cpu-fp8_e4m3 drifted from its baseline."""
     return f"{outcome.case} {HEADINGS.get(outcome.verdict or '', outcome.status)}"
-
-
-def plain(text: str, *, most: int = MOST_COLUMNS) -> str:
-    """One line of at most `most` printable characters: names and messages come from models."""
-    clean = "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))
-    return clean if len(clean) <= most else clean[: most - 3] + "..."
-
-
-def tail(text: str, *, most: int) -> str:
-    """The end of a long name: where layers differ."""
-    clean = plain(text, most=len(text) + 3)
-    return clean if len(clean) <= most else "..." + clean[3 - most :]
 
 
 def names_in_order(names: Sequence[str], order: Sequence[str], *, most: int) -> str:
@@ -165,11 +155,11 @@ def _figure_rows(outcome: Outcome) -> list[Row]:
     rows = []
     for (name, figure), cell in zip(shown, cells, strict=True):
         if figure.old is None and not figure.moved:
-            rows.append((plain(name, most=26), number(figure.new)))
+            rows.append((single_line(name, most=26), number(figure.new)))
             continue
         limit = f"(tolerance {tolerance(figure)})" if tolerance(figure) else ""
         text = f"{cell[0]:<{old}} -> {cell[1]:<{new}}   {limit:<19}   {figure.direction}"
-        rows.append((plain(name, most=26), text.rstrip()))
+        rows.append((single_line(name, most=26), text.rstrip()))
     return rows
 
 
@@ -276,7 +266,7 @@ def _room(figures: Sequence[Row]) -> int:
 
 def _wrapped(label: str, text: str, room: int) -> list[Row]:
     """At most two lines; --options stay whole."""
-    lines = textwrap.wrap(plain(text, most=10_000), room, max_lines=2, placeholder=" ...", break_on_hyphens=False)
+    lines = textwrap.wrap(single_line(text, most=10_000), room, max_lines=2, placeholder=" ...", break_on_hyphens=False)
     return [(label if not index else "", line) for index, line in enumerate(lines)]
 
 
@@ -285,9 +275,9 @@ def _first_few(lines: Sequence[str], most: int, room: int) -> list[str]:
     if len(lines) <= most or most < 1:
         return list(lines[: max(most, 0)])
     left = len(lines) - most
-    return [*lines[: most - 1], f"{plain(lines[most - 1], most=room - 16)} (and {left} more)"]
+    return [*lines[: most - 1], f"{single_line(lines[most - 1], most=room - 16)} (and {left} more)"]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
     width = _width(rows)
-    return [plain(f"  {label:<{width}}{text}").rstrip() for label, text in rows]
+    return [single_line(f"  {label:<{width}}{text}", most=MOST_COLUMNS).rstrip() for label, text in rows]

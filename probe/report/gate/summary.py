@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from probe.gate.cases import Outcome
-from probe.report.gate.heat import HeatMap, cell_text, heat_maps
-from probe.report.gate.recipes import Run, is_inherited, runs, totals
-from probe.report.gate.story import plain, selection
+from probe.report.gate.recipes import HeatMap, Run, cell_text, heat_maps, is_inherited, runs, totals
+from probe.report.gate.story import selection
 from probe.report.numbers import change, finite, ranked, tolerance
 from probe.running.environment import differences
 from probe.version import VERSION
+from probe.words import single_line
 
 #: Of the layout of summary.json; it goes up when a key changes its meaning or disappears.
 LAYOUT = 1
@@ -72,13 +72,13 @@ def markdown(
 
 def harmless(text: str, *, most: int = 120) -> str:
     """Text that Markdown, HTML and GitHub's links to people, issues and pages leave alone."""
-    written = _literal(plain(text, most=most))
+    written = _literal(single_line(text, most=most))
     return written.replace("@", "@\u200b").replace("&num;", "&num;\u200b").replace("://", ":\u200b//")
 
 
 def code(text: str, *, most: int = 120) -> str:
     """The same as code, in which GitHub makes no links."""
-    return f"<code>{_literal(plain(text, most=most))}</code>"
+    return f"<code>{_literal(single_line(text, most=most))}</code>"
 
 
 def _literal(text: str) -> str:

@@ -8,8 +8,7 @@ import numpy as np
 from probe.comparisons.health import Health, LayerHealth
 from probe.comparisons.samples import first_features, first_values, histogram
 from probe.comparisons.selection import Side
-from probe.report.figure import BAD, COLOURS, GREY, layer_axis, log_axis, panels, png, say, style
-from probe.report.gate.story import tail
+from probe.report.figure import BAD, COLOURS, GREY, layer_axis, log_axis, panels, png, say, shown_name, style
 
 VALUES, FEATURES = 1000, 100
 
@@ -48,7 +47,7 @@ def health_by_layer(health: Health) -> bytes:
 
 def layer_picture(side: Side, layer: LayerHealth) -> bytes:
     """A layer by itself: a histogram of all values, the first 1000, and a map of the first 100 features."""
-    name = tail(layer.name, most=30)
+    name = shown_name(layer.name, most=30)
     with style():
         figure, axes = panels(3, height=4.2, across=3, width=15)
         _histogram(axes[0], side, layer, name)

@@ -1,7 +1,7 @@
 """The health of a recipe as text: every layer with its mark, and the first suspicious one."""
 
 from probe.comparisons.health import Health
-from probe.recordings.checked import printable
+from probe.words import printable
 
 
 def health_text(health: Health) -> str:

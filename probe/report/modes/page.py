@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from probe.comparisons.results import LayerComparison, ModeComparison
+from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.comparisons.samples import error_map, sample_pairs
 from probe.comparisons.selection import Side
 from probe.report.document import Document

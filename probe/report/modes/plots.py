@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from probe.comparisons.results import ModeComparison
+from probe.comparisons.modes import ModeComparison
 from probe.comparisons.samples import Pairs
 from probe.metrics import Metrics
 from probe.report.figure import (
@@ -22,9 +22,9 @@ from probe.report.figure import (
     panels,
     png,
     say,
+    shown_name,
     style,
 )
-from probe.report.gate.story import tail
 from probe.report.ticks import plain_log_bar
 
 #: A mode whose differences are so many times the median of all modes would make lines of the others on one axis.
@@ -52,7 +52,7 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
                     if max(wide) == THIN
                     else "-",  # gaps would hide the thin in the wide
                     linewidth=width,
-                    label=tail(one.compared_mode, most=20),
+                    label=shown_name(one.compared_mode, most=20),
                 )
             axes.set_title(title)
             if not drawn:
@@ -86,7 +86,7 @@ def difference_histograms(layer: str, samples: Mapping[str, Pairs], reference: s
         figure, axes = panels(len(found), sharex=shared, sharey=True, height=2.6)
         for panel, (mode, difference) in zip(axes, found.items(), strict=True):
             largest = max(ends.values()) if shared else ends[mode]
-            panel.set_title(f"{tail(mode, most=22)} - {tail(reference, most=12)}")
+            panel.set_title(f"{shown_name(mode, most=22)} - {shown_name(reference, most=12)}")
             if not len(difference):
                 say(panel, "not one value of the sample is finite")
                 continue
@@ -104,7 +104,7 @@ def difference_histograms(layer: str, samples: Mapping[str, Pairs], reference: s
             panel.text(0.98, 0.97, note, transform=panel.transAxes, ha="right", va="top", fontsize=8, color=GREY)
             panel.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
             panel.locator_params(axis="x", nbins=5)
-        figure.supxlabel(f"difference of {tail(layer, most=40)}", fontsize=9, color=GREY)
+        figure.supxlabel(f"difference of {shown_name(layer, most=40)}", fontsize=9, color=GREY)
         figure.supylabel("values in the sample", fontsize=9, color=GREY)
         return png(figure)
 
@@ -115,7 +115,7 @@ def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> b
         figure, axes = panels(len(samples), height=3.0)
         shown = None
         for panel, (mode, pairs) in zip(axes, samples.items(), strict=True):
-            panel.set_title(tail(mode, most=30))
+            panel.set_title(shown_name(mode, most=30))
             both = np.concatenate([pairs.output, pairs.reference])
             low, high = float(both.min(initial=math.inf)), float(both.max(initial=-math.inf))
             if not len(pairs.output) or low == high:
@@ -132,7 +132,7 @@ def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> b
             panel.locator_params(nbins=5)
         if shown is not None:
             plain_log_bar(figure.colorbar(shown, ax=axes, label="values", shrink=0.85, pad=0.01))
-        figure.supxlabel(f"{tail(layer, most=40)} of {tail(reference, most=12)}", fontsize=9, color=GREY)
+        figure.supxlabel(f"{shown_name(layer, most=40)} of {shown_name(reference, most=12)}", fontsize=9, color=GREY)
         figure.supylabel("of the mode", fontsize=9, color=GREY)
         return png(figure)
 
@@ -148,7 +148,7 @@ def error_maps(layer: str, maps: Mapping[str, npt.NDArray[np.float64]], shape: t
         extent = (0, shape[-1], math.prod(shape[1:-1]) or 1, 0)
         for panel, (mode, values) in zip(axes, maps.items(), strict=True):
             panel.grid(False)
-            panel.set_title(tail(mode, most=30))
+            panel.set_title(shown_name(mode, most=30))
             if not len(drawn):
                 say(panel, "every difference is 0" if np.isfinite(values).all() else "no difference is finite")
                 continue
@@ -162,7 +162,7 @@ def error_maps(layer: str, maps: Mapping[str, npt.NDArray[np.float64]], shape: t
             panel.locator_params(nbins=5)
         if shown is not None:
             plain_log_bar(figure.colorbar(shown, ax=axes, label="mean |difference|", shrink=0.85, pad=0.01))
-        figure.supxlabel(f"feature of {tail(layer, most=40)}", fontsize=9, color=GREY)
+        figure.supxlabel(f"feature of {shown_name(layer, most=40)}", fontsize=9, color=GREY)
         figure.supylabel("position", fontsize=9, color=GREY)
         return png(figure)
 

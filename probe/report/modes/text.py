@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from probe.comparisons.results import LayerComparison, ModeComparison
-from probe.recordings.checked import printable
+from probe.comparisons.modes import LayerComparison, ModeComparison
+from probe.words import printable
 
 WIDTH = 80
 RULE = "=" * WIDTH

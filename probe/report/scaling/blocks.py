@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from probe.formats import Format
 from probe.scaling.advice import Recommendation
-from probe.scaling.figures import Level
-from probe.scaling.results import ScalingResult
-from probe.scaling.truth import RuleTruth
+from probe.scaling.results import Level, ScalingResult
+from probe.scaling.rules import RuleResult
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
 MARKS = {"good": "✅", "fair": "⚠️ ", "poor": "🔴"}
@@ -193,7 +192,7 @@ def _spreads(found: Recommendation) -> list[str]:
     return lines if psnr.std is None else [*lines, f"PSNR Stability (std): {psnr.std:.2f} dB"]
 
 
-def truth_block(truths: Sequence[RuleTruth]) -> list[str]:
+def truth_block(truths: Sequence[RuleResult]) -> list[str]:
     """BLOCK-LEVEL ANALYSIS: the scale rules of real MX blocks side by side."""
     rows = truth_rows(truths)
     names = list(rows[0])
@@ -212,7 +211,7 @@ def truth_block(truths: Sequence[RuleTruth]) -> list[str]:
     ]
 
 
-def truth_rows(truths: Sequence[RuleTruth]) -> list[dict[str, object]]:
+def truth_rows(truths: Sequence[RuleResult]) -> list[dict[str, object]]:
     """A row for every rule; shares in percent."""
     rows: list[dict[str, object]] = []
     for one in truths:

@@ -8,9 +8,8 @@ from pathlib import Path
 from probe.files.atomic import write
 from probe.report.scaling.blocks import decibels, factor, grid_name
 from probe.scaling.advice import Recommendation
-from probe.scaling.figures import Level
-from probe.scaling.results import ScalingResult
-from probe.scaling.truth import RuleTruth
+from probe.scaling.results import Level, ScalingResult
+from probe.scaling.rules import RuleResult
 
 #: File -> what it is; the first part of each name is the users' own.
 RESULTS = "mxfp_scaling_results_{format}"
@@ -23,7 +22,7 @@ def write_results(
     folder: Path,
     result: ScalingResult,
     found: Recommendation,
-    truths: Sequence[RuleTruth],
+    truths: Sequence[RuleResult],
     *,
     source: str,
     identity: str,

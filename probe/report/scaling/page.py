@@ -8,7 +8,7 @@ from probe.report.document import Document
 from probe.report.scaling.blocks import overflow_block, recommendation_block, truth_rows
 from probe.scaling.advice import Recommendation
 from probe.scaling.results import ScalingResult
-from probe.scaling.truth import RuleTruth
+from probe.scaling.rules import RuleResult
 
 PAGE = "scaling.html"
 
@@ -21,7 +21,7 @@ class Found:
     folder: str
     result: ScalingResult
     recommendation: Recommendation
-    truths: tuple[RuleTruth, ...]
+    truths: tuple[RuleResult, ...]
     plots: tuple[bytes, ...] = ()
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from probe.report.gate.plots import FAILED, GREY
 from probe.scaling.advice import Recommendation
-from probe.scaling.figures import Level
-from probe.scaling.results import ScalingResult
+from probe.scaling.results import Level, ScalingResult
 
 #: Of Okabe and Ito: told apart by colour-blind people too. One for each scale rule, the first where there is one scale.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00")

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from probe.comparisons.devices.diff import DeviceComparison, diff
-from probe.data import fingerprint as of_data
-from probe.models.loading import fingerprint as of_model
+from probe.data.batches import token_fingerprint as of_data
+from probe.models.loading import weight_fingerprint as of_model
 from probe.recordings import Recording, read_recording, write_recording
 from probe.running.calibration import calibrate
 from probe.running.recipes import Recipe, apply
 from tests.comparisons.devices import engines
 from tests.comparisons.devices.device_faults import FAULTS
 from tests.comparisons.devices.engines import Tensors, jittered, run
-from tests.comparisons.devices.models import NAMES, fresh, layers_of, prompt, shared
+from tests.comparisons.devices.models import DEPTHS, NAMES, fresh, prompt, shared
 
 Engine = Callable[[str, Tensor], Tensors]
 NOISE, FAULT, MISMATCH, IDENTICAL = "dtype noise", "device fault", "mismatched capture", "identical"
@@ -84,9 +84,13 @@ def kept(folder: Path, tensors: Tensors, ids: Tensor | None, recipe: Recipe = Re
     return read_recording(folder)
 
 
+def run_shared(name: str, ids: Tensor) -> Tensors:
+    return run(shared(name), ids)
+
+
 @cache
 def plain(name: str, seed: int) -> Tensors:
-    return run(shared(name), prompt(seed))
+    return run_shared(name, prompt(seed))
 
 
 SOUND: dict[str, Engine] = {
@@ -108,8 +112,8 @@ def sound_cases(seeds: list[int]) -> Iterator[Case]:
             for engine, make in SOUND.items():
                 yield Case(
                     f"{name} {engine} seed {seed}",
-                    lambda name=name, seed=seed: plain(name, seed),
-                    cache(lambda name=name, ids=ids, make=make: make(name, ids)),
+                    partial(plain, name, seed),
+                    cache(partial(make, name, ids)),
                     (ids, ids),
                     NOISE,
                     None,
@@ -140,13 +144,12 @@ def fault_cases(seeds: list[int]) -> Iterator[Case]:
     for seed in seeds:
         for name in NAMES:
             for fault, row in FAULTS.items():
-                depth = len(layers_of(shared(name)))
-                layer = random.Random(f"{name} {fault} {seed}").randrange(depth)
+                layer = random.Random(f"{name} {fault} {seed}").randrange(DEPTHS[name])
                 ids = prompt(seed)
                 yield Case(
                     f"{name} {fault} in layer_{layer} seed {seed}",
-                    lambda name=name, fault=fault, layer=layer, seed=seed: sound_beside(name, fault, layer, seed),
-                    lambda name=name, fault=fault, layer=layer, seed=seed: faulty(name, fault, layer, seed),
+                    partial(sound_beside, name, fault, layer, seed),
+                    partial(faulty, name, fault, layer, seed),
                     (ids, ids),
                     FAULT,
                     f"layer_{layer}",
@@ -160,14 +163,12 @@ def narrow_fault_cases(seeds: list[int]) -> Iterator[Case]:
     for seed in seeds:
         for name in NAMES[1:]:
             for fault in large:
-                layer = random.Random(f"narrow {name} {fault} {seed}").randrange(len(layers_of(shared(name))))
+                layer = random.Random(f"narrow {name} {fault} {seed}").randrange(DEPTHS[name])
                 ids = prompt(seed)
                 yield Case(
                     f"{name} in bfloat16, {fault} in layer_{layer} seed {seed}",
-                    lambda name=name, seed=seed: plain(name, seed),
-                    lambda name=name, fault=fault, layer=layer, seed=seed: faulty(
-                        name, fault, layer, seed, dtype=torch.bfloat16
-                    ),
+                    partial(plain, name, seed),
+                    partial(faulty, name, fault, layer, seed, dtype=torch.bfloat16),
                     (ids, ids),
                     FAULT,
                     f"layer_{layer}",
@@ -208,10 +209,10 @@ def quantized_cases(seeds: list[int]) -> Iterator[Case]:
                 return run(jittered(model, seed), prompt(seed))
 
             common: dict[str, Any] = {
-                "a": lambda recipe=recipe, seed=seed: emulated(*recipe, seed),
+                "a": partial(emulated, *recipe, seed),
                 "ids": (ids, ids),
                 "recipe": Recipe(*recipe[1:]),
-                "reference": lambda name=name, seed=seed: plain(name, seed),
+                "reference": partial(plain, name, seed),
             }
             title = f"{'-'.join(recipe)} seed {seed}"
             sound = cache(partial(device, recipe, seed))
@@ -221,13 +222,14 @@ def quantized_cases(seeds: list[int]) -> Iterator[Case]:
                 broken = partial(device, recipe, seed, fault, layer)
                 where = f"layer_{layer}"
                 yield Case(f"{title}: {fault} in {where}", b=broken, kind=FAULT, layer=where, **common)
-            floating = partial(run, shared(name), ids)
+            floating = partial(run_shared, name, ids)
             where, words = "layer_0", "the recipe was not applied"
             yield Case(f"{title}: not applied", b=floating, kind=FAULT, layer=where, says=words, **common)
 
 
-def _shifted(tensors: Tensors, start: int) -> Tensors:
+def _shifted(make: Callable[[], Tensors], start: int) -> Tensors:
     """From `start` on, every layer holds what the one before should: `layer_0` the embedding."""
+    tensors = make()
     layers = [name for name in tensors if name.startswith("layer_")]
     before = {name: (["embedding.output", *layers])[place] for place, name in enumerate(layers)}
     return {
@@ -241,14 +243,8 @@ def mismatch_cases(seeds: list[int]) -> Iterator[Case]:
         for name in NAMES:
             ids, other = prompt(seed), prompt(seed + 50)
             order = torch.tensor([1, 0, 3, 2]) if seed % 2 else torch.tensor([3, 0, 1, 2])
-            a: Callable[[], Tensors] = lambda name=name, seed=seed: plain(name, seed)  # type: ignore[misc] # noqa: E731
-
-            def without(make: Callable[[], Tensors], *gone: str) -> Callable[[], Tensors]:
-                return lambda: {key: x for key, x in make().items() if key not in gone}
-
-            def at(tokens: Tensor, name: str = name) -> Callable[[], Tensors]:
-                return lambda: run(shared(name), tokens)
-
+            a = partial(plain, name, seed)
+            at = partial(partial, run_shared, name)
             start = seed % 2
             for what, b, kept_ids, layer in (
                 ("other prompt", at(other), (ids, other), None),
@@ -258,18 +254,22 @@ def mismatch_cases(seeds: list[int]) -> Iterator[Case]:
                 ("fewer samples", at(ids[:3]), (ids, ids[:3]), None),
                 ("shorter", at(ids[:, :-1]), (ids, ids[:, :-1]), None),
                 ("one token", at(_one_other(ids, seed)), (ids, _one_other(ids, seed)), None),
-                ("shifted layers", lambda a=a, start=start: _shifted(a(), start), (ids, ids), f"layer_{start}"),
+                ("shifted layers", partial(_shifted, a, start), (ids, ids), f"layer_{start}"),
             ):
                 yield Case(f"{name} {what} seed {seed}", a, b, kept_ids, MISMATCH, layer)
             hidden = "embedding.output"
             yield Case(
                 f"{name} other prompt, neither ids nor embedding seed {seed}",
-                without(a, hidden),
-                without(at(other), hidden),
+                partial(_without, a, hidden),
+                partial(_without, at(other), hidden),
                 (None, None),
                 MISMATCH,
                 "layer_0",
             )
+
+
+def _without(make: Callable[[], Tensors], gone: str) -> Tensors:
+    return {key: x for key, x in make().items() if key != gone}
 
 
 def _one_other(ids: Tensor, seed: int) -> Tensor:

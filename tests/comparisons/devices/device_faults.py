@@ -117,9 +117,9 @@ def saturates(model: nn.Module, index: int, seed: int) -> None:
 
 def dropped_bias(model: nn.Module, index: int, seed: int) -> None:
     layer = _layer(model, index)
-    biased = [m for m in layer.modules() if isinstance(m, nn.Linear | nn.Conv1d) and m.bias is not None]
-    if biased:
-        biased[-1 if seed % 2 else 0].bias.zero_()
+    biases = [m.bias for m in layer.modules() if isinstance(m, nn.Linear | nn.Conv1d) and m.bias is not None]
+    if biases:
+        biases[-1 if seed % 2 else 0].zero_()
     else:
         for norm in _norms(layer)[:1]:
             norm.weight.fill_(1.0)

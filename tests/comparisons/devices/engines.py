@@ -28,7 +28,7 @@ def run(model: nn.Module, ids: Tensor, *, batch: int | None = None) -> Tensors:
     with ExitStack() as hooks:
         for name, module in places.items():
             hooks.callback(module.register_forward_hook(keep(name)).remove)
-        for some in ids.split(batch or len(ids)):
+        for some in torch.split(ids, batch or len(ids)):
             output = model(some, use_cache=False) if hasattr(model, "config") else model(some)
             kept["logits"].append(getattr(output, "logits", output).detach().clone())
     last = f"layer_{len(layers_of(model)) - 1}.output"
@@ -47,16 +47,6 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def no_onednn() -> Iterator[None]:
-    before = bool(torch.backends.mkldnn.enabled)
-    torch.backends.mkldnn.set_flags(False)
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.set_flags(before)
-
-
 def two_threads(name: str, ids: Tensor) -> Tensors:
     with threads(2):
         return run(fresh(name), ids)
@@ -67,7 +57,7 @@ def one_by_one(name: str, ids: Tensor) -> Tensors:
 
 
 def without_onednn(name: str, ids: Tensor) -> Tensors:
-    with no_onednn():
+    with torch.backends.mkldnn.flags(enabled=False):
         return run(fresh(name), ids, batch=3)
 
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from probe.data import text_of
+from probe.data.texts import text_of
 from probe.models.loading import load_model
 
 SAMPLES, TOKENS = 4, 48
-NAMES = ("tiny-mamba", "tiny-llama", "small")
+#: The number of layers of each model, written down so that cases can be named without loading one.
+DEPTHS = {"tiny-mamba": 4, "tiny-llama": 4, "small": 6}
+NAMES = tuple(DEPTHS)
 
 
 class Block(nn.Module):
@@ -30,11 +32,13 @@ class Block(nn.Module):
         samples, tokens, width = x.shape
         q, k, v = self.qkv(x).view(samples, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return self.out(mixed.transpose(1, 2).reshape(samples, tokens, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(samples, tokens, width))
+        return out
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm1(x))
-        return x + self.down(self.act(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(self.act(self.up(self.norm2(x))))
+        return out
 
 
 class Small(nn.Module):
@@ -64,7 +68,7 @@ def shared(name: str) -> nn.Module:
         model = Small().eval().requires_grad_(False)
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.1 * torch.randn(parameter.shape)  # biases and gains that matter
+                parameter.add_(0.1 * torch.randn(parameter.shape))  # biases and gains that matter
     return model
 
 

@@ -39,8 +39,8 @@ DEFECTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "null": (lambda data: b"null\n", "expected an object with named keys, found null"),
     "deep": (lambda data: b"[" * 100_000, "is not JSON that can be read (maximum recursion depth"),
     "long number": (put("0.5", "1" * 5000), "is not JSON that can be read (Exceeds the limit"),
-    "nan": (put("0.5", "NaN"), "expected numbers, found NaN"),
-    "infinity": (put("0.5", "-Infinity"), "expected numbers, found -Infinity"),
+    "nan": (put("0.5", "NaN"), "holds NaN, which is never stored"),
+    "infinity": (put("0.5", "-Infinity"), "holds -Infinity, which is never stored"),
     "too large": (
         put("0.5", "1e999"),
         "layer_0.injected.mse[0]: expected a finite number, found Infinity",

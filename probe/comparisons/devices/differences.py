@@ -1,0 +1,368 @@
+"""The difference of one tensor between two devices, streamed: its figures, and its spread over tokens and channels.
+
+For the spread, a tensor is read as rows, one for each token, of channels (its last axis). With a row's size
+n = rms(a) as its unit, so that one huge token does not outweigh the rest:
+
+    d = (b - a) / n           the difference
+    u = (a - base_a) / n      what the layer adds to its input, if it is a residual layer; else all of a
+    e = d - (base_b - base_a) / n     the difference in what it adds
+
+A row in which anything is NaN or Inf is left out, and counted.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from probe.comparisons.selection import label_of
+from probe.files.checked_json import finite
+from probe.metrics import KEPT, Comparison, Metrics
+from probe.metrics.tally import Magnitudes
+
+Array = npt.NDArray[np.float64]
+
+#: Elements converted to float64 at a time: 2 MB per temporary.
+CHUNK = 2**18
+#: Added to |a| in relative differences.
+FLOOR = 1e-8
+_TINY = 1e-300
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """[tokens, channels], without a copy where that is possible; a vector is one channel."""
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+
+
+def sample_rows(rows: Tensor, count: int) -> Array:
+    """At most `count` of the rows, evenly spaced, in float64."""
+    picked = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), count)).round().astype(np.int64))
+    return rows[torch.from_numpy(picked)].double().numpy()
+
+
+def is_residual(a: Array, base: Array) -> bool:
+    """Whether the layer looks like input + something: taking its input away leaves less."""
+    return a.shape == base.shape and float(np.square(a - base).sum()) < float(np.square(a).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """The sums, over the rows that are finite on both sides."""
+
+    rows: int
+    left_out: int
+    per_sample: int  # rows of a sample
+    e_squares: float
+    constant: float  # sum over channels of (sum of e n over rows)^2 / rows, in units of e_raw
+    e_raw: float  # sum of (e n)^2
+    tokens: Array  # [4, tokens]: e^2, u^2, e u, d^2 summed over channels; NaN in rows that are left out
+    channels: Array  # [5, channels]: e^2, u^2, e u, d^2, a^2 summed over rows
+
+    @property
+    def error(self) -> float:
+        """rms(d): the difference relative to the size of the tensor."""
+        return _ratio(self.channels[3].sum(), self.channels[4].sum())
+
+    @property
+    def added(self) -> float:
+        """rms(e) / rms(u): the difference in what the layer adds, relative to what it adds."""
+        return _ratio(self.channels[0].sum(), self.channels[1].sum())
+
+    @property
+    def part(self) -> float:
+        """rms(u) / rms(a): how much of the tensor the layer added."""
+        return _ratio(self.channels[1].sum(), self.channels[4].sum())
+
+    @property
+    def slope(self) -> float:
+        """sum e u / sum u^2: what B adds is 1 + slope times what A adds."""
+        return float(self.channels[2].sum() / max(float(self.channels[1].sum()), _TINY))
+
+    @property
+    def factor_share(self) -> float:
+        """The part of e^2 that one common factor explains."""
+        return self._share(float(self.channels[2].sum()) ** 2 / max(float(self.channels[1].sum()), _TINY))
+
+    @property
+    def channel_factor_share(self) -> float:
+        """The part of e^2 that a factor for each channel explains."""
+        return self._share(float((self.channels[2] ** 2 / np.maximum(self.channels[1], _TINY)).sum()))
+
+    @property
+    def token_factor_share(self) -> float:
+        """The part of e^2 that a factor for each token explains."""
+        _, u, eu, _ = self.tokens
+        return self._share(float(np.nansum(eu**2 / np.maximum(u, _TINY))))
+
+    @property
+    def constant_share(self) -> float:
+        """The part of (e n)^2 that a constant for each channel explains."""
+        return self.constant / self.e_raw if self.e_raw else 0.0
+
+    def channel_peak(self) -> tuple[int, float]:
+        """The channel that differs most for its size, and by how many times the median channel."""
+        e, u, _, _, a = self.channels
+        return _peak(e / np.maximum(u + a, _TINY))
+
+    def token_peak(self) -> tuple[int, float]:
+        """The token (row) that differs most for its size, and by how many times the median token."""
+        return _peak(self.tokens[0])
+
+    def sample_peak(self) -> tuple[int, float]:
+        """The sample that differs most, and by how many times the median of the others."""
+        samples = self.samples()
+        if len(samples) < 3:
+            return 0, 1.0
+        place = int(np.nanargmax(samples))
+        others = np.delete(samples, place)
+        return place, math.sqrt(float(samples[place]) / max(float(np.nanmedian(others)), _TINY))
+
+    @property
+    def is_unstructured(self) -> bool:
+        """Whether the difference looks like rounding: no bias, no factor, no place where most of it is."""
+        few = 2.0 / max(1.0, self.rows) ** 0.5
+        return (
+            self.factor_share < 0.1 + few
+            and self.constant_share < 0.25 + few
+            and self.channel_factor_share < 0.25 + few
+            and self.token_factor_share < 0.25 + 2.0 / len(self.channels[0]) ** 0.5
+            and self.channel_peak()[1] < 8
+            and self.sample_peak()[1] < 8
+        )
+
+    def samples(self) -> Array:
+        """Mean e^2 of every sample."""
+        whole = len(self.tokens[0]) // self.per_sample * self.per_sample
+        grouped = self.tokens[0][:whole].reshape(-1, self.per_sample)
+        known = np.isfinite(grouped)
+        found: Array = np.where(known, grouped, 0.0).sum(1) / np.maximum(known.sum(1), 1)
+        return found
+
+    def _share(self, explained: float) -> float:
+        return min(1.0, explained / self.e_squares) if self.e_squares else 0.0
+
+
+def measure_structure(a: Tensor, b: Tensor, bases: tuple[Tensor, Tensor] | None) -> Structure:
+    """One pass over the two tensors, and over those that they add to."""
+    per_sample = max(1, a.numel() // max(1, a.shape[0] * a.shape[-1])) if a.dim() > 2 else 1
+    given = [as_rows(x) for x in (a, b, *(bases or ()))]
+    rows, width = given[0].shape
+    tokens = np.full((4, rows), np.nan)
+    channels = np.zeros((5, width))
+    raw_sum, raw_squares, left_out = np.zeros(width), 0.0, 0
+    for start, parts in _chunks(given):
+        finite = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
+        left_out += int((~finite).sum())
+        x, y, *base = (part[finite] for part in parts)
+        size = np.sqrt(np.square(x).mean(1, keepdims=True))
+        size[size == 0] = 1.0
+        d = y - x
+        e, u = (d - (base[1] - base[0]), x - base[0]) if base else (d, x)
+        raw_sum += e.sum(0)
+        raw_squares += float(np.square(e).sum())
+        d, e, u, x = d / size, e / size, u / size, x / size
+        products = (e * e, u * u, e * u, d * d, x * x)
+        for place, product in enumerate(products):
+            channels[place] += product.sum(0)
+        where = start + np.flatnonzero(finite)
+        for place, product in enumerate(products[:4]):
+            tokens[place, where] = product.sum(1)
+    used = rows - left_out
+    constant = float(np.square(raw_sum).sum()) / max(used, 1)
+    return Structure(used, left_out, per_sample, float(channels[0].sum()), constant, raw_squares, tokens, channels)
+
+
+def _chunks(given: list[Tensor]) -> Iterator[tuple[int, list[Array]]]:
+    rows, width = given[0].shape
+    step = max(1, CHUNK // width)
+    for start in range(0, rows, step):
+        yield start, [one[start : start + step].double().numpy() for one in given]
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return math.sqrt(float(numerator) / float(denominator)) if denominator > 0 else (1.0 if numerator > 0 else 0.0)
+
+
+def _peak(energy: Array) -> tuple[int, float]:
+    """Place of the largest, and the root of its ratio to the median."""
+    if len(energy) < 3 or not np.isfinite(energy).any():
+        return 0, 1.0
+    place = int(np.nanargmax(energy))
+    return place, math.sqrt(float(energy[place]) / max(float(np.nanmedian(energy)), _TINY))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits that every tensor has to keep for the comparison to pass: below, below, above."""
+
+    max_abs: float = 0.01
+    mean_abs: float = 0.001
+    cosine: float = 0.99
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int | float) or not math.isfinite(value) or (value < 0 and name != "cosine"):
+                raise ValueError(f"the limit {name} is {value!r}. Expected a number, 0 or more.")
+        if not -1 <= self.cosine <= 1:
+            raise ValueError(f"the limit cosine is {self.cosine!r}. Expected -1 to 1.")
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """An element is within if |b - a| <= atol + rtol |a|; a tensor passes if it keeps the limits."""
+
+    rtol: float = 1e-3
+    atol: float = 1e-3
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        for name, value in (("rtol", self.rtol), ("atol", self.atol)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}. Expected a number, 0 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDifference:
+    """One tensor, d = b - a; elements that are NaN or Inf on either side are counted and left out of the rest.
+
+        max_relative, ...   of |d| / (|a| + 1e-8): relative to A
+        within              share of all elements with |d| <= atol + rtol |a|; equal infinities are within
+        error               rms(d) / rms(a), every token in units of its own size
+        added, noise        the difference in what the layer adds, relative to that, and what sound devices stay below
+        recipe_error        with a reference: what `error` is between the float reference and the recipe (A)
+        device_error        ... and between the float reference and the device (B)
+        recipe_errors       error / recipe_error: how many times the recipe's own error the device is off
+
+    None stands for a figure without meaning, as in `Metrics`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype_a: str
+    dtype_b: str
+    identical: bool
+    max_abs: float | None
+    mean_abs: float | None
+    median_abs: float | None
+    max_relative: float | None
+    mean_relative: float | None
+    median_relative: float | None
+    within: float
+    cosine: float | None
+    correlation: float | None
+    nan_a: int
+    inf_a: int
+    nan_b: int
+    inf_b: int
+    lost: int
+    """Elements that are finite on one side only."""
+    error: float
+    added: float
+    noise: float
+    recipe_error: float | None = None
+    device_error: float | None = None
+    recipe_errors: float | None = None
+    exceeded: tuple[str, ...] = ()
+    """Limits that are not kept."""
+
+    @property
+    def label(self) -> str:
+        """`layer_0` for `layer_0.output`."""
+        return label_of(self.name)
+
+    @property
+    def beyond_noise(self) -> float:
+        """added / noise: above 1, sound devices do not differ so."""
+        return self.added / self.noise if self.noise else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "shape": list(self.shape), "exceeded": list(self.exceeded)}
+
+
+@dataclass(frozen=True)
+class ReferenceErrors:
+    """Differences from the float reference: of the recipe, of what its layer adds, and of the device."""
+
+    recipe: float
+    recipe_added: float
+    device: float
+
+
+def measure_difference(
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    structure: Structure,
+    *,
+    dtypes: tuple[str, str],
+    tolerances: Tolerances,
+    noise: float,
+    errors: ReferenceErrors | None = None,
+) -> LayerDifference:
+    """All figures of a tensor: one pass of `Comparison`, and one for what is relative to A."""
+    comparison = Comparison()
+    comparison.update(b, a)
+    metrics = comparison.metrics()
+    relative = Magnitudes(KEPT)
+    count, total, largest, within, lost = 0, 0.0, 0.0, 0, 0
+    flat = a.reshape(-1), b.reshape(-1)
+    for start in range(0, a.numel(), CHUNK):
+        x, y = (one[start : start + CHUNK].double().numpy() for one in flat)
+        good = np.isfinite(x) & np.isfinite(y)
+        lost += int((np.isfinite(x) != np.isfinite(y)).sum() + (~good & (np.isinf(x) & np.isinf(y)) & (x != y)).sum())
+        within += int((~good & (x == y)).sum())
+        if not good.all():
+            x, y = x[good], y[good]
+        size, scale = np.abs(y - x), np.abs(x)
+        within += int((size <= tolerances.atol + tolerances.rtol * scale).sum())
+        part = size / (scale + FLOOR)
+        relative.take(part)
+        count, total = count + part.size, total + float(part.sum())
+        largest = max(largest, float(part.max(initial=0.0)))
+    return LayerDifference(
+        name=name,
+        shape=tuple(a.shape),
+        dtype_a=dtypes[0],
+        dtype_b=dtypes[1],
+        identical=metrics.identical,
+        max_abs=metrics.max_abs,
+        mean_abs=metrics.mae,
+        median_abs=metrics.p50,
+        max_relative=finite(largest) if count else None,
+        mean_relative=finite(total / count) if count else None,
+        median_relative=finite(relative.quantiles((0.5,), largest=largest)[0]) if count else None,
+        within=within / a.numel(),
+        cosine=metrics.cosine,
+        correlation=metrics.correlation,
+        nan_a=metrics.nan_reference,
+        inf_a=metrics.inf_reference,
+        nan_b=metrics.nan_output,
+        inf_b=metrics.inf_output,
+        lost=lost,
+        error=structure.error,
+        added=structure.added,
+        noise=noise,
+        recipe_error=errors.recipe if errors else None,
+        device_error=errors.device if errors else None,
+        recipe_errors=structure.error / errors.recipe if errors and errors.recipe else None,
+        exceeded=_exceeded(metrics, tolerances.limits, lost),
+    )
+
+
+def _exceeded(metrics: Metrics, limits: Limits, lost: int) -> tuple[str, ...]:
+    """A figure that is None keeps its limit only where nothing differs."""
+    if metrics.identical:
+        return ()
+    known = (
+        ("max_abs", metrics.max_abs is not None and metrics.max_abs < limits.max_abs),
+        ("mean_abs", metrics.mae is not None and metrics.mae < limits.mean_abs),
+        ("cosine", metrics.max_abs == 0 or (metrics.cosine is not None and metrics.cosine > limits.cosine)),
+        ("finite", not lost),
+    )
+    return tuple(name for name, kept in known if not kept)

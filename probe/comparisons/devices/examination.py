@@ -1,0 +1,269 @@
+"""The values of the first suspicious tensor: another capture, a hidden precision, or the pattern of a fault.
+
+Everything that a verdict needs beyond figures is read and measured here; `verdict.py` reads the result.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from probe.comparisons.devices.differences import Array, as_rows
+from probe.comparisons.devices.noise import HIDDEN, NARROWER, UNITS, is_layer, off_grid
+from probe.comparisons.devices.pairs import MeasuredTensor, Pair, is_in_stream, some_rows
+from probe.comparisons.devices.patterns import SampledRows, recognise, sample_tensor
+from probe.comparisons.selection import label_of
+from probe.words import LOGITS
+
+#: Two rows are the same if they differ by less than this part of what others do.
+SAME = 0.02
+#: Tokens that the head of a model is fitted to.
+_FITTED = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Suspect:
+    """The first tensor that differs by more than noise, and the reason in words."""
+
+    tensor: MeasuredTensor
+    reason: str
+
+
+@dataclass(frozen=True)
+class HiddenPrecision:
+    """A device that computes in a narrower dtype than it is recorded in."""
+
+    sure: Literal["likely", "possible"]
+    cause: str
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Examination:
+    """What the values of a suspect show; text is empty, and a number 0, where they show nothing of the kind."""
+
+    suspect: Suspect
+    is_first: bool
+    """Whether it is the first tensor of all, which nothing else can have spoiled."""
+    renamed: str
+    moved_samples: str
+    each_sample_once: bool
+    token_shift: int
+    """How many places later the tokens of B are: -1, 0 or 1."""
+    other_prompt: str
+    precision: HiddenPrecision | None
+    pattern: str
+
+
+def examine(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Suspect) -> Examination:
+    """Read the values of the suspect, and of others where they are needed; `tensors` are all that were measured."""
+    tensor = suspect.tensor
+    rows = _sampled(pair, tensor)
+    moved, each_once = sample_order(rows)
+    return Examination(
+        suspect=suspect,
+        is_first=tensor is tensors[0],
+        renamed=_renamed(pair, tensor.name),
+        moved_samples=moved,
+        each_sample_once=each_once,
+        token_shift=token_shift(rows, rows.a, rows.b) or token_shift(rows, *rows.added),
+        other_prompt=other_prompt(rows) if tensor is tensors[0] else "",
+        precision=hidden_precision(pair, tensors, tensor),
+        pattern=recognise(rows),
+    )
+
+
+def _sampled(pair: Pair, tensor: MeasuredTensor) -> SampledRows:
+    a, b = pair.tensors(tensor.name)
+    given = pair.tensors(tensor.given) if tensor.given else None
+    if given is not None and as_rows(given[0]).shape[0] != as_rows(a).shape[0]:
+        given = None
+    residual = tensor.residual and given is not None
+    return sample_tensor(a, b, given, residual=residual, unit=pair.unit, structure=tensor.structure)
+
+
+def _renamed(pair: Pair, name: str) -> str:
+    """Whether A has B's tensor under another name. A layer that was skipped on B is not a case of it."""
+    stream = [one for one in pair.names if is_in_stream(one)]
+    if name not in stream:
+        return ""
+    place = stream.index(name)
+    noise = max(64 * pair.unit, 0.1 * pair.own_error)
+    others = {one: some_rows(pair.a.tensor(one)) for one in stream}
+    found = same_elsewhere(name, some_rows(pair.b.tensor(name)), others, noise=noise)
+    if not found:
+        return ""
+    shift = stream.index(found) - place
+    after = [stream[i] for i in range(place + 1, len(stream)) if is_layer(stream[i]) and 0 <= i + shift < len(stream)]
+    for one in after:
+        wanted = stream[stream.index(one) + shift]
+        same_shape = pair.a.shape(wanted) == pair.b.shape(one)
+        if same_shape and same_elsewhere(one, some_rows(pair.b.tensor(one)), others, noise=noise) == wanted:
+            return f"the layers are shifted: {label_of(name)} of B is {label_of(found)} of A, and so on"
+    if found in stream[:place] and others[found].shape == others[name].shape:
+        return ""  # B returns what the layer was given: it was skipped
+    return f"{label_of(name)} of B is {label_of(found)} of A: layers under other names"
+
+
+def distance(a: Array, b: Array) -> float:
+    """rms(b - a) / rms(a)."""
+    size = float(np.square(a).mean()) if a.size else 0.0
+    return (float(np.square(b - a).mean()) / size) ** 0.5 if size else float(bool(b.any()))
+
+
+def same_elsewhere(name: str, b: Array, others: Mapping[str, Array], *, noise: float) -> str:
+    """The name under which A (`others`) has the values that B calls `name`; empty if it has them nowhere else."""
+    here = distance(others[name], b)
+    found = {other: distance(a, b) for other, a in others.items() if other != name and a.shape == b.shape}
+    if not found:
+        return ""
+    nearest = min(found, key=found.__getitem__)
+    return nearest if found[nearest] < min(noise, SAME * here) else ""
+
+
+def sample_order(rows: SampledRows) -> tuple[str, bool]:
+    """Samples at other places on B, in words, and whether each of A's is there once."""
+    for a, b in ((rows.a, rows.b), rows.added):
+        if rows.samples < 2 or len(a) % rows.samples or not len(a):
+            continue
+        x, y = (side.reshape(rows.samples, -1) for side in (a, b))
+        apart = np.square(y).sum(1)[:, None] - 2 * y @ x.T + np.square(x).sum(1)[None]
+        own, nearest = np.square(y - x).sum(1), apart.argmin(1)
+        nearest = np.where(own <= SAME**2 * np.square(x).sum(1), np.arange(rows.samples), nearest)
+        best = np.square(y - x[nearest]).sum(1)
+        moved = (nearest != np.arange(rows.samples)) & (best < SAME**2 * own)
+        if moved.any() and (moved | (own <= best * 1.0001)).all() and _rest_agrees(own, moved):
+            first = int(np.flatnonzero(moved)[0])
+            words = f"{int(moved.sum())} of {rows.samples} samples: sample {first} of B is sample {nearest[first]} of A"
+            return words, len(set(nearest.tolist())) == rows.samples
+    return "", False
+
+
+def _rest_agrees(own: Array, moved: Array) -> bool:
+    """Samples that are where they belong differ by far less than those that are not."""
+    where = moved.astype(bool)
+    return bool(where.all()) or float(own[~where].max()) < SAME * float(own[where].min())
+
+
+def token_shift(rows: SampledRows, a: Array, b: Array) -> int:
+    """By how many places the tokens of B are later than A's: -1, 0 or 1."""
+    if len(a) % rows.samples or len(a) // rows.samples < 4:
+        return 0
+    x, y = (side.reshape(rows.samples, -1, side.shape[1]) for side in (a, b))
+    here = distance(x, y)
+    for shift, moved in ((1, distance(x[:, :-1], y[:, 1:])), (-1, distance(x[:, 1:], y[:, :-1]))):
+        if moved < SAME * here:
+            return shift
+    return 0
+
+
+def other_prompt(rows: SampledRows) -> str:
+    """Rows of another text: some agree and the rest do not at all, or B's are found at other places of A, or every
+    channel has the spread that it has on A while the values are unrelated. Empty if it does not look like that."""
+    a, b = rows.a, rows.b
+    if len(a) < 4:
+        return ""
+    size = np.sqrt(np.square(a).mean(1)) + 1e-300
+    apart = np.sqrt(np.square(b - a).mean(1)) / size
+    noise = 64 * rows.unit
+    same, far = float((apart < noise).mean()), float((apart > 0.3).mean())
+    if same > 0.005 and far > 0.1 and same + far > 0.9:
+        return f"{far:.0%} of the tokens are unlike, {same:.0%} agree: another text"
+    places = np.linspace(0, len(b) - 1, min(len(b), 256)).round().astype(int)
+    places = places[apart[places] > 0.3]
+    if len(places) >= 4:
+        wanted = b[places]
+        others = np.square(wanted).sum(1)[:, None] - 2 * wanted @ a.T + np.square(a).sum(1)[None]
+        found = np.sqrt(np.maximum(others.min(1), 0) / a.shape[1]) / size.mean()
+        elsewhere = float((found < max(noise, 1e-5)).mean())
+        if elsewhere > 0.3:
+            return f"{elsewhere:.0%} of B's unlike tokens are found at other places of A: another text"
+    centred = [x - x.mean(0) for x in (a, b)]
+    spreads = [np.sqrt(np.square(x).mean(0)) for x in centred]
+    if min(float(x.sum()) for x in spreads) == 0:
+        return ""
+    relation = float(
+        (centred[0] * centred[1]).sum() / np.sqrt(np.square(centred[0]).sum() * np.square(centred[1]).sum())
+    )
+    alike = float(np.corrcoef(np.concatenate([a.mean(0), spreads[0]]), np.concatenate([b.mean(0), spreads[1]]))[0, 1])
+    scale = float(spreads[1].sum() / spreads[0].sum())
+    if relation < 0.5 and alike > 0.9 and 0.7 < scale < 1.4 and far > 0.5:
+        return (
+            f"every channel is spread as on A (correlation {alike:.2f}) but the values are unrelated "
+            f"(correlation {relation:+.2f}): another text"
+        )
+    return ""
+
+
+def hidden_precision(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: MeasuredTensor) -> HiddenPrecision | None:
+    """Whether B has the noise of a narrower float in every layer, from the first: it computes in less than it says.
+
+    A single half-precision layer at the very beginning looks the same at first. A device that computes so everywhere
+    makes new noise in every layer, and in the head too.
+    """
+    layers = [tensor for tensor in tensors if is_layer(tensor.name)]
+    beginning = tensors[: tensors.index(layers[0]) + 1 if layers else 1]
+    if suspect not in beginning or not suspect.structure.is_unstructured:
+        return None
+    own, dtype = suspect.difference.added, suspect.difference.dtype_b
+    for name, words in HIDDEN.items():
+        unit = UNITS[name]
+        low, high = NARROWER[0] * unit, 2 * NARROWER[1] * unit
+        added = [layer.difference.added for layer in layers]
+        if unit <= 2 * pair.unit or not low < own < NARROWER[1] * unit:
+            continue
+        if not all(low < one < high for one in added):
+            continue
+        cause = f"computed in {words}, though recorded as {dtype}"
+        evidence = (
+            f"every layer differs by {min(added, default=own):.2g} to {max(added, default=own):.2g} of what it adds, "
+            f"from the first: {words} makes that",
+            "no bias, no factor and no single place: it looks like rounding",
+        )
+        on_grid = [off_grid(some_rows(pair.b.tensor(layer.name)), name) < 0.05 for layer in layers]
+        if len(on_grid) > 1 and on_grid[0] and not any(on_grid[1:]):
+            return None
+        if len(on_grid) > 1 and all(on_grid):
+            return HiddenPrecision("likely", cause, (*evidence, f"all layers of B lie on the grid of {name}"))
+        head = head_error(pair)
+        if head is None:
+            unknown = "whether it is so in every layer or only in the first cannot be told"
+            return HiddenPrecision("possible", cause, (*evidence, unknown))
+        if head < low:
+            return None
+        return HiddenPrecision("likely", cause, (*evidence, f"the head adds new noise of {head:.2g} too"))
+    return None
+
+
+def head_error(pair: Pair) -> float | None:
+    """How far B's logits are from what A's head makes of B's last tensor before it; None if that cannot be told.
+
+    logits = W y: W is found from A by least squares over its tokens, and applied to B's y.
+    """
+    if LOGITS not in pair.names:
+        return None
+    before = pair.given(LOGITS)
+    if before is None:
+        return None
+    for normed in (None, "rms", "spread") if before != "final_norm.output" else (None,):
+        x, y = (_features(some_rows(side.tensor(before), count=_FITTED), normed) for side in (pair.a, pair.b))
+        out, other = (some_rows(side.tensor(LOGITS), count=_FITTED) for side in (pair.a, pair.b))
+        if len(x) != len(out) or len(x) < 1.25 * x.shape[1] or x.shape[1] > 2048:
+            return None
+        if not all(np.isfinite(part).all() for part in (x, y, out, other)):
+            return None
+        head = np.linalg.lstsq(x, out, rcond=None)[0]
+        size = float(np.sqrt(np.square(out).mean()))
+        own = float(np.sqrt(np.square(x @ head - out).mean())) / size
+        if own < 1e-5:
+            return float(np.sqrt(np.square(y @ head - other).mean())) / size
+    return None
+
+
+def _features(x: Array, normed: str | None) -> Array:
+    """Rows as a final norm leaves them, without its gain, and a column of ones for a bias."""
+    if normed:
+        centre = x.mean(1, keepdims=True) if normed == "spread" else 0.0
+        x = x / np.sqrt(np.square(x - centre).mean(1, keepdims=True) + 1e-12)
+    return np.concatenate([x, np.ones((len(x), 1))], axis=1)
