@@ -96,7 +96,7 @@ def record(
         record("outputs", modes=["fp32", "2-1"], samples=1)
         record(RecordRequest("outputs", modes=["fp32", "2-1"], samples=1))
 
-    The options are the fields of RecordRequest; given with a request, they replace its own.
+    The options are the fields of RecordRequest; those given beside a request replace its own.
 
     An interrupted recording is in `<out>.partial` and is finished by the same call. Recipes are added to a recording
     of the same model, tokens and layers that is there already.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from probe.data.batches import token_batches
@@ -68,3 +69,8 @@ def folder(tmp_path: Path, tiny: Path) -> Path:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two recipes of made-up numbers: 3 samples of 4 tokens."""
     return write_small(tmp_path_factory.mktemp("tiny") / "small").folder
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[Tensor]:
+    return [torch.arange(12).view(2, 6), torch.arange(6).view(1, 6)]

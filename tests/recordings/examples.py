@@ -12,7 +12,7 @@ from torch import Tensor
 from probe.data.batches import token_fingerprint
 from probe.gate.observations import Observation, observe_recording
 from probe.models.loading import Loaded
-from probe.recordings import Recording, write_recording
+from probe.recordings import Recording, RecordingError, read_recording, write_recording
 from probe.running.calibration import Calibration
 from probe.running.capture import capture
 from probe.running.recipes import Recipe, apply
@@ -84,3 +84,46 @@ def put_file(folder: Path, data: bytes, recipe: Recipe = QUANTIZED) -> None:
     (folder / f"{recipe}.safetensors").write_bytes(data)
     facts = {"bytes": len(data) or 1, "sha256": hashlib.sha256(data).hexdigest()}
     edit(folder, lambda document: document["files"].update({f"{recipe}.safetensors": facts}))
+
+
+SMALL: dict[str, Any] = {"samples": 3, "seqlen": 16, "calib_data_num": 2, "calib_seqlen": 16}
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.steps: list[tuple[str, str]] = []
+        self.total = 0
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def begin(self, steps: int) -> None:
+        self.total = steps
+
+    def step(self, recipe: str, name: str) -> None:
+        self.steps.append((recipe, name))
+
+
+def same(one: Recording, other: Recording) -> None:
+    assert one.recipes == other.recipes
+    for recipe in one.recipes:
+        assert one.names(recipe) == other.names(recipe)
+        for name in one.names(recipe):
+            assert torch.equal(one.tensor(recipe, name), other.tensor(recipe, name)), (recipe, name)
+
+
+def read_or_refuse(folder: Path, *, never_sound: bool = False) -> None:
+    told = ""
+    try:
+        recording = read_recording(folder)
+    except RecordingError as problem:
+        told = str(problem)
+    if told:
+        assert str(folder) in told
+        assert told.isprintable()
+        return
+    assert not never_sound
+    for recipe in recording.recipes:
+        for label in recording.layers(recipe):
+            assert recording.tensor(recipe, f"{label}.output").shape == (3, 4, 5)

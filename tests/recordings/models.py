@@ -16,7 +16,8 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x)
+        added: Tensor = x + self.linear(x)
+        return added
 
 
 class Stack(nn.Module):
@@ -51,7 +52,9 @@ class Deaf(Stack):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.layers[0](self.embedding(ids))
-        x = x + nn.functional.linear(x, self.layers[1].linear.weight)
+        unseen = self.layers[1]
+        assert isinstance(unseen, Block)
+        x = x + nn.functional.linear(x, unseen.linear.weight)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

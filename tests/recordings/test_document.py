@@ -15,7 +15,7 @@ GATE = (ROOT / "docs" / "gate.md").read_text()
 
 
 def options() -> set[str]:
-    commands = _parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr, attr-defined]
+    (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
     actions = commands["record"]._actions
     return {action.option_strings[0] for action in actions} - {"-h", "--allow-download", "--trust-remote-code"}
 

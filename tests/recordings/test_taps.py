@@ -1,4 +1,4 @@
-"""Compiled graphs: hooks that do not fire are told; a model of record_outputs returns its layers itself."""
+"""Taps: what hooks see; hooks that do not fire are told; a model of record_outputs returns its layers itself."""
 
 import copy
 import os
@@ -12,12 +12,80 @@ import torch
 from torch import Tensor, nn
 
 import probe
-from probe.recordings import RecordingError, read_recording, recorder as recorder_module
+from probe.models.loading import Loaded
+from probe.recordings import (
+    RecordingError,
+    read_recording,
+)
 from probe.running.capture import UncoveredError
-from tests.recordings.models import Stack
+from probe.running.recipes import Recipe, apply
+from tests.recordings.examples import SMALL, Log
+from tests.recordings.models import Deaf, Stack, Twice
+
+ALL_TAPS = ["inputs", "mixer", "conv1d", "scan", "embedding", "final_norm", "logits"]
 
 IDS = [torch.arange(12).view(2, 6), torch.arange(6).view(1, 6)]
+
 TAPS = ["inputs", "embedding", "final_norm"]
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "npy", "npz", "pt"])
+def test_every_tap_is_what_hooks_of_ones_own_see(tmp_path: Path, loaded: Loaded, layout: str) -> None:
+    """The oracle registers its own hooks on its own copy; no code of the recorder takes part."""
+    log = Log()
+    recording = probe.record(
+        tmp_path / "r",
+        model=loaded,
+        modes=["fp32", "2-1"],
+        formats=["fp8_e4m3"],
+        layers=["first", "last"],
+        taps=ALL_TAPS,
+        batch_size=2,
+        layout=layout,
+        progress=log,
+        **SMALL,
+    )
+    batches = probe.token_batches(probe.text_of("evaluation"), loaded.tokenizer, samples=3, seqlen=16, batch_size=2)
+    for recipe in (Recipe("fp32"), Recipe("2-1", "fp8_e4m3")):
+        twin: Any = apply(loaded.model, recipe)
+        seen: dict[str, list[Tensor]] = {}
+
+        def keep(name: str, module: Any, seen: dict[str, list[Tensor]] = seen) -> None:
+            module.register_forward_hook(lambda m, i, o: seen.setdefault(name, []).append(o.clone()))
+
+        keep("embedding.output", twin.backbone.embeddings)
+        keep("final_norm.output", twin.backbone.norm_f)
+        for index in (0, 3):
+            block = twin.backbone.layers[index]
+            block.register_forward_hook(
+                lambda m, i, o, n=f"layer_{index}.input", s=seen: s.setdefault(n, []).append(i[0].clone())
+            )
+            keep(f"layer_{index}.output", block)
+            keep(f"layer_{index}.mixer.output", block.mixer)
+            keep(f"layer_{index}.conv1d.output", block.mixer.sites["conv1d"]["output"])
+            keep(f"layer_{index}.scan.input", block.mixer.sites["scan"]["u"])
+            keep(f"layer_{index}.scan.output", block.mixer.sites["scan"]["y"])
+        seen["logits"] = [twin(batch, use_cache=False).logits for batch in batches]
+        assert set(recording.names(str(recipe))) == set(seen)
+        for name, tensors in seen.items():
+            assert torch.equal(recording.tensor(str(recipe), name), torch.cat(tensors)), (recipe, name)
+    assert recording == read_recording(tmp_path / "r")
+    names = recording.names("fp32")
+    assert names[:3] == ("embedding.output", "layer_0.input", "layer_0.conv1d.output")
+    assert names[-3:] == ("layer_3.output", "final_norm.output", "logits")
+    assert log.total == len(log.steps) == 2 * 2 * len(names)
+    assert "[2/2] mode_2_1-fp8_e4m3" in log.lines
+
+
+def test_modules_that_run_twice_or_never_are_told_and_leave_nothing(tmp_path: Path, ids: list[Tensor]) -> None:
+    with pytest.raises(RecordingError, match=r"fp32: layer_0\.output has 4 samples of .*Expected 3 of one dtype"):
+        probe.record(tmp_path / "r", model=Twice(2), modes=["fp32"], batches=ids)
+    with pytest.raises(UncoveredError, match="1 of 2 selected layers never ran: layer_1"):
+        probe.record(tmp_path / "r", model=Deaf(2), modes=["fp32"], layers=["all"], batches=ids)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------------ compiled graphs
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +167,7 @@ def test_the_option_compiles_every_recipe(tmp_path: Path, monkeypatch: pytest.Mo
         graphs.append(model)
         return true(model, backend="eager")
 
-    monkeypatch.setattr(recorder_module.torch, "compile", eager)
+    monkeypatch.setattr(torch, "compile", eager)
     found = probe.record(tmp_path / "r", model=Stack(2), modes=["fp32", "bf16"], batches=IDS, compile=True)
     assert len(graphs) == 2
     plain = probe.record(tmp_path / "plain", model=Stack(2), modes=["fp32", "bf16"], batches=IDS)
@@ -117,7 +185,7 @@ def test_a_graph_that_cannot_be_compiled_is_told(tmp_path: Path, monkeypatch: py
         raise RuntimeError("no compiler here")
 
     true = torch.compile
-    monkeypatch.setattr(recorder_module.torch, "compile", lambda model: true(model, backend=refuse))
+    monkeypatch.setattr(torch, "compile", lambda model: true(model, backend=refuse))
     with pytest.raises(ValueError, match=r"the model cannot be compiled here: .*no compiler here.* without --comp"):
         probe.record(tmp_path / "r", model=Stack(2), modes=["fp32"], batches=IDS, compile=True)
     assert os.listdir(tmp_path) == []

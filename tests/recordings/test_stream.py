@@ -1,10 +1,8 @@
 """The streaming writer: safetensors by its own reader, whole or nothing, aligned, in little memory."""
 
 import os
-import resource
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 from probe.recordings import RecordingError
 from probe.recordings.manifest import DTYPES
 from probe.recordings.stream import TensorStream
+from tests.files.accidents import files_of_at_most
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 KINDS = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=5)
@@ -110,17 +109,6 @@ def test_what_is_not_whole_is_never_finished(tmp_path: Path, rows: list[Tensor],
     with pytest.raises(RecordingError, match=message):
         write(tmp_path / "x", rows, 3)
     assert not any(tmp_path.iterdir())
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """The system refuses to let a file grow further, as a full disk does."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 def test_a_full_disk_is_told_and_leaves_no_file(tmp_path: Path) -> None:

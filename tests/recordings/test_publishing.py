@@ -1,6 +1,7 @@
 """A folder is a whole recording or not there; what was there before stays."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -12,9 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from probe.recordings import RecordingError, read_recording, write_recording
+import probe
+from probe.recordings import (
+    RecordingError,
+    read_recording,
+    write_recording,
+)
 from probe.running.recipes import Recipe
-from tests.recordings.examples import FLOAT, RECIPE, SMALL_TOKENS, Parts, files, small_parts, write_small
+from tests.recordings.examples import FLOAT, RECIPE, SMALL_TOKENS, Parts, files, same, small_parts, write_small
+from tests.recordings.models import Stack
 
 
 def beside(folder: Path) -> list[str]:
@@ -75,13 +82,6 @@ def test_empty_folders_links_and_deep_paths_are_written_to(tmp_path: Path) -> No
     assert read_recording(tmp_path / "empty").recipes == ("fp32", RECIPE)
     write_small(tmp_path / "a" / "b.c" / "d")
     assert read_recording(tmp_path / "a" / "b.c" / "d").recipes == ("fp32", RECIPE)
-
-
-def test_what_is_returned_is_what_is_read(tmp_path: Path) -> None:
-    written = write_small(tmp_path / "r", versions={"torch_neuronx": "2.1"})
-    assert written == read_recording(tmp_path / "r")
-    assert written.manifest.versions["torch_neuronx"] == "2.1"
-    assert written.manifest.fingerprint is None
 
 
 def test_the_folder_is_readable_by_all_who_may(tmp_path: Path) -> None:
@@ -152,15 +152,6 @@ def test_all_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatc
     assert not any(in_place for _, in_place in synced[:-1])
 
 
-def test_nothing_is_run_when_there_is_no_place_for_it(folder: Path) -> None:
-    def recipes() -> Iterator[tuple[Recipe, Parts]]:
-        pytest.fail("the model was run for nothing")
-        yield
-
-    with pytest.raises(RecordingError, match="holds a recording already"):
-        write_recording(folder, recipes(), model="m", device="d", batches=SMALL_TOKENS)
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_comes_while_it_is_recorded_is_not_lost(tmp_path: Path, overwrite: bool) -> None:
     def recipes() -> Iterator[tuple[Recipe, Parts]]:
@@ -173,67 +164,95 @@ def test_what_comes_while_it_is_recorded_is_not_lost(tmp_path: Path, overwrite: 
     assert files(tmp_path) == {"r/thesis.txt": b"years of work"}
 
 
-def test_a_recipe_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def recipes() -> Iterator[tuple[Recipe, Parts]]:
-        yield FLOAT, small_parts()
-        (partial,) = tmp_path.glob(".r.*.partial")
-        names = sorted(path.name for path in partial.iterdir())
-        assert names == ["fp32.safetensors", "tokens.safetensors"]  # on disk, without a manifest
-        raise RuntimeError("the device fell off the bus")
-
-    with pytest.raises(RuntimeError, match="fell off the bus"):
-        write_recording(tmp_path / "r", recipes(), model="m", device="d", batches=SMALL_TOKENS)
-    assert list(tmp_path.iterdir()) == []
+# -------------------------------------------------------------------------------------------------- adding, overwriting
 
 
-def with_part(name: str, index: int, tensor: Tensor) -> Parts:
-    changed = small_parts()
-    changed[name][index] = tensor
-    return changed
+@pytest.mark.parametrize("layout", ["safetensors", "npy", "npz"])
+def test_modes_are_added_to_a_recording_of_the_same(tmp_path: Path, ids: list[Tensor], layout: str) -> None:
+    both = probe.record(tmp_path / "both", model=Stack(2), modes=["fp32", "bf16"], batches=ids, layout=layout)
+    probe.record(tmp_path / "r", model=Stack(2), modes=["fp32"], batches=ids, layout=layout)
+    (tmp_path / "r" / "notes.txt").write_text("mine")
+    added = probe.record(tmp_path / "r", model=Stack(2), modes=["bf16"], batches=ids, layout=layout)
+    assert added == read_recording(tmp_path / "r")
+    assert added.manifest.recipes == both.manifest.recipes
+    same(added, both)
+    assert (tmp_path / "r" / "notes.txt").read_text() == "mine"
+    assert "notes.txt" not in added.manifest.files
+    assert sorted(os.listdir(tmp_path)) == ["both", "r"]
+    if layout == "npz":
+        stats = json.loads((tmp_path / "r" / "first_layer_io_all_modes_stats.json").read_text())
+        assert list(stats["modes"]) == ["fp32", "bf16"]
 
 
-@pytest.mark.parametrize(
-    ("recipes", "message"),
-    [
-        ([], r"nothing was recorded for .*r: not one recipe was given"),
-        ([(FLOAT, small_parts()), (FLOAT, small_parts())], r"fp32 is given twice"),
-        ([(FLOAT, {})], r"fp32 recorded not one layer\. Expected tensors such as layer_0\.output"),
-        ([(FLOAT, {"logits": small_parts()["logits"]})], r"fp32 recorded not one layer"),
-        (
-            [(FLOAT, {**small_parts(), "layer_2.scan": []})],
-            r"fp32: 'layer_2\.scan' names no tensor\. Expected layer_0\.o",
-        ),
-        (
-            [(FLOAT, {**small_parts(), "layer_3.output": small_parts()["layer_2.output"][:1]})],
-            r"fp32: layer_3\.output has 2 samples of float32 \[4, 5\]\. Expected 3 of one dtype and shape",
-        ),
-        ([(FLOAT, {**small_parts(), "layer_3.output": []})], r"fp32: layer_3\.output has 0 samples of \. Expected 3"),
-        (
-            [(FLOAT, with_part("layer_2.output", 1, torch.zeros(1, 3, 5)))],
-            r"layer_2\.output has 3 samples of float32 \[3, 5\] and float32 \[4, 5\]\. Expected 3 of one dtype",
-        ),
-        (
-            [(FLOAT, with_part("layer_2.output", 1, torch.zeros(1, 4, 5).half()))],
-            r"layer_2\.output has 3 samples of float16 \[4, 5\] and float32 \[4, 5\]",
-        ),
-        (
-            [(FLOAT, {"layer_2.output": [torch.zeros(3, 4, dtype=torch.int32)]})],
-            r"layer_2\.output is int32\. Expected one of float64, float32",
-        ),
-        ([(FLOAT, {**small_parts(), "layer_3.input": small_parts()["layer_2.output"]})], r"layer_3\.input: is neither"),
-    ],
-)
-def test_partial_and_mixed_recordings_are_not_written(tmp_path: Path, recipes: Any, message: str) -> None:
+def test_a_second_archive_beside_the_first(tmp_path: Path, ids: list[Tensor]) -> None:
+    given: dict[str, Any] = {"model": Stack(2), "batches": ids, "layout": "npz"}
+    probe.record(tmp_path / "r", **given, modes=["fp32"], output_file="a.npz")
+    found = probe.record(tmp_path / "r", **given, modes=["bf16"], output_file="b.npz")
+    assert found == read_recording(tmp_path / "r")
+    both = probe.record(tmp_path / "both", **given, modes=["fp32", "bf16"])
+    same(found, both)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "npy", "npz", "pt"])
+def test_a_mode_that_is_there_is_replaced_only_if_asked(tmp_path: Path, ids: list[Tensor], layout: str) -> None:
+    target = tmp_path / "r"
+    probe.record(target, model=Stack(2), modes=["fp32", "bf16"], batches=ids, layout=layout)
+    before = files(target)
+    message = r"r has fp32 already\. Leave them out, give another folder, or overwrite them \(--overwrite\)\."
     with pytest.raises(RecordingError, match=message):
-        write_recording(tmp_path / "r", recipes, model="m", device="d", batches=SMALL_TOKENS)
-    assert list(tmp_path.iterdir()) == []
+        probe.record(target, model=Stack(2), modes=["fp32"], batches=ids, layout=layout)
+    assert files(target) == before
+    probe.record(target, model=Stack(2), modes=["fp32"], batches=ids, layout=layout, overwrite=True)
+    again = probe.record(tmp_path / "new", model=Stack(2), modes=["fp32", "bf16"], batches=ids, layout=layout)
+    same(read_recording(target), again)
+    shutil.rmtree(tmp_path / "new")
+    stamped = {name for name in before if "all_modes" in name} | {"manifest.json"}
+    after = files(target)
+    assert after.keys() == before.keys()
+    assert {name for name in before if before[name] != after[name]} <= stamped
+    assert read_recording(target).recipes == ("fp32", "bf16")
+    assert os.listdir(tmp_path) == ["r"]
 
 
 @pytest.mark.parametrize(
-    "batches", [[], [torch.zeros(4)], [torch.zeros(2, 4), torch.zeros(1, 5)], [torch.zeros(0, 4)]], ids=str
+    ("change", "message"),
+    [
+        ({"model": Stack(3)}, r"weights \w{16} -> \w{16}"),
+        ({"batches": [torch.zeros(3, 6, dtype=torch.int64)]}, r"tokens 3 x 6, \w{16} -> 3 x 6, \w{16}"),
+        ({"layout": "npy"}, "layout safetensors -> npy"),
+        ({"layers": ["all"], "model": Stack(2), "taps": ["logits"]}, r"bf16 would have other tensors than fp32 in the"),
+    ],
+    ids=["weights", "tokens", "layout", "taps"],
 )
-def test_tokens_are_samples_of_one_length(tmp_path: Path, batches: list[Tensor]) -> None:
-    with pytest.raises(
-        RecordingError, match=r"batches have the shapes \[.*\]\. Expected \[samples, tokens\], all of one"
-    ):
-        write_small(tmp_path / "r", batches=batches)
+def test_modes_are_not_added_to_a_recording_of_something_else(
+    tmp_path: Path, ids: list[Tensor], change: dict[str, Any], message: str
+) -> None:
+    probe.record(tmp_path / "r", model=Stack(2), modes=["fp32"], batches=ids)
+    before = files(tmp_path)
+    with pytest.raises(RecordingError, match=message):
+        probe.record(tmp_path / "r", **{"model": Stack(2), "modes": ["bf16"], "batches": ids, **change})
+    assert files(tmp_path) == before
+    assert os.listdir(tmp_path) == ["r"]
+
+
+def test_what_is_no_recording_is_left_alone(tmp_path: Path, ids: list[Tensor]) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(RecordingError, match=r"is not empty and is no recording\. Give another folder\."):
+            probe.record(tmp_path, model=Stack(2), modes=["fp32"], batches=ids, overwrite=overwrite, restart=True)
+        with pytest.raises(RecordingError, match=r"thesis\.txt is a file\. Expected the name of a folder to make\."):
+            probe.record(tmp_path / "thesis.txt", model=Stack(2), modes=["fp32"], batches=ids, overwrite=overwrite)
+    assert files(tmp_path) == {"thesis.txt": b"years of work"}
+    assert not tmp_path.with_name(f"{tmp_path.name}.partial").exists()
+
+
+def test_several_modes_of_pt_have_a_folder_each(tmp_path: Path, ids: list[Tensor]) -> None:
+    recording = probe.record(tmp_path / "r", model=Stack(2), modes=["fp32", "bf16"], layout="pt", batches=ids)
+    assert (tmp_path / "r" / "mode_fp32" / "layer_1_output.pt").is_file()
+    assert (tmp_path / "r" / "mode_bf16" / "metadata.pt").is_file()
+    assert recording == read_recording(tmp_path / "r")
+    probe.record(tmp_path / "r", model=Stack(2), modes=["fp16"], layout="pt", batches=ids)
+    assert read_recording(tmp_path / "r").recipes == ("fp32", "fp16", "bf16")
+    probe.record(tmp_path / "one", model=Stack(2), layout="pt", batches=ids)
+    with pytest.raises(RecordingError, match=r"one holds fp32, and the layout pt has one mode in a folder\. Give anot"):
+        probe.record(tmp_path / "one", model=Stack(2), modes=["bf16"], layout="pt", batches=ids)

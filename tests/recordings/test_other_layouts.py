@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import probe
+from probe.data.batches import token_fingerprint
 from probe.recordings import RecordingError, read_recording
 from tests.recordings.models import Stack
 
@@ -50,7 +51,7 @@ def test_a_folder_of_pt_files_is_read(tmp_path: Path) -> None:
     ids = found.input_ids()
     assert ids is not None
     assert torch.equal(ids, IDS)
-    assert found.manifest.tokens.fingerprint == probe.data.fingerprint([IDS])  # type: ignore[attr-defined]
+    assert found.manifest.tokens.fingerprint == token_fingerprint([IDS])
     assert found.notes == (UNVERIFIED, "no manifest: which mode ran is not known; it is called 'unknown'")
 
 
@@ -78,7 +79,8 @@ def test_a_folder_of_npy_files_is_read_with_recipes_from_their_names(tmp_path: P
 
 @pytest.mark.parametrize("alone", [False, True], ids=["folder", "file"])
 def test_an_npz_of_the_first_layer_is_read(tmp_path: Path, alone: bool) -> None:
-    arrays = {f"mode_{mode}_{side}": np.full((1, 4, 3), 7, np.float32) for mode in ("0", "fp32") for side in SIDES}
+    names = [f"mode_{mode}_{side}" for mode in ("0", "fp32") for side in ("input", "output")]
+    arrays: dict[str, Any] = dict.fromkeys(names, np.full((1, 4, 3), 7, np.float32))
     np.savez_compressed(tmp_path / "mine.npz", **arrays)
     found = read_recording(tmp_path / "mine.npz" if alone else tmp_path)
     assert found.recipes == ("fp32", "mode_0-int8")
@@ -86,12 +88,9 @@ def test_an_npz_of_the_first_layer_is_read(tmp_path: Path, alone: bool) -> None:
     assert torch.equal(found.tensor("mode_0-int8", "layer_0.input"), torch.full((1, 4, 3), 7.0))
 
 
-SIDES = ("input", "output")
-
-
 def test_two_archives_are_not_guessed_between(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        np.savez(tmp_path / f"{name}.npz", **{"mode_0_output": np.zeros((1, 4, 3), np.float32)})
+        np.savez(tmp_path / f"{name}.npz", mode_0_output=np.zeros((1, 4, 3), np.float32))
     with pytest.raises(RecordingError, match=r"has 2 \.npz files: a\.npz, b\.npz\. Give one of them\."):
         read_recording(tmp_path)
 
@@ -132,12 +131,9 @@ def test_a_pickle_that_would_run_code_does_not(tmp_path: Path) -> None:
     folder = npy_folder(tmp_path / "n")
     objects = np.array([Trap(tmp_path)], dtype=object)
     np.save(folder / "mode_0_layer_0.npy", objects, allow_pickle=True)
-    with pytest.raises(
-        RecordingError,
-        match=r"mode_0_layer_0\.npy: holds object, not numbers that torch knows",
-    ):
+    with pytest.raises(RecordingError, match=r"mode_0_layer_0\.npy: holds object, not numbers that torch knows"):
         read_recording(folder)
-    np.savez(tmp_path / "x.npz", **{"mode_0_output": objects})
+    np.savez(tmp_path / "x.npz", mode_0_output=objects)
     with pytest.raises(RecordingError, match=r"x\.npz: holds object"):
         read_recording(tmp_path / "x.npz")
     assert not (tmp_path / "sprung").exists()
