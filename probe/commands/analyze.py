@@ -49,7 +49,7 @@ def _analyze(options: argparse.Namespace) -> int:
         return _compare(options)
     if options.output:
         raise ValueError("--output goes with --compare. The folder of a run is --visualization.save_dir DIR.")
-    from probe.activations.configuration import read_configuration
+    from probe.activations.settings import read_configuration
 
     settings = read_configuration(options.config, overrides(options.unknown))
     if options.keys:
@@ -63,12 +63,12 @@ def _analyze(options: argparse.Namespace) -> int:
     with Progress() as progress:
         prepared = prepare(settings, progress=progress.line, **model_arguments(options))
         if options.dry_run:
-            from probe.report.activations.terminal import dry_run_text
+            from probe.report.activations.text import dry_run_text
 
             print(dry_run_text(prepared))
             return 0
-        from probe.report.activations.terminal import summary_text
-        from probe.report.activations.writing import write_analysis
+        from probe.report.activations.files import write_analysis
+        from probe.report.activations.text import summary_text
 
         analysis = run(prepared, progress=progress.line)
         written = write_analysis(analysis, progress=progress.line)

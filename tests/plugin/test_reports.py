@@ -7,7 +7,7 @@ import pytest
 
 from tests.plugin.conftest import Run
 from tests.report.browser import open_report
-from tests.report.test_browser import click_cell, row_of
+from tests.report.gate.test_browser import click_cell, row_of
 
 HTML = ("--html=out/report.html", "--self-contained-html")
 FAILING = "coarse-layer_1-cpu-fp8_e4m3"
@@ -48,7 +48,7 @@ def test_without_a_report_nothing_is_drawn_and_nothing_is_written(
 ) -> None:
     project("--update-baselines")
     before = {path for path in pytester.path.rglob("*") if "__pycache__" not in path.parts}
-    monkeypatch.setattr("probe.plugin.reports.recipe_picture", lambda *_: pytest.fail("a picture was drawn"))
+    monkeypatch.setattr("probe.plugin.fixtures.recipe_picture", lambda *_: pytest.fail("a picture was drawn"))
     assert project(fault="scale").ret == pytest.ExitCode.TESTS_FAILED
     after = {path for path in pytester.path.rglob("*") if "__pycache__" not in path.parts}
     assert after == before
