@@ -5,13 +5,11 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, strategies as st
 
-from probe.gate.cases import Case, Figure, Outcome, Verdict
+from probe.gate.cases import HEADINGS, NEXT, Case, Figure, Outcome, Verdict
 from probe.report.gate.recipes import layer_names, runs, totals
 from probe.report.gate.story import (
-    HEADINGS,
     MOST_COLUMNS,
     MOST_LINES,
-    NEXT,
     case_selection,
     case_text,
     held_story,
@@ -22,7 +20,7 @@ from probe.report.gate.story import (
 from probe.report.numbers import change, number, ranked, short
 from probe.running.environment import differences
 from probe.words import natural_key, short_names
-from tests.report.examples import failing, gate, layer, nasty, recipe
+from tests.report.gate.examples import failing, gate, layer, nasty, recipe
 
 DRIFT = """\
 mode_2_1-layer_1-cpu-fp8_e4m3 drifted from its baseline
@@ -60,7 +58,7 @@ mode_2_1-layer_0-cpu-fp8_e4m3 is not finite
   first seen     layer_0
   baseline       baselines/tiny-mamba/cpu/mode_2_1.json
   rerun          pytest -k "mode_2_1 and fp8_e4m3"
-  next           cannot be stored as a baseline: mend the first layer that is not finite, then rerun
+  next           cannot be stored as a baseline: fix the first layer that is not finite, then rerun
 """
 
 
