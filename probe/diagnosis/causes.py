@@ -1,4 +1,4 @@
-"""The likely cause of a failure: the first step of a layer that does not do what it should, and how it looks.
+"""The likely cause of a failure: the first step of a layer that does not do what it should, with an explanation.
 
 `diagnose` reads the trace of a layer (running/traces.py) step by step beside expectations that are computed another
 way (`mamba_steps.py`, `linear_steps.py`) and explains the first disagreement (`signatures.py`).
@@ -29,7 +29,7 @@ OTHER_TEXT = 0.1
 
 @torch.no_grad()
 def diagnose(trace: LayerTrace) -> str:
-    """The likely cause why this layer failed, in one line: what, then how it looks. Never raises."""
+    """The likely cause of the layer's failure in one line: the step, then its explanation. Never raises."""
     try:
         cause = _cause(trace)
     except Exception as problem:  # a diagnosis must not hide the failure it explains
@@ -103,7 +103,7 @@ def _steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
 
 
 def _changed_outside(trace: LayerTrace) -> str:
-    """Whether a parameter outside all layers is not that of the float model; of user modes nothing is known."""
+    """A parameter outside all layers that is not the float model's; nothing is known about modes of users."""
     model, mode, layers = trace.model, trace.mode, list(trace.reference.modules.values())
     if mode.kind == "user":
         return ""
@@ -122,7 +122,7 @@ def _changed_outside(trace: LayerTrace) -> str:
 
 
 def _obvious(batch: BatchTrace, label: str, output: Tensor) -> str:
-    """What the output alone shows: the layer is skipped, or not quantized at all."""
+    """A layer whose output alone shows that it is skipped, or not quantized at all."""
     given, expected = batch.given, batch.expected
     if output.shape == given.shape and bool((output == given).all()) and bool((expected != given).any()):
         return f"{label}; it gives its input back: the layer is skipped"
@@ -134,7 +134,7 @@ def _obvious(batch: BatchTrace, label: str, output: Tensor) -> str:
 
 
 def _as_a_whole(trace: LayerTrace) -> str:
-    """Of a layer whose steps are not known: its output beside the float layer's, over all batches."""
+    """For a layer whose steps are not known: its output beside the float layer's, over all batches."""
     label, unexplained = trace.label, ""
     for batch in trace.batches():
         output, expected = batch.output, batch.expected
@@ -150,7 +150,7 @@ def _as_a_whole(trace: LayerTrace) -> str:
 
 
 def _pattern(output: Tensor, expected: Tensor, given: Tensor) -> str:
-    """A pattern in a difference that rounding is a part of."""
+    """A pattern in a difference that contains rounding errors too."""
     bad = ~output.isfinite() & expected.isfinite()
     if bool(bad.any()):
         kind = "NaN" if bool(output.isnan().any()) else "Inf"

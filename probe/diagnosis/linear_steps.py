@@ -19,12 +19,12 @@ Suspects = Mapping[str, Replay]
 
 
 def sums_step(name: str, actual: Tensor, expected: Tensor, replays: Suspects) -> Step:
-    """A step of float arithmetic, right up to the order of its sums; `replays` are the faults to try."""
+    """A step of float arithmetic, exact up to the order of its sums; `replays` are the faults to try."""
     return Step(name, actual, expected.to(actual.dtype), suspects=lambda: iter(replays.items()))
 
 
 def linear_step(name: str, module: Any, given: Tensor, made: Tensor) -> Step:
-    """x W^T + b with the weight as it is."""
+    """x W^T + b with the weight that the module really has."""
     weight = module.weight.detach().double()
     bias = 0.0 if module.bias is None else module.bias.detach().double()
     product = given.double() @ weight.T
@@ -43,21 +43,21 @@ def grid_step(
     largest: float | None = None,
     more: Suspects | None = None,
 ) -> Step:
-    """A tensor that was to be put on a grid, or to be let through."""
+    """A tensor that should be put on a grid or, without a grid, pass unchanged."""
     if grid is None:
         return Step(name, made, given, suspects=lambda: iter((more or {}).items()), noise=GRIDS)
 
-    def tried() -> Iterator[tuple[str, Replay]]:
+    def replays() -> Iterator[tuple[str, Replay]]:
         yield from (more or {}).items()
         yield "not quantized", lambda: given
         for sentence, other in suspects(grid, given, largest=largest):
             yield sentence, partial(other, given)
 
-    return Step(name, made, grid(given), given, grid.unit(given), tried, GRIDS)
+    return Step(name, made, grid(given), given, grid.unit(given), replays, GRIDS)
 
 
 def weight_step(name: str, fmt: Format, plain: Tensor, actual: Tensor, more: Suspects | None = None) -> Step:
-    """A weight whose scales are taken from itself."""
+    """A weight that should be on the grid of a format, with scales taken from itself."""
     grid = PlainGrid(fmt)
     others: dict[str, Replay] = {"zero": lambda: torch.zeros_like(plain), **(more or {})}
     if plain.dim() == 2 and plain.shape[0] == plain.shape[1]:
@@ -67,7 +67,7 @@ def weight_step(name: str, fmt: Format, plain: Tensor, actual: Tensor, more: Sus
 
 
 def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype | None = None) -> Iterator[Step]:
-    """Parameters that should be those of the float model, in this dtype or their own."""
+    """Parameters that should be those of the float model, in `dtype` or their own."""
     found = dict(twin.named_parameters())
     for name, parameter in stock.named_parameters():
         if name in found:

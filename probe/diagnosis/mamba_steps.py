@@ -1,7 +1,7 @@
-"""The steps of a quantized Mamba block, each with what it should have given, in the order of the data flow.
+"""The steps of a quantized Mamba block, each with its expected output, in the order of the data flow.
 
-Every expectation is made from the tensors that really entered the step, so that only the step with the fault
-disagrees, and not all that follow. Weights are expected from the float model, sites from their calibrated scale.
+Every expectation is computed from the tensors that really entered the step, so that only the step with the fault
+disagrees, and not all steps after it. Weights are expected from the float model, sites from their calibrated scale.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from probe.models.mamba import SITES, SiteMixer
 from probe.running.corners import SHARED_SCALE, Amax, scale_source, site_grid
 from probe.running.modes import Mode
 
-#: Weights that take up the inverse of a rotation.
+#: Weights into which the inverse of a rotation is folded.
 ROTATED = ("in_proj.weight", "out_proj.weight")
 
 
@@ -49,11 +49,11 @@ class Block:
         return mixer
 
     def given(self, site: str) -> Tensor:
-        """What came into a site; one that never ran is a NeverRanError."""
+        """The input of a site; a NeverRanError if it never ran."""
         return self._of(site, "given")
 
     def made(self, site: str) -> Tensor:
-        """What a site passed on."""
+        """The output of a site; a NeverRanError if it never ran."""
         return self._of(site, "made")
 
     def _of(self, site: str, side: str) -> Tensor:

@@ -30,7 +30,7 @@ ROUND: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class PlainGrid:
-    """A format with its scale settled. The fields after `rounding` are as the spec says unless a fault is tried."""
+    """A format with its scale. The fields after `rounding` have the values of the spec unless a fault is replayed."""
 
     format: Format
     amax: float | None = None  # calibrated; None: taken from the tensor
@@ -82,7 +82,7 @@ class PlainGrid:
         return blocks.join(rows.contiguous()).reshape(x.shape).to(x.dtype)
 
     def _scale(self, rows: Tensor) -> Tensor:
-        """One scale per row; a NaN or Inf spoils the scale that is taken from it."""
+        """One scale per row; NaN where it is taken from a row with NaN or Inf."""
         amax = rows.abs().amax(-1, keepdim=True)
         amax = torch.where(amax.isfinite(), amax, torch.nan)
         if self.format.scale == "float32":
@@ -129,7 +129,7 @@ class PlainGrid:
 
 
 def _ends(grid: PlainGrid) -> dict[str, dict[str, Any]]:
-    """Other first and last elements, one step inside of the right ones."""
+    """Faults at the ends of an integer grid: a first or last element one step inside of the right one, or a wrap."""
     fmt = grid.format
     if not fmt.is_integer:
         return {}
@@ -146,7 +146,7 @@ def _ends(grid: PlainGrid) -> dict[str, dict[str, Any]]:
 
 
 def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Iterator[tuple[str, PlainGrid]]:
-    """The faults of a grid that can be replayed: a sentence, and the grid that has the fault.
+    """The faults of a grid that can be replayed: a sentence, and the grid with the fault.
 
     `largest` is the largest |x| of calibration, where the grid should have a quantile.
     """

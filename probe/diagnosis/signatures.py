@@ -1,7 +1,7 @@
-"""What a difference looks like: a step of a layer beside its expectation, matched with a table of signatures.
+"""The explanation of a difference: a step of a layer beside its expectation, matched with a table of signatures.
 
-First the faults that can be replayed are tried: the one that reproduces what the step gave is the cause. What none
-reproduces is told by its statistics: a factor, one channel, one token, zeros, a bias of the rounding.
+Faults that can be replayed are tried first: the one that reproduces the output of the step is the cause. A difference
+that none reproduces is described by its statistics: a factor, one channel, one token, zeros, a bias of the rounding.
 """
 
 import math
@@ -30,19 +30,19 @@ AXES_OF_WEIGHTS = {**AXES, 3: ("channel", "group", "tap")}
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a step gave, and what it should have given from the very same inputs."""
+    """The output of a step, and the output that it should have had from the very same inputs."""
 
     name: str
     actual: Tensor
     expected: Tensor
-    given: Tensor | None = None  # of a grid: what it was given
-    unit: Tensor | None = None  # of a grid: the distance between its values
+    given: Tensor | None = None  # for a grid: its input
+    unit: Tensor | None = None  # for a grid: the distance between its values
     suspects: Callable[[], Iterator[tuple[str, Replay]]] = lambda: iter(())
     noise: float = SUMS
     axes: tuple[str, ...] = ()  # names of the dimensions; empty: those in AXES
 
     def differs(self) -> Tensor:
-        """Where the step is not what it should be, beyond noise."""
+        """Where the output differs from the expected one by more than noise."""
         a, e = self.actual.double(), self.expected.double()
         finite = e[e.isfinite()]
         floor = float(finite.square().mean().sqrt()) if finite.numel() and self.noise == SUMS else 0.0
@@ -50,7 +50,7 @@ class Step:
         return ~same
 
     def at(self, axis: int, index: int) -> "Step":
-        """One channel, one token, one row of it."""
+        """One channel, one token or one row of the step."""
 
         def part(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.narrow(axis, index, 1)
@@ -74,7 +74,7 @@ def _narrowed(replay: Replay, axis: int, index: int) -> Tensor:
 
 
 def explain(step: Step) -> str:
-    """Why the step is not what it should be, in a few words; empty if it is."""
+    """Why the output of the step is not the expected one, in a few words; empty if it is."""
     if step.actual.shape != step.expected.shape:
         return f"has shape {list(step.actual.shape)}, expected {list(step.expected.shape)}"
     if step.actual.dtype != step.expected.dtype:
@@ -94,7 +94,7 @@ def _matched(step: Step) -> str:
 
 
 def _replayed(step: Step) -> str:
-    """The sentence of the suspect that leaves the least of the difference, if that is little enough."""
+    """The sentence of the replayed fault that leaves the least of the difference, if that is little enough."""
     whole = _distance(step.actual, step.expected)
     if not math.isfinite(whole):
         whole = _distance(step.actual, torch.where(step.actual.isfinite(), 0.0, torch.nan))
@@ -111,7 +111,7 @@ def _replayed(step: Step) -> str:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """rms of the difference as float32; where both overflowed they agree, where one did they do not at all."""
+    """rms of the difference as float32; infinite if values overflowed on one side only."""
     a, b = a.float().double(), b.float().double()
     lost = ~a.isfinite()
     if float((lost != ~b.isfinite()).sum()) > 0.01 * float(lost.sum()):
@@ -136,7 +136,7 @@ def _local(step: Step, differs: Tensor) -> str:
 
 
 def _errors_in_steps(step: Step) -> Tensor | None:
-    """(what was given - what should have been rounded) / unit, of finite elements; of grids only."""
+    """(output - input) / unit of the finite elements; None for steps that are no grid."""
     if step.given is None or step.unit is None or step.given.shape != step.actual.shape:
         return None
     error = (step.actual.double() - step.given.double()) / step.unit.double()
@@ -182,7 +182,7 @@ def _untouched(step: Step) -> str:
 
 
 def _factor(step: Step) -> str:
-    """actual / expected is one number nearly everywhere: the scale is off by it."""
+    """actual / expected is one number nearly everywhere, so the scale is off by it."""
     a, e = step.actual.double(), step.expected.double()
     usable = (e != 0) & e.isfinite() & a.isfinite()
     if int(usable.sum()) < 2:
@@ -204,7 +204,7 @@ def _unrelated(step: Step) -> str:
 
 
 def _quantum(step: Step) -> str:
-    """The values are multiples of another step than they should be."""
+    """The values are multiples of another step size than expected."""
     if step.unit is None or step.unit.numel() == 0 or bool((step.unit != step.unit.reshape(-1)[0]).any()):
         return ""
     levels = torch.unique(step.actual.double())
@@ -257,7 +257,7 @@ def _biased(step: Step) -> str:
 
 
 def _random(step: Step) -> str:
-    """Every value is one of its two neighbours on the grid, and not always the nearer one."""
+    """Every value went to one of its two neighbours on the grid, and not always to the nearer one."""
     errors = _errors_in_steps(step)
     if errors is None or float((errors.abs() < 1.001).double().mean()) < 0.99:
         return ""
@@ -272,7 +272,8 @@ def _unlike(step: Step) -> str:
     return f"{float(differs.double().mean()):.1%} of the values differ, by {rms:.2g} of its rms; no known signature"
 
 
-#: name -> what it says of a step, empty where it does not fit. The first that fits is told; the last always fits.
+#: name -> a description of the step, empty where the signature does not fit. The first that fits is reported; the
+#: last always fits.
 SIGNATURES: dict[str, Callable[[Step], str]] = {
     "NaN or Inf": _not_finite,
     "one value": _single,

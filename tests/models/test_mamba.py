@@ -1,6 +1,7 @@
 """The mixer with sites: the stock forward in float, sites that fire, decode, rotation."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,12 +28,15 @@ def tokens() -> Tensor:
 
 def logits(model: nn.Module, tokens: Tensor, **options: object) -> Tensor:
     with torch.no_grad(), quietly():
-        return model(tokens, use_cache=False, **options).logits
+        found: Tensor = model(tokens, use_cache=False, **options).logits
+    return found
 
 
 @pytest.mark.parametrize("scan", ["sequential", "fast"])
 @pytest.mark.parametrize("twin", [with_sites, rotated_twin], ids=["plain", "rotated"])
-def test_in_float_it_equals_the_stock_forward(model: nn.Module, tokens: Tensor, scan: str, twin) -> None:
+def test_in_float_it_equals_the_stock_forward(
+    model: nn.Module, tokens: Tensor, scan: str, twin: Callable[..., nn.Module]
+) -> None:
     stock = logits(model, tokens)
     assert (logits(twin(model, scan=scan), tokens) - stock).abs().max() <= 1e-5 * stock.abs().max()
 
@@ -78,7 +82,7 @@ def test_the_model_it_is_made_of_is_not_touched(model: nn.Module, tokens: Tensor
     twin = rotated_twin(model, scan="fast")
     for _, block in mamba_blocks(twin):
         with torch.no_grad():
-            block.mixer.in_proj.weight.zero_()
+            block.get_parameter("mixer.in_proj.weight").zero_()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -14,33 +14,34 @@ from probe.models.positions import learned_positions, position_notes
 SMALL: dict[str, Any] = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
-    return GPT2LMHeadModel(GPT2Config(**SMALL, n_positions=48, n_embd=8, n_layer=2, n_head=2)).eval()
+
+def made(kind: str, config: str, **settings: Any) -> nn.Module:
+    """A model of transformers with random weights."""
+    import transformers
+
+    configuration = getattr(transformers, config)(**{**SMALL, **settings})
+    model: nn.Module = getattr(transformers, kind)(configuration)
+    return model.eval()
+
+
+def gpt2() -> nn.Module:
+    return made("GPT2LMHeadModel", "GPT2Config", n_positions=48, n_embd=8, n_layer=2, n_head=2)
 
 
 def opt() -> nn.Module:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    own = {**SMALL, "pad_token_id": 1}
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 8}
-    return OPTForCausalLM(OPTConfig(**own, **sizes, max_position_embeddings=48, word_embed_proj_dim=8)).eval()
+    own = {"pad_token_id": 1, "max_position_embeddings": 48, "ffn_dim": 8, "word_embed_proj_dim": 8}
+    return made("OPTForCausalLM", "OPTConfig", **SIZES, **own)
 
 
 def roberta() -> nn.Module:
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    own = {**SMALL, "pad_token_id": 1}
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    return RobertaForMaskedLM(RobertaConfig(**own, **sizes, max_position_embeddings=50)).eval()
+    own = {"pad_token_id": 1, "max_position_embeddings": 50, "intermediate_size": 8}
+    return made("RobertaForMaskedLM", "RobertaConfig", **SIZES, **own)
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    return LlamaForCausalLM(LlamaConfig(**SMALL, **sizes, max_position_embeddings=48)).eval()
+    return made("LlamaForCausalLM", "LlamaConfig", **SIZES, max_position_embeddings=48, intermediate_size=8)
 
 
 @pytest.mark.parametrize("make", [gpt2, opt, roberta])

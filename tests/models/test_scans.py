@@ -6,10 +6,11 @@ from torch import Tensor
 
 from probe.models.scans import CHUNK, SCANS
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 SCAN = pytest.mark.parametrize("name", ["sequential", "fast"], ids=["reference", "fast"])
 
 
-def inputs(batch: int = 2, time: int = 70, channels: int = 12, states: int = 5, seed: int = 0) -> tuple[Tensor, ...]:
+def inputs(batch: int = 2, time: int = 70, channels: int = 12, states: int = 5, seed: int = 0) -> Inputs:
     g = torch.Generator().manual_seed(seed)
     u = torch.randn(batch, time, channels, generator=g)
     delta = torch.rand(batch, time, channels, generator=g) * 0.5

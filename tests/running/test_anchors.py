@@ -31,9 +31,11 @@ def test_noise_below_the_bound_never_changes_what_a_layer_is_fed() -> None:
 
 
 def test_places_do_not_depend_on_batches() -> None:
-    whole, parts = near_ties([X]), near_ties(list(X.split(1)))
+    whole, parts = near_ties([X]), near_ties(list(torch.split(X, 1)))
     assert torch.equal(whole[0], parts[0])
-    assert torch.equal(torch.cat(narrowed("layer_0", list(X.split(3)), anchors())), narrowed("layer_0", [X], None)[0])
+    assert torch.equal(
+        torch.cat(narrowed("layer_0", list(torch.split(X, 3)), anchors())), narrowed("layer_0", [X], None)[0]
+    )
 
 
 def test_a_real_change_is_fed_as_it_is() -> None:

@@ -11,7 +11,7 @@ from probe.running.capture import UncoveredError, capture
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, wrap: type | None = None) -> None:
+    def __init__(self, width: int, wrap: str | None = None) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
         self.unused = nn.Linear(width, width)
@@ -32,7 +32,8 @@ class Stack(nn.Module):
         for layer in self.layers:
             out = layer(x)
             x = out if isinstance(out, Tensor) else next(iter(out.values())) if isinstance(out, dict) else out[0]
-        return self.heads[0](x)
+        result: Tensor = self.heads[0](x)
+        return result
 
 
 X = torch.randn(2, 3, 4)
@@ -57,7 +58,7 @@ def test_the_layers_of_a_model_are_its_longest_list_in_numeric_order() -> None:
         ([r"^layers\.(2|10)$"], ["layer_2", "layer_10"]),
     ],
 )
-def test_layers_are_chosen_by_index_position_or_regular_expression(wanted: list, labels: list[str]) -> None:
+def test_layers_are_chosen_by_index_position_or_regular_expression(wanted: list[str | int], labels: list[str]) -> None:
     assert list(select(Stack(), wanted)) == labels
 
 
@@ -80,7 +81,7 @@ def test_weights_and_repeated_calls_are_kept() -> None:
         model(X)
         model(X * 2)
     assert len(captured.tensors["layer_0.output"]) == 2
-    assert torch.equal(captured.tensors["layer_0.inner.weight"][0], model.layers[0].inner.weight)
+    assert torch.equal(captured.tensors["layer_0.inner.weight"][0], model.get_parameter("layers.0.inner.weight"))
 
 
 def test_a_consumer_gets_every_tensor_and_nothing_is_kept() -> None:
@@ -99,7 +100,8 @@ def test_a_copy_is_kept_where_the_model_goes_on_in_place() -> None:
             self.layers = nn.ModuleList([nn.Identity(), nn.Identity()])
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layers[1](self.layers[0](x).mul_(0))
+            result: Tensor = self.layers[1](self.layers[0](x).mul_(0))
+            return result
 
     model = InPlace()
     with capture(model, ["first"]) as captured:
@@ -140,7 +142,7 @@ def test_hooks_never_survive_the_block_and_its_own_error_comes_through() -> None
         (["a("], r"layer 'a\(' is not a regular expression"),
     ],
 )
-def test_a_pattern_without_match_shows_the_nearest(wanted: list, message: str) -> None:
+def test_a_pattern_without_match_shows_the_nearest(wanted: list[str | int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select(Stack(), wanted)
     assert list(select(Stack(), "last")) == ["layer_11"]

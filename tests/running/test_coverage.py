@@ -8,6 +8,7 @@ import torch
 import probe
 from probe.formats import GATE_FORMATS
 from probe.gate.observations import observe
+from probe.models.mamba import SiteMixer
 from probe.running.coverage import STRAY, expected_on_grid, off_grid, rounding_bound, watching
 from probe.running.modes import GROUPS, find_mode
 from probe.running.recipes import Recipe
@@ -49,6 +50,7 @@ def test_every_site_that_is_left_out_is_named_in_its_layer_only(
     for site in expected_on_grid(recipe):
         twin = probe.apply(loaded.model, recipe, calibration)
         mixer = twin.get_submodule("backbone.layers.2.mixer")
+        assert isinstance(mixer, SiteMixer)
         if mixer.site(site).grid is None or (mode, site) in STILL_ON_A_GRID:
             continue
         mixer.site(site).grid = None

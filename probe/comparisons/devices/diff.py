@@ -68,14 +68,9 @@ class DeviceComparison:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: no NaN and no Inf."""
+        sides = ("a", "b", "reference", "recipe_a", "recipe_b", "device_a", "device_b")
         return {
-            "a": self.a,
-            "b": self.b,
-            "reference": self.reference,
-            "recipe_a": self.recipe_a,
-            "recipe_b": self.recipe_b,
-            "device_a": self.device_a,
-            "device_b": self.device_b,
+            **{name: getattr(self, name) for name in sides},
             "passed": self.passed,
             "verdict": self.verdict.as_dict(),
             "inputs": {"status": self.inputs.status, "said": self.inputs.reason},

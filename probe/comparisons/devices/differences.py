@@ -57,11 +57,15 @@ class Structure:
     rows: int
     left_out: int
     per_sample: int  # rows of a sample
-    e_squares: float
     constant: float  # sum over channels of (sum of e n over rows)^2 / rows, in units of e_raw
     e_raw: float  # sum of (e n)^2
     tokens: Array  # [4, tokens]: e^2, u^2, e u, d^2 summed over channels; NaN in rows that are left out
     channels: Array  # [5, channels]: e^2, u^2, e u, d^2, a^2 summed over rows
+
+    @property
+    def e_squares(self) -> float:
+        """sum of e^2."""
+        return float(self.channels[0].sum())
 
     @property
     def error(self) -> float:
@@ -108,10 +112,6 @@ class Structure:
         """The channel that differs most for its size, and by how many times the median channel."""
         e, u, _, _, a = self.channels
         return _peak(e / np.maximum(u + a, _TINY))
-
-    def token_peak(self) -> tuple[int, float]:
-        """The token (row) that differs most for its size, and by how many times the median token."""
-        return _peak(self.tokens[0])
 
     def sample_peak(self) -> tuple[int, float]:
         """The sample that differs most, and by how many times the median of the others."""
@@ -174,7 +174,7 @@ def measure_structure(a: Tensor, b: Tensor, bases: tuple[Tensor, Tensor] | None)
             tokens[place, where] = product.sum(1)
     used = rows - left_out
     constant = float(np.square(raw_sum).sum()) / max(used, 1)
-    return Structure(used, left_out, per_sample, float(channels[0].sum()), constant, raw_squares, tokens, channels)
+    return Structure(used, left_out, per_sample, constant, raw_squares, tokens, channels)
 
 
 def _chunks(given: list[Tensor]) -> Iterator[tuple[int, list[Array]]]:
@@ -282,7 +282,7 @@ class LayerDifference:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "shape": list(self.shape), "exceeded": list(self.exceeded)}
+        return dict(finite(asdict(self)))
 
 
 @dataclass(frozen=True)

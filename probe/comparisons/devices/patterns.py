@@ -18,10 +18,8 @@ from probe.diagnosis.signatures import SIGNATURES, Step
 
 #: Elements of each side that are sampled (16 MB each).
 SAMPLED = 2**21
-#: A pattern is the cause if it explains this part of the squared difference.
-EXPLAINED = 0.9
-#: ... and worth a word if it explains this.
-PARTLY = 0.5
+#: A pattern is the cause if it explains this part of the squared difference, and worth reporting if it explains that.
+EXPLAINED, PARTLY = 0.9, 0.5
 #: Channels that are matched with all others at most.
 _MATCHED = 256
 _LARGEST = {float(torch.finfo(getattr(torch, name)).max): name for name in UNITS if name != "float64"}
@@ -87,6 +85,15 @@ def _one_sided(a: Tensor, b: Tensor, step: int) -> tuple[Array, Array]:
     return np.concatenate([x for x, _ in found]), np.concatenate([y for _, y in found])
 
 
+def _step(a: Array, b: Array) -> Step:
+    """B as a step of the gate's diagnosis, with A as its expectation."""
+    return Step("", torch.from_numpy(b), torch.from_numpy(a))
+
+
+def _squares(x: Array) -> float:
+    return float(np.square(x).sum())
+
+
 def recognise(rows: SampledRows) -> str:
     """The cause in words; empty if no pattern fits."""
     return next((found for pattern in PATTERNS.values() if (found := pattern(rows))), "")
@@ -117,15 +124,10 @@ def _counted(count: int) -> str:
     return "in one value" if count == 1 else f"in {count} values"
 
 
-def _zeros(rows: SampledRows) -> str:
-    return SIGNATURES["zeros"](_step(rows.b, rows.a))
-
-
 def _skipped(rows: SampledRows) -> str:
-    adds, expected = rows.added[1], rows.added[0]
-    if not rows.residual or _squares(adds) > 1e-6 * _squares(expected):
-        return ""
-    return "gives its input back on B: the layer is skipped"
+    a, b = rows.added
+    is_skipped = rows.residual and _squares(b) <= 1e-6 * _squares(a)
+    return "gives its input back on B: the layer is skipped" if is_skipped else ""
 
 
 def _clipped(rows: SampledRows) -> str:
@@ -149,7 +151,7 @@ def _permuted(rows: SampledRows) -> str:
             continue
         worst = np.argsort(wrong)[::-1][:_MATCHED]
         worst = worst[wrong[worst] > 1e-3 * wrong[worst[0]]]
-        found = _matches(a, b[:, worst])
+        found = np.argmin(np.square(a).sum(0)[None] - 2 * (b[:, worst].T @ a), axis=1)  # the nearest column of A
         left = np.square(b[:, worst] - a[:, found]).sum(0)
         moved = (found != worst) & (left < 0.05 * wrong[worst])
         if moved.sum() >= 2 and float(wrong[worst[moved]].sum()) > 0.8 * float(wrong[worst].sum()):
@@ -157,13 +159,6 @@ def _permuted(rows: SampledRows) -> str:
             first = int(np.flatnonzero(moved)[0])
             return f"channels are permuted ({where}): channel {worst[first]} of B is channel {found[first]} of A"
     return ""
-
-
-def _matches(a: Array, columns: Array) -> "np.ndarray[tuple[int, ...], np.dtype[np.intp]]":
-    """For each column the nearest of `a`'s."""
-    cross = columns.T @ a
-    found: np.ndarray[tuple[int, ...], np.dtype[np.intp]] = np.argmin(np.square(a).sum(0)[None] - 2 * cross, axis=1)
-    return found
 
 
 def _rounded(rows: SampledRows) -> str:
@@ -214,7 +209,7 @@ def _factor(rows: SampledRows) -> str:
     left = (1 - shares.factor_share) * shares.e_squares
     kept = (1 + shares.slope) ** 2 * float(shares.channels[1].sum())
     if shares.factor_share > EXPLAINED and left < (1 - EXPLAINED) * kept:
-        exact = SIGNATURES["a factor"](_step(rows.added[1], rows.added[0]))
+        exact = SIGNATURES["a factor"](_step(*rows.added))
         what = "what it adds" if rows.residual else "its output"
         return f"{what} is {1 + shares.slope:.5g} times A's" + (f": {exact}" if exact else "")
     return ""
@@ -249,12 +244,15 @@ def _shrunk(rows: SampledRows) -> str:
 
 def _partly(rows: SampledRows) -> str:
     shares = rows.structure
-    kinds = {"one factor": shares.factor_share}
-    kinds |= {"a factor for each token": shares.token_factor_share}
-    kinds |= {"a factor for each channel": shares.channel_factor_share}
-    kinds |= {"a constant for each channel": shares.constant_share}
-    found = next((kind for kind, share in kinds.items() if share > PARTLY), None)
-    return f"{found} explains {kinds[found]:.0%} of the squared difference in what it adds" if found else ""
+    for kind, share in (
+        ("one factor", shares.factor_share),
+        ("a factor for each token", shares.token_factor_share),
+        ("a factor for each channel", shares.channel_factor_share),
+        ("a constant for each channel", shares.constant_share),
+    ):
+        if share > PARTLY:
+            return f"{kind} explains {share:.0%} of the squared difference in what it adds"
+    return ""
 
 
 def _rough(rows: SampledRows) -> str:
@@ -267,14 +265,10 @@ def _rough(rows: SampledRows) -> str:
     return ""
 
 
-def _unlike(rows: SampledRows) -> str:
-    return SIGNATURES["unrelated"](_step(rows.added[1], rows.added[0]))
-
-
-#: name -> what it says, empty where it does not fit; the first that fits is told.
+#: name -> a description, empty where the pattern does not fit; the first that fits is reported.
 PATTERNS: dict[str, Callable[[SampledRows], str]] = {
     "NaN or Inf": _lost,
-    "zeros": _zeros,
+    "zeros": lambda rows: SIGNATURES["zeros"](_step(rows.a, rows.b)),
     "skipped": _skipped,
     "saturated": _clipped,
     "permuted channels": _permuted,
@@ -283,16 +277,8 @@ PATTERNS: dict[str, Callable[[SampledRows], str]] = {
     "wrong epsilon": _epsilon,
     "a factor": _factor,
     "one place": _local,
-    "unrelated": _unlike,
+    "unrelated": lambda rows: SIGNATURES["unrelated"](_step(*rows.added)),
     "a little less": _shrunk,
     "partly": _partly,
     "rough noise": _rough,
 }
-
-
-def _step(actual: Array, expected: Array) -> Step:
-    return Step("", torch.from_numpy(actual), torch.from_numpy(expected))
-
-
-def _squares(x: Array) -> float:
-    return float(np.square(x).sum())

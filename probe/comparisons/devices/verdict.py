@@ -26,7 +26,7 @@ PEAK = 40.0
 NOT_APPLIED = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DeviceVerdict:
     """`layer` is where the difference began, or None; `evidence` are the figures behind the verdict, in words."""
 
@@ -43,7 +43,7 @@ class DeviceVerdict:
 
 def mismatched(cause: str, layer: str | None, *evidence: str, sure: Sure = "certain") -> DeviceVerdict:
     """Two recordings that are not of the same thing."""
-    return DeviceVerdict(kind="mismatched capture", layer=layer, cause=cause, sure=sure, evidence=evidence)
+    return DeviceVerdict("mismatched capture", layer, cause, sure, evidence)
 
 
 def judge_figures(
@@ -56,9 +56,7 @@ def judge_figures(
     """
     if all(tensor.difference.identical for tensor in tensors):
         agree = f"every bit of {len(tensors)} tensors agrees"
-        return DeviceVerdict(
-            kind="identical", layer=None, cause="", sure="certain", evidence=(agree, inputs.reason)
-        )  # fmt: skip
+        return DeviceVerdict("identical", None, "", "certain", (agree, inputs.reason))
     known = [tensor for tensor in tensors if tensor.difference.recipe_error is not None]
     if known and not any(tensor.difference.recipe_error for tensor in known):
         return mismatched("A is the float reference itself: its recipe was not applied", None, inputs.reason)
@@ -96,13 +94,8 @@ def judge_values(found: Examination, tensors: Sequence[MeasuredTensor], inputs: 
         cause = "the inputs differ: another prompt"
         return mismatched(cause, label, found.other_prompt, *evidence, sure="likely")
     if found.precision is not None:
-        return DeviceVerdict(
-            kind="dtype noise",
-            layer=label,
-            cause=found.precision.cause,
-            sure=found.precision.sure,
-            evidence=(*found.precision.evidence, inputs.reason),
-        )
+        hidden = found.precision
+        return DeviceVerdict("dtype noise", label, hidden.cause, hidden.sure, (*hidden.evidence, inputs.reason))
     return _fault(tensor, found.pattern, evidence)
 
 
@@ -118,13 +111,8 @@ def _not_applied(tensor: MeasuredTensor, inputs: Inputs) -> DeviceVerdict:
         f"{figures.label} of B differs from the float reference by {figures.device_error:.2g} of its size, "
         f"the recipe (A) by {figures.recipe_error:.2g}"
     )
-    return DeviceVerdict(
-        kind="device fault",
-        layer=figures.label,
-        cause="the recipe was not applied: B gives what the float model gives",
-        sure="certain",
-        evidence=(distances, inputs.reason),
-    )
+    cause = "the recipe was not applied: B gives what the float model gives"
+    return DeviceVerdict("device fault", figures.label, cause, "certain", (distances, inputs.reason))
 
 
 def _beyond_noise(tensor: MeasuredTensor, unit: float, *, on_grid: bool) -> str:
@@ -157,9 +145,7 @@ def _beyond_noise(tensor: MeasuredTensor, unit: float, *, on_grid: bool) -> str:
 def _fault(tensor: MeasuredTensor, cause: str, evidence: tuple[str, ...]) -> DeviceVerdict:
     figures = tensor.difference
     sure: Sure = "certain" if figures.lost or figures.beyond_noise > 10 else "likely"
-    return DeviceVerdict(
-        kind="device fault", layer=figures.label, cause=cause or UNRECOGNISED, sure=sure, evidence=evidence
-    )
+    return DeviceVerdict("device fault", figures.label, cause or UNRECOGNISED, sure, evidence)
 
 
 def _noise(tensors: Sequence[MeasuredTensor], inputs: Inputs, *, on_grid: bool) -> DeviceVerdict:
@@ -167,18 +153,15 @@ def _noise(tensors: Sequence[MeasuredTensor], inputs: Inputs, *, on_grid: bool) 
     first = next(one for one in figures if not one.identical)
     worst = max(figures, key=lambda one: one.beyond_noise)
     dtypes = sorted({dtype for one in figures for dtype in (one.dtype_a, one.dtype_b)})
-    evidence = (
+    figures_in_words = (
         f"at most {worst.beyond_noise:.2g} of what noise may reach, in {worst.label} "
         f"({worst.added:.2g} of what it adds; {worst.noise:.2g} is allowed)",
         f"no bias, no factor and no single place: it looks like rounding ({', '.join(dtypes)})",
     )
-    return DeviceVerdict(
-        kind="dtype noise",
-        layer=first.label,
-        cause="rounding and the order of sums" + (", and roundings to the grid that flip" if on_grid else ""),
-        sure="certain" if worst.beyond_noise < 0.5 and inputs.status == "same" else "likely",
-        evidence=(*evidence, *_in_recipe_errors(tensors), inputs.reason),
-    )
+    cause = "rounding and the order of sums" + (", and roundings to the grid that flip" if on_grid else "")
+    sure: Sure = "certain" if worst.beyond_noise < 0.5 and inputs.status == "same" else "likely"
+    evidence = (*figures_in_words, *_in_recipe_errors(tensors), inputs.reason)
+    return DeviceVerdict("dtype noise", first.label, cause, sure, evidence)
 
 
 def _in_recipe_errors(tensors: Sequence[MeasuredTensor]) -> tuple[str, ...]:

@@ -1,0 +1,98 @@
+"""What `probe analyze` prints: the plan of a dry run, and what stands out after a run."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from probe.activations.run import Analysis, Prepared
+from probe.activations.settings import Settings
+from probe.activations.statistics import Kind, LayerStatistics
+from probe.models.offload import size_of
+from probe.report.activations.files import planned_files
+from probe.words import format_bytes
+
+#: Names that are listed before the rest is counted.
+MOST_NAMES = 20
+
+
+def dry_run_text(prepared: Prepared) -> str:
+    """The layers, the data and the files to be written, and where the configuration differs from the defaults."""
+    settings, plan, batches = prepared.settings, prepared.plan, prepared.batches
+    tokens = sum(int(batch.mask.sum()) for batch in batches)
+    padded = sum(int((~batch.mask).sum()) for batch in batches)
+    device, size = prepared.room.device, size_of(prepared.model)
+    fits = "fits" if prepared.room.takes(size) else "does not fit: offloaded by accelerate"
+    parts = [
+        f"model: {prepared.loaded.name}, {format_bytes(size)} on {device} ({fits})",
+        f"data: {prepared.about_data}: {_counted(settings.data.num_samples, 'sample')}, {_counted(tokens, 'token')} "
+        f"in {_counted(len(batches), 'batch', 'batches')}, {padded} of padding",
+    ]
+    kinds: tuple[Kind, ...] = ("input", "output", "weight")
+    for kind in kinds:
+        names = plan.measured(kind)
+        parts.append(_listed(f"statistics of the {kind} of {len(names)} modules", names))
+    parts.append(_listed(f"outlier tokens of {len(plan.outliers)} layers", plan.outliers))
+    parts.append(_listed(f"heat maps of {len(plan.heat[1])} layers, {plan.heat[0]}", plan.heat[1]))
+    some = f" (of {plan.bands_of}, evenly spaced)" * (len(plan.bands[1]) < plan.bands_of)
+    parts.append(_listed(f"bands of {len(plan.bands[1])} layers{some}, {plan.bands[0]}", plan.bands[1]))
+    files = planned_files(settings, plan)
+    parts.append(_listed(f"files in {settings.visualization.save_dir}", files, most=len(files)))
+    other = _other(settings.as_dict(), Settings().as_dict())
+    parts.append(
+        f"configuration, where it differs from the defaults (--keys shows all):\n{_yaml(other)}"
+        if other
+        else "configuration: the defaults (--keys shows them)"
+    )
+    parts.append("Nothing was run: --dry-run.")
+    return "\n\n".join(parts)
+
+
+def _other(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """The keys whose values differ, nested as they were."""
+    found = {
+        key: _other(value, default[key]) if isinstance(value, dict) else value
+        for key, value in given.items()
+        if value != default[key]
+    }
+    return found
+
+
+def _yaml(given: dict[str, Any]) -> str:
+    return "\n".join(f"  {line}" for line in yaml.safe_dump(given, sort_keys=False).splitlines())
+
+
+def _counted(count: int, one: str, many: str | None = None) -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _listed(title: str, names: Sequence[str], *, most: int = MOST_NAMES) -> str:
+    more = [f"... and {len(names) - most} more"] if len(names) > most else []
+    return "\n  ".join([f"{title}:", *(names[:most] or ["none"]), *more])
+
+
+def summary_text(analysis: Analysis, written: Sequence[Path], *, told: Collection[str] = ()) -> str:
+    """What stands out, in a few lines, the notes that were not `told` before, and where the report is."""
+    facts = analysis.facts
+    samples, tokens = _counted(facts["samples"], "sample"), _counted(facts["tokens"], "token")
+    lines = [f"{analysis.name}: {samples}, {tokens} of {facts['data']}"]
+    lines += [f"  {s.module} {s.kind}: {_said(s)}" for s in analysis.hardest()[:5]]
+    if analysis.outliers:
+        count = sum(one.count for one in analysis.outliers.values())
+        having = sum(one.count > 0 for one in analysis.outliers.values())
+        threshold = analysis.settings.visualization.outlier.threshold
+        lines.append(
+            f"  outlier tokens (above {threshold:g} x median): {count} in {having} of {len(analysis.outliers)} layers"
+        )
+    lines += [line for note in analysis.notes if (line := f"note: {note}") not in told]
+    last = [str(path) for path in written if path.suffix == ".html"] or [str(path) for path in written[-1:]]
+    lines.append(f"{_counted(len(written), 'file')}, the last: {last[0]}" if last else "no file was written")
+    return "\n".join(lines)
+
+
+def _said(s: LayerStatistics) -> str:
+    """The largest magnitude as a multiple of what is usual, where that is not 0."""
+    ratios = ((s.max_to_median, "median"), (s.max_to_p99, "99th percentile"))
+    parts = [f"the {name} is 0" if ratio is None else f"{ratio:.4g} x the {name}" for ratio, name in ratios]
+    return ", ".join([f"max |x| {s.amax:.4g}", *parts])

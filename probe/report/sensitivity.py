@@ -1,0 +1,196 @@
+"""The report of `probe sensitivity`: text, a picture and a page."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probe.files.atomic import write
+from probe.report.document import Document
+from probe.report.figure import BAD, BLUE, GREY, VERMILION, layer_axis, log_axis, log_ticks, positive, sheet
+from probe.sensitivity.results import Effect, Sensitivity
+
+#: Behind the layers to keep.
+KEPT = "#fbe9cf"
+#: The two figures of every layer or site: colour, marker and what is quantized.
+SIDES = {"alone": (BLUE, "o", "only this {} quantized"), "without": (VERMILION, "s", "all but this {} quantized")}
+#: Bars or rows of a picture; of more the most sensitive are drawn.
+MOST = 40
+
+EXPLAINED = (
+    "alone: only this one is quantized; without: all but this one are. kl: of the logits from those of the float "
+    "model, in nats, mean over positions; mse: of the logits. gain: the share of the KL of the whole quantized model "
+    "that goes when this one is kept float; below 0 the KL grows."
+)
+
+
+def describe(found: Sensitivity, model: str) -> str:
+    """One line: what was measured, and the whole quantized model."""
+    whole = found.everything
+    kl = "not finite" if whole.kl is None else f"{whole.kl:.4g}"
+    return f"{model}, {found.recipe}, {len(found.effects)} {found.kind}, {found.tokens} tokens; KL of the whole: {kl}"
+
+
+def table_rows(found: Sensitivity, *, top: int | None = None) -> list[dict[str, object]]:
+    """The most sensitive first, by KL alone."""
+    by_mse = {effect.name: place for place, effect in enumerate(found.by_mse(), 1)}
+    kept = set(found.advice.keep)
+    rows: list[dict[str, object]] = [
+        {
+            "rank": place,
+            found.kind.removesuffix("s"): effect.name,
+            "kl alone": _text(effect.alone.kl, ".3e", "not finite"),
+            "mse alone": _text(effect.alone.mse, ".3e", "not finite"),
+            "by mse": by_mse[effect.name],
+            "top-1 alone": _text(effect.alone.top1_agreement, ".4f"),
+            "bits alone": _text(effect.alone.change_in_bits, "+.4f"),
+            "kl without": _text(effect.without.kl, ".3e", "not finite"),
+            "gain": _text(found.gain(effect), "+.1%"),
+            "keep": "keep" if effect.name in kept else "",
+        }
+        for place, effect in enumerate(found.by_kl(), 1)
+    ]
+    return rows[:top]
+
+
+def _text(value: float | None, form: str, none: str = "-") -> str:
+    return none if value is None else format(value, form)
+
+
+def write_report(found: Sensitivity, folder: str | Path, *, model: str) -> Path:
+    """sensitivity.html and sensitivity.json in the folder; the path of the page."""
+    write(Path(folder) / "sensitivity.json", json.dumps(found.as_dict(), indent=2) + "\n")
+    return page(found, model=model).write(Path(folder) / "sensitivity.html")
+
+
+def page(found: Sensitivity, *, model: str) -> Document:
+    """Advice, picture and every figure."""
+    document = Document(f"Sensitivity of {model} under {found.recipe}", describe(found, model))
+    document.heading("What to keep in higher precision")
+    document.text(found.advice.text)
+    for note in found.notes:
+        document.text(f"Note: {note}")
+    document.heading("Picture")
+    document.picture(picture(found), alt=f"KL of each of the {found.kind}", caption=_caption(found))
+    document.heading("Every figure")
+    kept = [effect.name in found.advice.keep for effect in found.by_kl()]
+    document.table(_page_rows(found), EXPLAINED, bad=kept)
+    document.text("Marked rows are those to keep.")
+    return document
+
+
+def _page_rows(found: Sensitivity) -> list[dict[str, object]]:
+    by_mse = {effect.name: place for place, effect in enumerate(found.by_mse(), 1)}
+    return [
+        {
+            "rank": place,
+            found.kind.removesuffix("s"): effect.name,
+            "kl alone": effect.alone.kl,
+            "mse alone": effect.alone.mse,
+            "rank by mse": by_mse[effect.name],
+            "top-1 alone": effect.alone.top1_agreement,
+            "bits alone": effect.alone.change_in_bits,
+            "kl without": effect.without.kl,
+            "mse without": effect.without.mse,
+            "gain": found.gain(effect),
+        }
+        for place, effect in enumerate(found.by_kl(), 1)
+    ]
+
+
+def _caption(found: Sensitivity) -> str:
+    if found.kind == "layers":
+        return "Layers in the order of the model; those to keep are shaded. Dashed: the whole model quantized."
+    if found.kind == "sites":
+        return "Sites, each quantized in all layers, the most sensitive on top. Dashed: the whole model quantized."
+    return "KL of every site of every layer, quantized alone, as a power of ten; kept ones are framed."
+
+
+def picture(found: Sensitivity) -> bytes:
+    """A PNG: curves over the layers, bars of sites, or a map of layers and sites."""
+    draw = {"layers": _curves, "sites": _bars, "layer sites": _map}[found.kind]
+    with sheet(1, columns=1, size=(12, _height(found))) as page:
+        draw(page.panels[0], found)
+        return page.png()
+
+
+def _height(found: Sensitivity) -> float:
+    if found.kind == "layers":
+        return 4.4
+    rows = len({effect.layer for effect in found.effects}) if found.kind == "layer sites" else len(found.effects)
+    return 1.8 + 0.28 * min(rows, MOST)
+
+
+def _curves(axes: Any, found: Sensitivity) -> None:
+    """KL alone and KL without, over the layers, on one logarithmic axis."""
+    effects = found.effects
+    for place, effect in enumerate(effects):
+        if effect.name in found.advice.keep:
+            axes.axvspan(place - 0.5, place + 0.5, color=KEPT, linewidth=0, zorder=0)
+    size = 5 if len(effects) <= 48 else 2
+    for side, (colour, marker, name) in SIDES.items():
+        values = [positive(getattr(effect, side).kl) for effect in effects]
+        axes.plot(values, color=colour, marker=marker, markersize=size, linewidth=1.2, label=name.format("layer"))
+    if positive(found.everything.kl) > 0:
+        axes.axhline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
+    log_axis(axes)
+    axes.grid(visible=False, axis="x")
+    axes.set_ylabel("KL from the float model, nats")
+    layer_axis(axes, [effect.name for effect in effects])
+    _legend(axes)
+
+
+def _bars(axes: Any, found: Sensitivity) -> None:
+    """Both figures of every site, the most sensitive on top."""
+    shown = found.by_kl()[:MOST]
+    places = np.arange(len(shown))
+    for shift, (side, (colour, _, name)) in zip((-0.19, 0.19), SIDES.items(), strict=True):
+        values = [positive(getattr(effect, side).kl) for effect in shown]
+        axes.barh(places + shift, values, height=0.36, color=colour, label=name.format("site"))
+    if positive(found.everything.kl) > 0:
+        axes.axvline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
+    kept = set(found.advice.keep)
+    axes.set_yticks(places, [f"{one.name} (keep)" if one.name in kept else one.name for one in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.set_xscale("log")
+    log_ticks(axes.xaxis)
+    axes.set_xlabel("KL from the float model, nats")
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
+
+
+def _map(axes: Any, found: Sensitivity) -> None:
+    """Layers down, sites across, colour by the KL alone; of many layers those that hold the most sensitive sites."""
+    from matplotlib.patches import Rectangle
+
+    layers = list(dict.fromkeys(effect.layer for effect in found.by_kl()))[:MOST]
+    layers = [name for name in dict.fromkeys(effect.layer for effect in found.effects) if name in layers]
+    sites = list(dict.fromkeys(_site(effect) for effect in found.effects))
+    values = np.full((len(layers), len(sites)), np.nan)
+    for effect in found.effects:
+        if effect.layer in layers:
+            row, column = layers.index(effect.layer), sites.index(_site(effect))
+            values[row, column] = np.log10(positive(effect.alone.kl))
+            if effect.name in found.advice.keep:
+                frame: Mapping[str, Any] = {"fill": False, "edgecolor": BAD, "linewidth": 2}
+                axes.add_patch(Rectangle((column - 0.47, row - 0.47), 0.94, 0.94, **frame))
+    axes.grid(visible=False)
+    shown = axes.imshow(values, aspect="auto", cmap="cividis")
+    middle = (np.nanmin(values) + np.nanmax(values)) / 2 if np.isfinite(values).any() else 0.0
+    if len(layers) * len(sites) <= 600:
+        for row, column in zip(*np.nonzero(np.isfinite(values)), strict=True):
+            colour = "white" if values[row, column] < middle else "black"
+            axes.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", color=colour, fontsize=8)
+    axes.set_xticks(range(len(sites)), sites, rotation=30, ha="right")
+    axes.set_yticks(range(len(layers)), [str(name) for name in layers])
+    axes.figure.colorbar(shown, ax=axes, label="log10 KL, alone", fraction=0.03, pad=0.01)
+
+
+def _site(effect: Effect) -> str:
+    return effect.name.partition(" ")[2]
