@@ -18,12 +18,11 @@ import yaml
 
 from probe import plugin
 from probe.commands import parse
-from probe.gate.cases import Verdict
+from probe.gate.cases import HEADINGS, Verdict
 from probe.gate.configuration import CalibrationSettings, Settings
 from probe.gate.golden import MOVED, SAMPLE, SKETCH
 from probe.gate.observations import FIGURES
 from probe.gate.tolerances import FLOAT_FACTOR, MULTIPLE, OF_VALUES, RULES
-from probe.report.gate.story import HEADINGS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
