@@ -214,14 +214,13 @@ def logits_observation(
     if not stream.seen:
         return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {uncovered[0]}"),))
     metrics, values = whole.metrics(), stream.comparison.metrics()
-    figures: dict[str, float | None] = {
-        "logits.mse": values.mse,
-        "logits.correlation": values.correlation,
-        "logits.kl": metrics.kl,
-        "logits.top1_agreement": metrics.top1_agreement,
-        "logits.bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
-        "logits.change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
+    known = {
+        **values.as_dict(),
+        **metrics.as_dict(),
+        "bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
+        "change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
     }
+    figures = {f"logits.{name}": known[name] for name in FIGURES["logits"]}
     golden = stream.golden
     return Observation(
         figures, {"logits": golden.values()}, {"logits": golden.count}, flaws=tuple(_not_finite(LOGITS, LOGITS, values))

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from probe.activations.configuration import full_key, read_configuration
 from probe.activations.run import Analysis, Prepared, facts_of, prepare, run
-from probe.activations.settings import Settings as AnalysisSettings
+from probe.activations.settings import Settings as AnalysisSettings, full_key, read_configuration
 from probe.activations.statistics import Kind
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
