@@ -14,6 +14,7 @@ from probe.report.activations.tensor_plots import MOST_PANELS
 from probe.report.document import Document
 from probe.report.figure import GREY, VERMILION, label, layer_axis, line, log_axis, mark_below
 from probe.report.numbers import csv_text
+from probe.words import columns
 
 _DPI = 150
 #: Tensors are ranked by its change.
@@ -48,17 +49,13 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def _changes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    width = max(len(f"{row['module']} {row['kind']}") for row in rows)
-    lines = [f"{'tensor'.ljust(width)}  {'max/median A':>14} {'B':>12} {'B/A':>9}  {'kurtosis A':>12} {'B':>12}"]
+    texts = []
     for row in rows:
-        cells = [row.get(f"{FIGURE} {side}") for side in ("A", "B", "B/A")]
-        more = [row.get(f"kurtosis {side}") for side in ("A", "B")]
-        name = f"{row['module']} {row['kind']}".ljust(width)
-        lines.append(
-            f"{name}  {_cell(cells[0]):>14} {_cell(cells[1]):>12} {_cell(cells[2]):>9}  "
-            f"{_cell(more[0]):>12} {_cell(more[1]):>12}"
-        )
-    return lines
+        figures = {"max/median A": f"{FIGURE} A", "B": f"{FIGURE} B", "B/A": f"{FIGURE} B/A"}
+        figures |= {"kurtosis A": "kurtosis A", "kurtosis B": "kurtosis B"}
+        cells = {name: _cell(row.get(key)) for name, key in figures.items()}
+        texts.append({"tensor": f"{row['module']} {row['kind']}", **cells})
+    return columns(texts, left=["tensor"])
 
 
 def _same(comparison: Comparison, changed: int) -> str:

@@ -108,25 +108,9 @@ def _recipe(run: Run) -> dict[str, Any]:
 
 
 def _case(outcome: Outcome) -> dict[str, Any]:
-    figures = {
-        name: {
-            "new": finite(figure.new),
-            "old": finite(figure.old),
-            "tolerance": finite(figure.tolerance),
-            "moved": figure.moved,
-            "direction": figure.direction,
-            "reason": figure.reason,
-        }
-        for name, figure in outcome.figures.items()
-    }
-    known = {key: x for key, x in outcome.as_dict().items() if key not in ("points", "case", "figures")}
-    return {
-        "id": str(outcome.case),
-        **outcome.as_dict()["case"],
-        **known,
-        "details": list(outcome.details),
-        "figures": figures,
-    }
+    facts = outcome.as_dict()
+    known = {key: value for key, value in facts.items() if key not in ("points", "case")}
+    return {"id": str(outcome.case), **facts["case"], **known, "figures": finite(facts["figures"])}
 
 
 def _row(run: Run) -> str:
