@@ -32,7 +32,7 @@ HEADINGS = {
 NEXT = {
     "uncovered": "cannot be stored as a baseline: select layers that run on both sides. List them with: probe layers",
     "not applied": "cannot be stored as a baseline: first make the recipe change the output. See: probe modes",
-    "not finite": "cannot be stored as a baseline: mend the first layer that is not finite, then rerun",
+    "not finite": "cannot be stored as a baseline: fix the first layer that is not finite, then rerun",
     "over the limit": "a new baseline lifts no limit: lower the error, or change the limit in [tool.probe]",
 }
 
@@ -78,7 +78,7 @@ def case_text(outcome: Outcome) -> list[str]:
 def held_story(outcome: Outcome) -> list[str]:
     """The story of a case that is held by itself, without a recipe. Its commands are never cut short.
 
-    Where its settings are not those of the baseline, they are told in the place of figures that say nothing.
+    Where its settings are not those of the baseline, they stand in place of the figures, which say nothing then.
     """
     figures = _figure_rows(outcome)
     room = _room(figures)

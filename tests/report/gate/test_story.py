@@ -60,7 +60,7 @@ mode_2_1-layer_0-cpu-fp8_e4m3 is not finite
   first seen     layer_0
   baseline       baselines/tiny-mamba/cpu/mode_2_1.json
   rerun          pytest -k "mode_2_1 and fp8_e4m3"
-  next           cannot be stored as a baseline: mend the first layer that is not finite, then rerun
+  next           cannot be stored as a baseline: fix the first layer that is not finite, then rerun
 """
 
 
