@@ -52,7 +52,7 @@ calibration = { samples = 1, seqlen = 32 }
 }
 
 
-@pytest.mark.parametrize("kind", ["a format", "a mode", "a figure", "a command"])
+@pytest.mark.parametrize("kind", ["a format", "a mode", "a figure", "a verdict", "a command"])
 def test_at_most_two_files_are_touched_for(kind: str) -> None:
     files = set(re.findall(r"`(probe/[\w/]+(?:\.py)?)`", ROWS[kind])) - {"probe/commands"}
     assert 1 <= len(files) <= 2

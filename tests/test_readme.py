@@ -18,12 +18,11 @@ import yaml
 
 from probe import plugin
 from probe.commands import parse
-from probe.gate.cases import Verdict
+from probe.gate.cases import HEADINGS, Verdict
 from probe.gate.configuration import CalibrationSettings, Settings
-from probe.gate.golden import MOVED, SAMPLE, SKETCH
+from probe.gate.golden_values import MOVED, SAMPLE, SKETCH
 from probe.gate.observations import FIGURES
 from probe.gate.tolerances import FLOAT_FACTOR, MULTIPLE, OF_VALUES, RULES
-from probe.report.gate.story import HEADINGS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -136,7 +135,7 @@ def test_every_verdict_has_its_line() -> None:
 
 
 def test_the_number_of_cases_is_that_of_the_stored_ones() -> None:
-    from probe.gate.baselines.store import Store
+    from probe.gate.baselines import Store
 
     store = Store(ROOT / "baselines")
     count = sum(len(store.read(model, device)) for model in store.models() for device in store.devices(model))

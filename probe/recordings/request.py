@@ -37,8 +37,7 @@ class LayoutDefaults:
     layers: tuple[str, ...]
     taps: tuple[str, ...]
     samples: int
-    always: tuple[str, ...] = ()
-    """Taps that are recorded even if others are asked for."""
+    always: tuple[str, ...] = ()  # taps that are recorded even if others are asked for
 
 
 DEFAULTS: dict[Layout, LayoutDefaults] = {

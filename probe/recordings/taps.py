@@ -30,10 +30,8 @@ NORMS = ("norm", "ln_f")
 class TapPoints:
     """The tensors to record."""
 
-    layers: tuple[str, ...]
-    """The labels of the layers."""
-    sources: dict[str, tuple[str, Side]]
-    """The module of each tensor, and on which side of it the tensor is."""
+    layers: tuple[str, ...]  # their labels
+    sources: dict[str, tuple[str, Side]]  # the module of each tensor, and the side of it
     logits: bool
 
     @property

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from probe.gate.cases import Figure, Outcome
 from probe.report.document import render
 from probe.report.gate.recipes import HeatMap, Run, cell_text, error_of, heat_maps, runs, totals
-from probe.report.gate.story import heading, story
+from probe.report.gate.text import heading, story
 from probe.report.numbers import change, number, ranked, short, tolerance, value
 from probe.running.environment import differences
 from probe.words import LOGITS, single_line

@@ -5,16 +5,14 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, strategies as st
 
-from probe.gate.cases import Case, Figure, Outcome, Verdict
+from probe.gate.cases import HEADINGS, NEXT, Case, Figure, Outcome, Verdict
 from probe.report.gate.recipes import layer_names, runs, totals
-from probe.report.gate.story import (
-    HEADINGS,
+from probe.report.gate.text import (
     MOST_COLUMNS,
     MOST_LINES,
-    NEXT,
     case_selection,
     case_text,
-    held_story,
+    golden_text,
     names_in_order,
     one_line,
     story,
@@ -158,7 +156,7 @@ outcomes = st.builds(
 def test_whatever_is_in_it_it_stays_short(found: list[Outcome], report: str | None, environment: list[str]) -> None:
     lines = story(found, report=report, environment=environment)
     assert len(lines) <= MOST_LINES
-    assert all(line.isprintable() for line in held_story(found[0]))
+    assert all(line.isprintable() for line in golden_text(found[0]))
     for line in [*lines, *case_text(found[0]), one_line(found[0], told_by="x")]:
         assert len(line) <= MOST_COLUMNS
         assert line.isprintable()
@@ -183,12 +181,12 @@ def test_the_command_of_a_case_runs_it_alone(layer: str, command: str) -> None:
 def test_the_command_of_a_case_is_never_cut_short() -> None:
     case = Case("activations", "model.a_long_name_of_a_module." * 8, "cpu", "input")
     figures = {"activations.outliers": Figure(5.0, 0.0, 0.5, True, "worse")}
-    lines = held_story(Outcome("m", case, "failed", "drift", "It moved.", figures=figures, baseline_file="b.json"))
+    lines = golden_text(Outcome("m", case, "failed", "drift", "It moved.", figures=figures, baseline_file="b.json"))
     assert lines[-2:] == [
         f'  rerun                 pytest -k "[{case}]"',
         f'  accept                pytest -k "[{case}]" --update-baselines --allow-worse "REASON"',
     ]
-    assert held_story(Outcome("m", case, "failed", "not finite", "NaN."))[-1].startswith("  next           cannot be")
+    assert golden_text(Outcome("m", case, "failed", "not finite", "NaN."))[-1].startswith("  next           cannot be")
 
 
 def test_a_further_case_points_to_the_story() -> None:
