@@ -110,7 +110,8 @@ def _recipe(run: Run) -> dict[str, Any]:
 def _case(outcome: Outcome) -> dict[str, Any]:
     facts = outcome.as_dict()
     known = {key: value for key, value in facts.items() if key not in ("points", "case")}
-    return {"id": str(outcome.case), **facts["case"], **known, "figures": finite(facts["figures"])}
+    found: dict[str, Any] = finite({"id": str(outcome.case), **facts["case"], **known})
+    return found
 
 
 def _row(run: Run) -> str:

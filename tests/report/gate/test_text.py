@@ -82,7 +82,7 @@ def test_what_is_not_finite_cannot_be_accepted() -> None:
 
 
 @pytest.mark.parametrize("verdict", get_args(Verdict))
-def test_every_verdict_has_its_own_words(verdict: str) -> None:
+def test_every_verdict_has_its_own_words(verdict: Verdict) -> None:
     lines = story([failing(verdict)], report=None)
     assert lines[0] == f"mode_2_1-layer_0-cpu-fp8_e4m3 {HEADINGS[verdict]}"
     assert len(set(HEADINGS.values())) == len(HEADINGS) == len(get_args(Verdict))
