@@ -72,7 +72,7 @@ def _analyze(options: argparse.Namespace) -> int:
 
         analysis = run(prepared, progress=progress.line)
         written = write_analysis(analysis, progress=progress.line)
-    print(summary_text(analysis, written, told=progress.lines))
+    print(summary_text(analysis, written, printed=progress.lines))
     return 0
 
 
