@@ -19,6 +19,7 @@ from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
+from probe.models.offload import device_of
 from probe.models.positions import check_positions
 from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
 from probe.recordings.script_formats import NPZ, ScriptFacts
@@ -208,7 +209,7 @@ def device_name(request: RecordRequest, model: ModelToRun) -> str:
     """The device as the manifest names it; one that is not present is an error. A model that runs as is has its own."""
     device = request.device
     if model.runs_as_is:
-        found = next((parameter.device for parameter in model.loaded.model.parameters()), torch.device("cpu"))
+        found = device_of(model.loaded.model)
         if device not in ("cpu", str(found), found.type):
             raise ValueError(
                 f"the model lies on {found}, and the device is {device}. Move it, or leave the device out."
