@@ -1,6 +1,7 @@
 """The analysis itself: data, model, one forward of every batch, and what was gathered."""
 
 import inspect
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,14 @@ class Analysis:
     def name(self) -> str:
         """What the report calls the model."""
         return self.settings.model.name or self.settings.model.path
+
+    def hardest(self) -> list[LayerStatistics]:
+        """By max / 99th percentile of |x|, the largest first; before all others where only that percentile is 0."""
+
+        def ratio(s: LayerStatistics) -> float:
+            return s.max_to_p99 if s.max_to_p99 is not None else math.inf if s.amax else 0.0
+
+        return sorted(self.statistics.values(), key=ratio, reverse=True)
 
 
 @dataclass(frozen=True, eq=False)

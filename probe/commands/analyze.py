@@ -73,12 +73,12 @@ def _analyze(options: argparse.Namespace) -> int:
             **model_arguments(options),
         )
         if options.dry_run:
-            from probe.report.activations.terminal import dry_run_text
+            from probe.report.activations.text import dry_run_text
 
             print(dry_run_text(prepared))
             return 0
-        from probe.report.activations.terminal import summary_text
-        from probe.report.activations.writing import write_analysis
+        from probe.report.activations.files import write_analysis
+        from probe.report.activations.text import summary_text
 
         analysis = run(prepared, progress=progress)
         written = write_analysis(analysis, progress=progress)

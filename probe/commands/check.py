@@ -45,10 +45,10 @@ def add(commands: Subparsers) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     from probe.comparisons.health import FACTOR, check
+    from probe.comparisons.samples import drawn_layer
     from probe.comparisons.selection import all_sides, find_side
     from probe.recordings import read_recording
-    from probe.report.health.page import write_health_page, write_layer_picture
-    from probe.report.health.text import health_text
+    from probe.report.health import health_text, write_health_page, write_layer_picture
 
     check_outputs(files=[options.json], folders=[options.report or ("." if options.layer else None)])
     recording = read_recording(options.recording, verify=options.verify)
@@ -74,10 +74,18 @@ def _check(options: argparse.Namespace) -> int:
     for note in recording.notes:
         echo(f"note: {note}", error=True)
     if options.layer:
-        picture = write_layer_picture(options.report or ".", *checked[0], options.layer)
+        health, side = checked[0]
+        layer = health.layer(options.layer)
+        drawn = drawn_layer(layer.name, side, layer.min, layer.max)
+        picture = write_layer_picture(options.report or ".", layer, drawn)
         echo(f"picture: {picture}", error=quiet)
     if options.report:
-        echo(f"report: {write_health_page(options.report, checked)}", error=quiet)
+        firsts = [
+            drawn_layer(health.first.name, side, health.first.min, health.first.max) if health.first else None
+            for health, side in checked
+        ]
+        page = write_health_page(options.report, [health for health, _ in checked], firsts)
+        echo(f"report: {page}", error=quiet)
     if options.json:
         facts = [health.as_dict() for health, _ in checked]
         write_json(options.json, facts[0] if len(facts) == 1 else facts)

@@ -63,7 +63,7 @@ def _compare(options: argparse.Namespace) -> int:
     from probe.comparisons.modes import compare_sides, failures
     from probe.comparisons.selection import all_sides, find_reference, find_side
     from probe.recordings import read_recording
-    from probe.report.modes import text
+    from probe.report import script_layouts
 
     recording = read_recording(options.folder, verify=options.verify)
     elsewhere = read_recording(options.reference_dir, verify=options.verify) if options.reference_dir else recording
@@ -92,26 +92,28 @@ def _compare(options: argparse.Namespace) -> int:
             failed[one.compared_mode] = failures(one, limits)
     comparisons = [one for one, _, _ in compared]
     for one in comparisons if not quiet else ():
-        echo(f"{text.heading(one)}\n")
+        echo(f"{script_layouts.comparison_heading(one)}\n")
         for layer in one.layers.values():
-            echo(text.layer_block(layer, one) + "\n")
+            echo(script_layouts.layer_block(layer, one) + "\n")
     if not quiet and len(comparisons) > 1:
-        echo(text.summary_table(comparisons) + "\n")
+        echo(script_layouts.summary_table(comparisons) + "\n")
     for note in dict.fromkeys(note for one in comparisons for note in one.notes):
         echo(f"note: {note}", error=True)
     facts = [{**one.as_dict(), "failures": failed[one.compared_mode]} for one in comparisons]
     _save(options.save, folder, facts)
     if options.report:
+        from probe.comparisons.samples import drawn_modes
         from probe.report.modes.page import write_modes_page
 
         with Progress() as progress:
-            page = write_modes_page(options.report, compared, failed, progress=progress.status)
+            drawn = drawn_modes(compared, progress=progress.status)
+        page = write_modes_page(options.report, comparisons, failed, drawn)
         echo(f"report: {page}", error=quiet)
     if options.json:
         write_json(options.json, facts[0] if len(facts) == 1 else facts)
     for one in comparisons:
         if failed[one.compared_mode]:
-            echo(text.failure_lines(one, failed[one.compared_mode]), error=True)
+            echo(script_layouts.failure_lines(one, failed[one.compared_mode]), error=True)
     return 1 if any(failed.values()) else 0
 
 

@@ -20,10 +20,18 @@ from typing import Any, TypeVar
 from probe.files.atomic import remove_unfinished
 from probe.files.paths import check_outputs
 from probe.recordings.tensor_sources import TensorSource
-from probe.report.scaling import files
-from probe.report.scaling.blocks import overflow_block, recommendation_block, truth_block
-from probe.report.scaling.page import Failed, Found, write_page
+from probe.report.scaling.page import (
+    LOG,
+    AnalysedTensor,
+    FailedTensor,
+    rules_block,
+    write_log,
+    write_page,
+    write_plots,
+    write_results,
+)
 from probe.report.scaling.plots import pictures
+from probe.report.script_layouts import overflow_block, recommendation_block
 from probe.scaling.advice import recommend
 from probe.scaling.levels import GRANULARITIES, check_levels, ends_of, expand_formats
 from probe.scaling.rules import compare_rules
@@ -65,7 +73,7 @@ class Outcome:
 
     source: TensorSource
     lines: tuple[str, ...]
-    found: tuple[Found, ...] = ()
+    found: tuple[AnalysedTensor, ...] = ()
     reason: str = ""
     unread: bool = False
     """There was no tensor to analyse: the input is wrong, not its numbers."""
@@ -85,14 +93,14 @@ def run_batch(
     show(RULE)
     places = OutputFolders(output_dir, alone=len(sources) == 1)
     folders = [places.folder_for(source) for source in sources]
-    found: list[Found] = []
-    failed: list[Failed] = []
-    unread: list[Failed] = []
+    found: list[AnalysedTensor] = []
+    failed: list[FailedTensor] = []
+    unread: list[FailedTensor] = []
     with closing(_outcomes(sources, request, folders, jobs, show)) as outcomes:
         for outcome in outcomes:
             found += outcome.found
             if outcome.reason:
-                failed.append(Failed(outcome.source.text, outcome.reason))
+                failed.append(FailedTensor(outcome.source.text, outcome.reason))
                 unread += failed[-1:] if outcome.unread else []
     page = write_page(places.root, found, failed) if found else None
     for line in ("", RULE, "FINAL SUMMARY", RULE, f"Total tensors: {len(sources)}"):
@@ -137,7 +145,7 @@ def analyse(
     transcript = Transcript(show)
     transcript.add(*header)
     opening = list(transcript.stamped)
-    found: list[Found] = []
+    found: list[AnalysedTensor] = []
     logs: dict[str, list[str]] = {}
     reason, unread = "", True
     try:
@@ -155,7 +163,7 @@ def analyse(
         reason = f"{type(problem).__name__}: {problem}"
     transcript.add(_failure(source, reason) if reason else f"✅ Successfully processed: {source.text}")
     for format, lines in logs.items():
-        files.write_log(folder, source.name, format, [*opening, *lines, transcript.stamped[-1]])
+        write_log(folder, source.name, format, [*opening, *lines, transcript.stamped[-1]])
     return Outcome(source, tuple(transcript.lines), tuple(found), reason, unread)
 
 
@@ -165,7 +173,7 @@ def _failure(source: TensorSource, reason: str) -> str:
 
 def _analyse_format(
     source: TensorSource, prepared: Prepared, format: str, request: Request, folder: Path, transcript: Transcript
-) -> Found:
+) -> AnalysedTensor:
     result = scaling_sweep(
         prepared,
         format,
@@ -179,15 +187,15 @@ def _analyse_format(
     )
     advice = recommend(result)
     rules = compare_rules(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
-    for block in (overflow_block(result, advice), recommendation_block(result, advice), truth_block(rules)):
+    for block in (overflow_block(result, advice), recommendation_block(result, advice), rules_block(rules)):
         transcript.add("", *block)
-    written = files.write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
+    written = write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
     plots = pictures(result, advice) if request.plots else ()
     if plots:
-        written += files.write_plots(folder, format, plots)
-    log = folder / files.LOG.format(name=source.name, format=format)
+        written += write_plots(folder, format, plots)
+    log = folder / LOG.format(name=source.name, format=format)
     transcript.add(*(f"Wrote {path}" for path in (*written, log)))
-    return Found(source.text, str(folder), result, advice, rules, plots)
+    return AnalysedTensor(source.text, str(folder), result, advice, rules, plots)
 
 
 class OutputFolders:

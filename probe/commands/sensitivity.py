@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
             **data_arguments(options),
             **model_arguments(options),
         )
-    from probe.report.sensitivity.page import describe, table_rows, write_report
+    from probe.report.sensitivity import describe, table_rows, write_report
 
     if options.json is not None:
         write_json(options.json, found.as_dict())

@@ -19,7 +19,7 @@ from typing import Any, Self
 from probe.comparisons.selection import Side, all_sides, bands, find_side, layer_number, opened, place_of
 from probe.metrics import Comparison, Metrics
 from probe.recordings import Recording
-from probe.words import LOGITS
+from probe.words import LOGITS, look_up
 
 #: The largest mean, and the largest change between adjacent layers, that are not a problem.
 LARGEST_MEAN = 10.0
@@ -76,6 +76,14 @@ class Health:
     def first(self) -> LayerHealth | None:
         """The first of them: where to look."""
         return next(iter(self.suspicious), None)
+
+    def layer(self, name: str) -> LayerHealth:
+        """A layer by its name or number: layer_30 or 30."""
+        return look_up(
+            "layer",
+            f"layer_{name}" if name.isdecimal() else name,
+            {layer.name: layer for layer in self.layers},
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""

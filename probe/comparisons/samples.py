@@ -1,13 +1,18 @@
-"""Some of the values of recorded tensors, for pictures: evenly spread samples, maps of means, histograms."""
+"""What a page draws of recorded tensors: evenly spread samples, histograms, and maps of means."""
 
 import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from probe.comparisons.devices.diff import DeviceComparison
+from probe.comparisons.modes import ModeComparison
 from probe.comparisons.selection import Side, bands
+from probe.recordings import read_recording
 
 _Array = npt.NDArray[np.float64]
 
@@ -15,6 +20,14 @@ _Array = npt.NDArray[np.float64]
 SAMPLED = 20_000
 #: Rows and columns of a map at most.
 ROWS, COLUMNS = 64, 128
+#: A histogram ends where this share of the differences lies inside.
+INSIDE = 0.999
+#: Modes share the axis of their histograms unless one reaches so many times as far as the median of all.
+FAR = 50
+#: Bars of a histogram of differences.
+BARS = 61
+#: Values and features of one layer that are drawn one by one.
+VALUES, FEATURES = 1000, 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +43,131 @@ class Pairs:
     def difference(self) -> _Array:
         """output - reference."""
         return self.output - self.reference
+
+
+@dataclass(frozen=True, eq=False)
+class Differences:
+    """The histogram of the differences in a sample, and their moments."""
+
+    counts: npt.NDArray[np.int64]
+    edges: _Array
+    mean: float
+    std: float
+    rms: float
+    beyond: int
+    """How many of the sample lie outside of the edges."""
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnTensor:
+    """What a page draws of one tensor against its reference."""
+
+    label: str
+    shape: tuple[int, ...]
+    pairs: Pairs
+    differences: Differences | None
+    """None where every difference is 0, or none is finite."""
+    errors: _Array
+    """The mean |difference| by position and feature."""
+    scale: tuple[float, float] | None
+    """The ends of the scale of shades for `errors`; None where no error is above 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnLayer:
+    """What a page draws of one layer by itself."""
+
+    name: str
+    counts: npt.NDArray[np.int64]
+    edges: _Array
+    first_values: _Array
+    features: _Array
+    """The first features of the first sample, position by feature."""
+    feature_scale: tuple[float, float] | None
+    """The ends of the scale of shades for `features`; None where none is finite."""
+
+
+def drawn_modes(
+    compared: Sequence[tuple[ModeComparison, Side, Side]], *, progress: Callable[[str], object] | None = None
+) -> dict[str, dict[str, DrawnTensor]]:
+    """By layer and mode: the first layer, the last, and the one with the largest relative error in any mode."""
+    names = list(compared[0][0].layers)
+
+    def error(name: str) -> float:
+        return max(one.layers[name].metrics.relative_mse or 0.0 for one, _, _ in compared)
+
+    chosen = {names[0], max(names, key=error), names[-1]}
+    sides = {one.compared_mode: (side, reference) for one, side, reference in compared}
+    found = {}
+    for name in names:
+        if name in chosen:
+            if progress:
+                progress(f"pictures of {name}")
+            found[name] = drawn_tensors(name, sides)
+    return found
+
+
+def drawn_tensors(label: str, sides: Mapping[str, tuple[Side, Side]]) -> dict[str, DrawnTensor]:
+    """One tensor of several sides, each with its reference, on shared scales where they can share one."""
+    pairs = {name: sample_pairs(label, *both) for name, both in sides.items()}
+    errors = {name: error_map(label, *both) for name, both in sides.items()}
+    reaches = {name: _reach(one.difference) for name, one in pairs.items()}
+    if max(reaches.values()) <= FAR * statistics.median(reaches.values()):
+        reaches = dict.fromkeys(reaches, max(reaches.values()))
+    known = np.concatenate([one[np.isfinite(one) & (one > 0)] for one in errors.values()])
+    low, high = (float(x) for x in np.quantile(known, (0.001, 1.0))) if len(known) else (0.0, 0.0)
+    return {
+        name: DrawnTensor(
+            label,
+            side.shape(label),
+            pairs[name],
+            _differences(pairs[name].difference, reaches[name]),
+            errors[name],
+            (low, high) if len(known) else None,
+        )
+        for name, (side, _) in sides.items()
+    }
+
+
+def drawn_devices(found: DeviceComparison) -> DrawnTensor | None:
+    """The tensor of two devices where a fault began, or else the worst; None where nothing differs or was compared."""
+    if not found.layers or found.verdict.kind == "identical":
+        return None
+    a, b = (
+        Side(read_recording(folder, verify=False), recipe)
+        for folder, recipe in ((found.a, found.recipe_a), (found.b, found.recipe_b))
+    )
+    label = found.verdict.layer
+    known = any(layer.label == label for layer in found.layers)
+    if label is None or not known or found.verdict.kind == "dtype noise":
+        label = found.worst_by_max_abs[0].label
+    return drawn_tensors(label, {"B": (b, a)})["B"]
+
+
+def drawn_layer(name: str, side: Side, low: float | None, high: float | None) -> DrawnLayer:
+    """All values of a layer between its extremes as a histogram, the first ones, and its first features."""
+    nothing = (np.zeros(1, np.int64), np.array([0.0, 1.0]))
+    counts, edges = nothing if low is None or high is None else histogram(name, side, low, high)
+    features = first_features(name, side, FEATURES)
+    good = features[np.isfinite(features)]
+    ends = tuple(float(x) for x in np.quantile(good, (0.005, 0.995))) if len(good) else None
+    scale = None if ends is None else (ends[0], max(ends[1], ends[0] + 1e-12))
+    return DrawnLayer(name, counts, edges, first_values(name, side, VALUES), features, scale)
+
+
+def _reach(difference: _Array) -> float:
+    """Where a histogram of the differences ends."""
+    sizes = np.abs(difference)
+    return float(np.quantile(sizes, INSIDE)) or float(sizes.max()) if len(sizes) else 0.0
+
+
+def _differences(difference: _Array, reach: float) -> Differences | None:
+    if not np.abs(difference).max(initial=0.0):
+        return None
+    counts, edges = np.histogram(difference, bins=BARS, range=(-reach, reach))
+    beyond = int((np.abs(difference) > reach).sum())
+    rms = float(np.sqrt(np.square(difference).mean()))
+    return Differences(counts, edges, float(difference.mean()), float(difference.std()), rms, beyond)
 
 
 def sample_pairs(label: str, side: Side, reference: Side, *, most: int = SAMPLED) -> Pairs:

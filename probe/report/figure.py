@@ -1,4 +1,8 @@
-"""What the pictures of comparisons share: a figure in one style, its panels, and axes of layers."""
+"""The one style of all pictures: sheets of panels, colours, axes of layers and of logarithms, legends and notes.
+
+matplotlib writes the numbers of a logarithmic axis as TeX. No TeX is parsed here, because a name may hold a $; so these
+axes have ticks of their own, as plain text.
+"""
 
 import io
 import math
@@ -6,16 +10,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from probe.report.ticks import plain_log, plain_number
+import numpy as np
+import numpy.typing as npt
+
 from probe.words import short_names, single_line, tail
 
-#: Of Okabe and Ito, told apart by colour-blind people too; with markers beside them, since there may be more modes.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7f7f7f")
-MARKERS = "osD^vP*X"
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
-GREY, GRID, BAD = "#5f6b7a", "#dde2e8", "#d0021b"
-#: Panels in a row.
-ACROSS = 4
+Values = npt.NDArray[np.float64]
+
+#: The palette of Okabe and Ito, which colour-blind people can tell apart.
+BLUE, VERMILION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+ORANGE, SKY, BLACK, SILVER = "#e69f00", "#56b4e9", "#000000", "#7f7f7f"
+#: The order in which curves take their colours.
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, SILVER)
+#: Text and lines beside the data; the grid; what failed or is not finite.
+GREY, GRID, BAD = "#5f6b7a", "#dde2e8", "#b00020"
+DASHED = (0, (4, 2))
+DPI = 100
+#: Points across a panel, above which they are gathered in bins; points that are marked one by one.
+MOST_POINTS, MOST_MARKS = 400, 40
+#: Tick labels of 8 points: letters to the inch.
+LETTERS = 15
+#: Decades of a logarithmic axis with a tick.
+MOST_TICKS = 7
+#: Beyond this, and below its inverse, the arithmetic of an axis overflows.
+LARGEST = 1e100
 
 _SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -26,82 +44,293 @@ _SETTINGS: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.edgecolor": GREY,
     "axes.labelcolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GRID,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
     "legend.frameon": False,
-    "text.parse_math": False,  # a $ in the name of a layer is a $
+    "legend.fontsize": 8,
+    "text.parse_math": False,
 }
 
 
+class Sheet:
+    """A figure and its panels, from left to right and from top to bottom."""
+
+    def __init__(self, figure: Any, panels: list[Any]) -> None:
+        self.figure, self.panels = figure, panels
+
+    def legend(self) -> None:
+        """Put the legend of the first panel above all of them, in as many lines as the width of the sheet needs."""
+        handles, labels = self.panels[0].get_legend_handles_labels()
+        for lines in range(1, len(labels) + 1):
+            columns = math.ceil(len(labels) / lines)
+            made = self.figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.6)
+            if columns == 1 or made.get_window_extent().width <= self.figure.bbox.width:
+                return
+            made.remove()
+
+    def png(self, *, colours: int | None = None) -> bytes:
+        """The picture as a PNG. With so few `colours` it is about half the size; shades of a map need all of them."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from PIL import Image
+
+        canvas: Any = FigureCanvasAgg(self.figure)
+        kept = io.BytesIO()
+        if colours is None:
+            canvas.print_png(kept, metadata={"Software": None})
+            return kept.getvalue()
+        canvas.draw()
+        pixels = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba(), "raw", "RGBA", 0, 1)
+        few = pixels.convert("RGB").quantize(colours, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        few.save(kept, "png")
+        return kept.getvalue()
+
+
 @contextmanager
-def style() -> Iterator[None]:
-    """Not what the user has set for plots of their own."""
+def sheet(
+    count: int,
+    *,
+    columns: int = 3,
+    size: tuple[float, float] = (4.0, 2.6),
+    narrowest: float = 4.5,
+    dpi: int = DPI,
+    layout: str = "constrained",
+    **options: Any,
+) -> Iterator[Sheet]:
+    """A sheet of `count` panels, each of `size` inches, in the one style; what users have set for plots is left out.
+
+    With fewer panels than `columns` the sheet is narrower, but not below `narrowest`. `options` are those of subplots.
+    """
     import matplotlib
+    from matplotlib.figure import Figure
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
-        yield
+        across = min(columns, count)
+        down = math.ceil(count / across)
+        width = sheet_width(across, columns, size[0], narrowest)
+        kind: Any = layout
+        figure = Figure(figsize=(width, size[1] * down), dpi=dpi, layout=kind)
+        panels = [one for row in figure.subplots(down, across, squeeze=False, **options) for one in row]
+        for spare in panels[count:]:
+            spare.remove()
+        yield Sheet(figure, panels[:count])
 
 
-def panels(
-    count: int, *, height: float = 3.0, across: int = ACROSS, width: float = 12.5, **options: Any
-) -> tuple[Any, list[Any]]:
-    """A figure with so many panels, in rows; and those that have room for something left of them."""
-    from matplotlib.figure import Figure
-
-    columns = min(count, across)
-    rows = math.ceil(count / columns)
-    figure = Figure(figsize=(max(4.5, width * columns / across), height * rows), dpi=100, layout="constrained")
-    axes = [one for row in figure.subplots(rows, columns, squeeze=False, **options) for one in row]
-    for spare in axes[count:]:
-        spare.set_axis_off()
-    return figure, axes[:count]
+def sheet_width(across: int, columns: int, width: float, narrowest: float) -> float:
+    """The inches of a sheet with `across` panels of `width`, of at most `columns` in a row."""
+    return min(width * columns, max(width * across, narrowest))
 
 
-def png(figure: Any) -> bytes:
-    """The picture."""
-    kept = io.BytesIO()
-    figure.savefig(kept, format="png", metadata={"Software": None})
-    return kept.getvalue()
+def label(name: str, *, most: int) -> str:
+    """A name from a model or file: printable, and only its end if it is longer than `most` characters."""
+    return tail(single_line(name), most=most)
+
+
+def note(axes: Any, text: str) -> None:
+    """In place of data, say why there are none."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY, wrap=True)
+
+
+def corner_note(axes: Any, text: str, *, colour: str = GREY) -> None:
+    """A remark in the upper right corner of a panel."""
+    axes.text(0.98, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=8, color=colour)
+
+
+def positive(value: float | None) -> float:
+    """What a logarithmic axis can show; all else is NaN, which is a gap."""
+    shown = value is not None and math.isfinite(value) and value > 0
+    return min(max(value, 1 / LARGEST), LARGEST) if shown and value is not None else math.nan
+
+
+def positives(values: Sequence[float | None]) -> Values:
+    """`positive` of each."""
+    return np.array([positive(value) for value in values])
 
 
 def layer_axis(axes: Any, names: Sequence[str]) -> None:
-    """Numbers where layers have them, else what tells their names apart; as many as have room."""
-    numbers = [name.removeprefix("layer_") for name in names]
-    plain = all(number.isdecimal() for number in numbers)
-    texts = numbers if plain else short_names([single_line(name) for name in names], most=16)
-    step = math.ceil(len(texts) / (25 if plain else 12))
+    """What tells the layers apart, as many as there is room for; upright where they are long."""
+    texts, width = _layer_labels(names), _panel_width(axes)
+    longest, upright = max(map(len, texts)), _is_upright(texts, width)
+    step = max(1, math.ceil(len(texts) * (2.4 if upright else longest + 2) / (LETTERS * width)))
+    axes.set_xticks(range(0, len(texts), step), texts[::step], rotation=90 if upright else 0)
     axes.set_xlim(-0.5, len(texts) - 0.5)
-    axes.set_xticks(range(0, len(texts), step), texts[::step])
-    if not plain:
-        axes.tick_params(axis="x", rotation=30)
-    axes.set_xlabel("layer")
+    if longest <= 4:
+        axes.set_xlabel("layer")
 
 
-def log_axis(axes: Any, *, counts: bool = False) -> None:
-    """A logarithmic y axis with plain labels: 1e-3; of counts, with a place for 0."""
+def layer_axis_height(names: Sequence[str], width: float) -> float:
+    """The inches that upright names take below a panel of this width."""
+    texts = _layer_labels(names)
+    return 0.07 * max(map(len, texts)) if _is_upright(texts, width) else 0.0
+
+
+def _panel_width(axes: Any) -> float:
+    figure, place = axes.figure.get_figwidth(), axes.get_subplotspec().get_gridspec()
+    ratios = place.get_width_ratios()
+    return float(figure * ratios[axes.get_subplotspec().colspan.start] / sum(ratios))
+
+
+def _layer_labels(names: Sequence[str]) -> list[str]:
+    return short_names([single_line(name) for name in names], most=24)
+
+
+def _is_upright(texts: Sequence[str], width: float) -> bool:
+    longest = max(map(len, texts))
+    return longest > 4 and longest * len(texts) > LETTERS * width
+
+
+def log_axis(axes: Any, values: Sequence[float | None] | None = None, *, floor: float = 1e-6) -> None:
+    """A logarithmic y axis; with `values`, over those above `floor` times the largest."""
+    if values is not None:
+        known = [x for x in map(positive, values) if x > 0]
+        if not known:
+            axes.set_ylim(0, 1)
+            axes.text(0.5, 0.5, "all values are 0", transform=axes.transAxes, ha="center", color=GREY)
+            return
+        axes.set_yscale("log")
+        axes.set_ylim(max(min(known), max(known) * floor) / 1.6, max(known) * 1.6)
+    axes.set_yscale("log")
+    log_ticks(axes.yaxis)
+
+
+def count_axis(axes: Any) -> None:
+    """A logarithmic y axis of counts, with a place for 0."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    if not counts:
-        axes.set_yscale("log")
-        plain_log(axes.yaxis)
-        return
     axes.set_yscale("symlog", linthresh=1)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(plain_number))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def say(axes: Any, why: str) -> None:
-    """A panel without data says why."""
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", color=GREY, wrap=True)
+def log_ticks(axis: Any) -> None:
+    """Ticks of a logarithmic axis that follow its ends: a few, as plain text."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_major_locator(_log_locator())
+    axis.set_major_formatter(FuncFormatter(plain_number))
+    axis.set_minor_formatter(NullFormatter())
 
 
-def shown_name(name: str, *, most: int) -> str:
-    """A name from a model as a label: printable, and only its end if it is longer than `most` characters."""
-    return tail(single_line(name), most=most)
+def log_colour_ticks(bar: Any) -> None:
+    """The same for a logarithmic bar of colours."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    bar.locator, bar.formatter, bar.minorformatter = _log_locator(), FuncFormatter(plain_number), NullFormatter()
+
+
+def log_tick_places(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`: some decades; of up to two, parts of each; of less than one, even steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    if high < 4 * low:
+        found = [float(x) for x in MaxNLocator(nbins=5, steps=[1, 2, 5, 10], min_n_ticks=2).tick_values(low, high)]
+    else:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        parts: tuple[int, ...] = (1, 2, 3, 5) if high < 20 * low else (1, 2, 5) if high < 100 * low else (1,)
+        step = math.ceil((last - first) / MOST_TICKS) if len(parts) == 1 else 1
+        found = [part * 10.0**e for e in range(first, last + 1) if e % step == 0 for part in parts]
+    return [x for x in found if low * (1 - 1e-9) <= x <= high * (1 + 1e-9)]
+
+
+def _log_locator() -> Any:
+    from matplotlib.ticker import Locator
+
+    class LogTicks(Locator):
+        def __call__(self) -> Any:
+            axis: Any = self.axis
+            return self.tick_values(*axis.get_view_interval())
+
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            return log_tick_places(*sorted((vmin, vmax)))
+
+    return LogTicks()
+
+
+def plain_number(value: float, _: object = None) -> str:
+    """0, 1, 100, 0.25, 1e-3, 2.5e5."""
+    if 0.01 <= value < 1000 or value == 0:
+        return f"{value:.4g}"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def count_ticks(axis: Any) -> None:
+    """Whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+
+
+def shade_map(axes: Any, values: npt.NDArray[Any], *, colours: str = "viridis", **options: Any) -> Any:
+    """Values as shades, rows down; what is not finite is red. `options` are those of imshow; for a bar of colours."""
+    import matplotlib
+
+    axes.grid(False)
+    shades = matplotlib.colormaps[colours].with_extremes(bad=BAD)
+    return axes.imshow(values, aspect="auto", interpolation="nearest", cmap=shades, **options)
+
+
+def log_shade_map(axes: Any, values: Values, scale: tuple[float, float], shape: tuple[int, ...]) -> Any:
+    """Errors of a [samples, tokens, features] tensor as shades on a logarithmic scale; 0 is the lowest shade."""
+    from matplotlib.colors import LogNorm
+
+    low, high = scale
+    positions = math.prod(shape[1:-1]) if len(shape) > 2 else shape[0]
+    drawn = np.where(values == 0, low / 2, values)  # below the scale, not off it
+    return shade_map(axes, drawn, norm=LogNorm(low, max(high, low * 1.001)), extent=(0, shape[-1], positions, 0))
+
+
+def histogram(axes: Any, counts: npt.NDArray[Any], edges: Values, *, mean: float | None = None) -> None:
+    """Counts on a logarithmic axis, and a dashed line at the mean."""
+    axes.stairs(counts, edges, fill=True, color=BLUE)
+    if mean is not None:
+        axes.axvline(mean, color=BAD, linewidth=1.2, linestyle=DASHED)
+    count_axis(axes)
+    axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
+    axes.locator_params(axis="x", nbins=5)
+
+
+def bins(count: int, most: int = MOST_POINTS) -> list[slice]:
+    """Stretches of points, each drawn as one: single points while there are few."""
+    size = math.ceil(count / most)
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def middles(parts: Sequence[slice]) -> list[float]:
+    """Where the bins lie on the axis of points."""
+    return [(part.start + part.stop - 1) / 2 for part in parts]
+
+
+def line(
+    axes: Any, values: Sequence[float | None], *, colour: str, label: str, width: float = 1.3, joined: bool = True
+) -> None:
+    """A line through the points, or points alone; of many, the medians of bins inside the band of their extremes."""
+    points = positives(values)
+    parts = bins(len(points))
+    marker = {"marker": "o", "markersize": 2 + width} if len(points) <= MOST_MARKS or not joined else {}
+    if len(parts) == len(points):
+        axes.plot(points, color=colour, linewidth=width, linestyle="-" if joined else "", label=label, **marker)
+        return
+    low, middle, high = (
+        [f(points[part]) if np.isfinite(points[part]).any() else math.nan for part in parts]
+        for f in (np.nanmin, np.nanmedian, np.nanmax)
+    )
+    axes.fill_between(middles(parts), low, high, color=colour, alpha=0.25, linewidth=0)
+    axes.plot(middles(parts), middle, color=colour, linewidth=width, label=label)
+
+
+def mark_below(axes: Any, values: Sequence[float | None], *, colour: str, size: float = 5) -> None:
+    """A triangle on the lower edge for every value, 0 too, that lies below a logarithmic axis."""
+    low = axes.get_ylim()[0]
+    places = [i for i, x in enumerate(values) if x is not None and x < low]
+    if axes.get_yscale() == "log" and places:
+        size = size if len(values) <= MOST_MARKS else size / 2
+        axes.plot(places, [low] * len(places), "v", color=colour, markersize=size, clip_on=False, zorder=3)

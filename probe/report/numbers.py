@@ -1,7 +1,10 @@
 """Figures as text: short where they may be, and long enough that old and new can be told apart."""
 
+import csv
+import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from probe.gate.cases import Figure
 
@@ -61,9 +64,13 @@ def value(figures: Mapping[str, Figure], *names: str) -> float | None:
     return next((x for x in found if x is not None and math.isfinite(x)), None)
 
 
-def finite(x: float | None) -> float | None:
-    """None for NaN and Inf, which JSON does not have."""
-    return x if x is not None and math.isfinite(x) else None
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of the same keys, below a header row; None is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def _texts(*values: float | None, digits: int = 3) -> list[str]:

@@ -11,7 +11,7 @@ from probe.activations.compare import compare_runs, ranked
 from probe.commands import main
 from probe.commands.analyze import overrides
 from probe.report.activations.comparison import change_pictures, comparison_text
-from probe.report.activations.drawing import Sheet
+from probe.report.figure import Sheet
 from tests.report.browser import open_report
 
 TOY = [

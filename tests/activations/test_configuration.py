@@ -10,7 +10,7 @@ import yaml
 from probe.activations.configuration import ALL_KEYS, full_key, read_configuration
 from probe.activations.run import analyze
 from probe.activations.settings import Settings
-from probe.report.activations.writing import write_analysis
+from probe.report.activations.files import write_analysis
 from probe.settings import ConfigurationError, keys_of, with_values
 
 CONFIGS = Path(__file__).parents[2] / "configs"

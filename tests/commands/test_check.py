@@ -91,7 +91,7 @@ def test_the_page_names_the_first_and_shows_it(folder: Path) -> None:
     assert "1 of 5 look wrong. The first is layer_3: 1 NaN and 0 Inf, the first at (1, 2, 3)" in page
     assert page.count("data:image/png;base64,") == 3
     assert "5 outputs look normal." in page
-    assert page.count("<tr class=bad>") == 1
+    assert page.count('<tr class="bad">') == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.plugin.conftest import Run
 from tests.report.browser import open_report
-from tests.report.test_browser import click_cell, row_of
+from tests.report.gate.test_browser import click_cell, row_of
 
 HTML = ("--html=out/report.html", "--self-contained-html")
 FAILING = "coarse-layer_1-cpu-fp8_e4m3"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from probe.commands import main
-from probe.report.sensitivity.page import describe, page, picture, table_rows
+from probe.report.sensitivity import describe, page, picture, table_rows
 from probe.sensitivity import Advice, Effect, Figures, Sensitivity
 from probe.sensitivity.advice import advise
 

@@ -7,24 +7,13 @@ from typing import Any
 
 from probe.activations.compare import Comparison, compare_runs, ranked
 from probe.files.atomic import write
-from probe.report.activations.drawing import (
-    GREY,
-    MIXED,
-    MOST_PANELS,
-    RED,
-    families,
-    family_sheet,
-    layer_axis,
-    legend,
-    line,
-    log_axis,
-    mark_below,
-    tail,
-)
-from probe.report.activations.page import MOST_ROWS, rows_said
-from probe.report.activations.pictures import Picture
-from probe.report.activations.writing import csv_text
+from probe.files.checked_json import finite
+from probe.report.activations.layer_plots import MIXED, families, family_sheet
+from probe.report.activations.page import MOST_ROWS, Picture, rows_said
+from probe.report.activations.tensor_plots import MOST_PANELS
 from probe.report.document import Document
+from probe.report.figure import GREY, VERMILION, label, layer_axis, line, log_axis, mark_below
+from probe.report.numbers import csv_text
 
 _DPI = 150
 #: Tensors are ranked by its change.
@@ -38,7 +27,7 @@ def write_comparison(a: str, b: str, *, folder: str | None = None) -> tuple[str,
     comparison = compare_runs(a, b)
     target = Path(folder) if folder else Path(b) / "compared"
     pictures = [one for name in comparison.figures for one in change_pictures(comparison, name)]
-    written = [write(target / "comparison.csv", csv_text(list(comparison.rows)))]
+    written = [write(target / "comparison.csv", csv_text(finite(list(comparison.rows))))]
     written += [write(target / f"{one.file}.png", one.png) for one in pictures]
     written.append(comparison_page(comparison, pictures).write(target / "comparison_report.html"))
     return comparison_text(comparison), written
@@ -137,15 +126,15 @@ def _drawn(panels: Sequence[Panel], figure: str) -> bytes:
     with family_sheet(groups, dpi=_DPI) as page:
         for axes, one, (said, names) in zip(page.panels, panels, groups.items(), strict=True):
             a, b = ([row[f"{figure} {side}"] for row in one.rows] for side in "AB")
-            for values, colour, label, width in ((a, GREY, "A", 3.5), (b, RED, "B", 1.2)):
-                line(axes, values, colour=colour, label=label, width=width, joined=one.family != MIXED)
+            for values, colour, name, width in ((a, GREY, "A", 3.5), (b, VERMILION, "B", 1.2)):
+                line(axes, values, colour=colour, label=name, width=width, joined=one.family != MIXED)
             log_axis(axes, [*a, *b])
             mark_below(axes, a, colour=GREY, size=8)
-            mark_below(axes, b, colour=RED, size=4)
+            mark_below(axes, b, colour=VERMILION, size=4)
             layer_axis(axes, names)
-            axes.set_title(tail(said, 44))
+            axes.set_title(label(said, most=44))
             axes.set_ylabel(figure)
-        legend(page, page.panels[0])
+        page.legend()
         return page.png()
 
 

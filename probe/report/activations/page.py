@@ -1,16 +1,31 @@
 """`analysis_report.html`: what stands out, the pictures, and the tables behind them."""
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from probe.activations.run import Analysis
-from probe.activations.statistics import LayerStatistics
-from probe.report.activations.pictures import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, PREDICTED, Picture
 from probe.report.document import Document
 
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG with the name of its file, the section that it belongs to, and what to say about it."""
+
+    file: str
+    section: str
+    caption: str
+    png: bytes
+
+
+MAGNITUDES = "Magnitudes"
+OUTLIERS = "Outlier tokens"
+DISTRIBUTIONS = "Distributions"
+HEAT = "Tokens and channels of one sample"
+BANDS = "Channels"
+PREDICTED = "What quantization would cost"
 #: Rows of a table on the page; all of them are in the CSV file.
 MOST_ROWS = 200
 
@@ -89,15 +104,6 @@ def _none(analysis: Analysis) -> str:
     )
 
 
-def hardest(analysis: Analysis) -> list[LayerStatistics]:
-    """By max / 99th percentile of |x|, the largest first; above all where that percentile is 0, and the max is not."""
-
-    def ratio(s: LayerStatistics) -> float:
-        return s.max_to_p99 if s.max_to_p99 is not None else math.inf if s.amax else 0.0
-
-    return sorted(analysis.statistics.values(), key=ratio, reverse=True)
-
-
 def _standing_out(page: Document, analysis: Analysis) -> None:
     rows = [
         {
@@ -111,7 +117,7 @@ def _standing_out(page: Document, analysis: Analysis) -> None:
             if s.kind == "output" and s.module in analysis.outliers
             else None,
         }
-        for s in hardest(analysis)[:15]
+        for s in analysis.hardest()[:15]
     ]
     if rows:
         page.table(rows, caption="The tensors with the largest max / 99th percentile of |x|: hardest to quantize.")

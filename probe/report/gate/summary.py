@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from probe.files.checked_json import finite
 from probe.gate.cases import Outcome
 from probe.report.gate.recipes import HeatMap, Run, cell_text, heat_maps, is_inherited, runs, totals
 from probe.report.gate.story import selection
-from probe.report.numbers import change, finite, ranked, tolerance
+from probe.report.numbers import change, ranked, tolerance
 from probe.running.environment import differences
 from probe.version import VERSION
 from probe.words import single_line

@@ -1,46 +1,50 @@
 """The pictures of modes against their reference: error by layer, differences, values, and where the error lies."""
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from probe.comparisons.modes import ModeComparison
-from probe.comparisons.samples import Pairs
+from probe.comparisons.samples import DrawnTensor
 from probe.metrics import Metrics
 from probe.report.figure import (
     BAD,
     COLOURS,
-    DASHES,
     GREY,
-    MARKERS,
+    Sheet,
+    corner_note,
+    histogram,
+    label,
     layer_axis,
     log_axis,
-    panels,
-    png,
-    say,
-    shown_name,
-    style,
+    log_colour_ticks,
+    log_shade_map,
+    note,
+    positive,
+    sheet,
 )
-from probe.report.ticks import plain_log_bar
 
-#: A mode whose differences are so many times the median of all modes would make lines of the others on one axis.
-_FAR = 50
+#: Beside the colours, since there may be more modes than colours.
+MARKERS = "osD^vP*X"
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
 #: Points of a line on which no other is drawn.
 THIN = 1.7
+#: What is drawn by layer. Where a layer is lossless the figure is 0, which a logarithmic axis has no place for.
+FIGURES: dict[str, Callable[[Metrics], float | None]] = {
+    "mse by layer": lambda m: m.mse,
+    "1 - correlation by layer": lambda m: None if m.correlation is None else 1 - m.correlation,
+}
 
 
 def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
     """mse and 1 - correlation of every mode, on logarithmic axes; a layer without loss has no point."""
     names = list(comparisons[0].layers)
-    with style():
-        figure, (left, right) = panels(2, height=3.8, across=2)
-        for axes, title, figure_of in ((left, "mse by layer", _mse), (right, "1 - correlation by layer", _unlikeness)):
-            curves = [[_positive(figure_of(layer.metrics)) for layer in one.layers.values()] for one in comparisons]
-            drawn = any(math.isfinite(x) for values in curves for x in values)
+    with sheet(2, columns=2, size=(6.25, 3.8)) as page:
+        for axes, (title, figure_of) in zip(page.panels, FIGURES.items(), strict=True):
+            curves = [[positive(figure_of(layer.metrics)) for layer in one.layers.values()] for one in comparisons]
             wide = widths(curves)
             for place, (one, values, width) in enumerate(zip(comparisons, curves, wide, strict=True)):
                 axes.plot(
@@ -48,20 +52,18 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
                     color=COLOURS[place % len(COLOURS)],
                     marker=MARKERS[place % len(MARKERS)],
                     markersize=(4.5 if len(names) <= 32 else 2.5) + width - THIN,
-                    linestyle=DASHES[place % len(DASHES)]
-                    if max(wide) == THIN
-                    else "-",  # gaps would hide the thin in the wide
+                    linestyle=DASHES[place % len(DASHES)] if max(wide) == THIN else "-",  # gaps would hide thin lines
                     linewidth=width,
-                    label=shown_name(one.compared_mode, most=20),
+                    label=label(one.compared_mode, most=20),
                 )
             axes.set_title(title)
-            if not drawn:
-                say(axes, "nothing to draw: every layer is without loss, or undefined")
+            if not any(math.isfinite(x) for values in curves for x in values):
+                note(axes, "nothing to draw: every layer is without loss, or undefined")
                 continue
             log_axis(axes)
             layer_axis(axes, names)
-        figure.legend(*_handles(left), loc="outside lower center", ncols=8, fontsize=8)
-        return png(figure)
+        page.legend()
+        return page.png()
 
 
 def widths(curves: Sequence[Sequence[float]]) -> list[float]:
@@ -77,114 +79,70 @@ def widths(curves: Sequence[Sequence[float]]) -> list[float]:
     return [THIN + 2.6 * min(count, 4) for count in above]
 
 
-def difference_histograms(layer: str, samples: Mapping[str, Pairs], reference: str) -> bytes:
+def difference_histograms(drawn: Mapping[str, DrawnTensor], reference: str) -> bytes:
     """mode - reference of a layer, side by side: on one axis, but for modes that are far apart; counts on log axes."""
-    found = {mode: pairs.difference for mode, pairs in samples.items()}
-    ends = {mode: float(np.quantile(np.abs(d), 0.999)) if len(d) else 0.0 for mode, d in found.items()}
-    shared = max(ends.values()) <= _FAR * statistics.median(ends.values())
-    with style():
-        figure, axes = panels(len(found), sharex=shared, sharey=True, height=2.6)
-        for panel, (mode, difference) in zip(axes, found.items(), strict=True):
-            largest = max(ends.values()) if shared else ends[mode]
-            panel.set_title(f"{shown_name(mode, most=22)} - {shown_name(reference, most=12)}")
-            if not len(difference):
-                say(panel, "not one value of the sample is finite")
+    ends = {one.differences.edges[-1] for one in drawn.values() if one.differences}
+    with _panels(drawn, 2.6, "difference of {}", "values in the sample", sharex=len(ends) == 1, sharey=True) as page:
+        for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
+            axes.set_title(f"{label(mode, most=22)} - {label(reference, most=12)}")
+            found = one.differences
+            if found is None:
+                nothing = "every difference is 0" if len(one.pairs.output) else "not one value of the sample is finite"
+                note(axes, nothing)
                 continue
-            if largest == 0:
-                say(panel, "every difference is 0")
-                continue
-            outside = int((np.abs(difference) > largest).sum())
-            counts, edges = np.histogram(difference, bins=61, range=(-largest, largest))
-            panel.stairs(counts, edges, fill=True, color=COLOURS[0])
-            panel.axvline(float(difference.mean()), color=BAD, linewidth=1.2, linestyle=(0, (4, 2)))
-            log_axis(panel, counts=True)
-            note = f"mean {difference.mean():.1e}\nstd {difference.std():.1e}" + (
-                f"\n{outside} beyond" if outside else ""
-            )
-            panel.text(0.98, 0.97, note, transform=panel.transAxes, ha="right", va="top", fontsize=8, color=GREY)
-            panel.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
-            panel.locator_params(axis="x", nbins=5)
-        figure.supxlabel(f"difference of {shown_name(layer, most=40)}", fontsize=9, color=GREY)
-        figure.supylabel("values in the sample", fontsize=9, color=GREY)
-        return png(figure)
+            histogram(axes, found.counts, found.edges, mean=found.mean)
+            beyond = f"\n{found.beyond} beyond" if found.beyond else ""
+            corner_note(axes, f"mean {found.mean:.1e}\nstd {found.std:.1e}{beyond}")
+        return page.png()
 
 
-def value_scatter(layer: str, samples: Mapping[str, Pairs], reference: str) -> bytes:
+def value_scatter(drawn: Mapping[str, DrawnTensor], reference: str) -> bytes:
     """Output against reference as densities, with the line on which they are equal."""
-    with style():
-        figure, axes = panels(len(samples), height=3.0)
+    with _panels(drawn, 3.0, f"{{}} of {label(reference, most=12)}", "of the mode") as page:
         shown = None
-        for panel, (mode, pairs) in zip(axes, samples.items(), strict=True):
-            panel.set_title(shown_name(mode, most=30))
+        for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
+            axes.set_title(label(mode, most=30))
+            pairs = one.pairs
             both = np.concatenate([pairs.output, pairs.reference])
             low, high = float(both.min(initial=math.inf)), float(both.max(initial=-math.inf))
-            if not len(pairs.output) or low == high:
-                say(
-                    panel,
-                    "not one value of the sample is finite" if not len(pairs.output) else "every value is the same",
-                )
+            if not len(both) or low == high:
+                note(axes, "every value is the same" if len(both) else "not one value of the sample is finite")
                 continue
-            panel.plot((low, high), (low, high), color=BAD, linewidth=0.8, zorder=3)
-            shown = panel.hexbin(
+            axes.plot((low, high), (low, high), color=BAD, linewidth=0.8, zorder=3)
+            shown = axes.hexbin(
                 pairs.reference, pairs.output, gridsize=48, bins="log", mincnt=1, extent=(low, high, low, high),
                 cmap="viridis", linewidths=0.1,
             )  # fmt: skip
-            panel.locator_params(nbins=5)
-        if shown is not None:
-            plain_log_bar(figure.colorbar(shown, ax=axes, label="values", shrink=0.85, pad=0.01))
-        figure.supxlabel(f"{shown_name(layer, most=40)} of {shown_name(reference, most=12)}", fontsize=9, color=GREY)
-        figure.supylabel("of the mode", fontsize=9, color=GREY)
-        return png(figure)
+            axes.locator_params(nbins=5)
+        _colour_bar(page, shown, "values")
+        return page.png()
 
 
-def error_maps(layer: str, maps: Mapping[str, npt.NDArray[np.float64]], shape: tuple[int, ...]) -> bytes:
+def error_maps(drawn: Mapping[str, DrawnTensor]) -> bytes:
     """mean |difference| by position and feature, all modes on one logarithmic scale of colours; red is not finite."""
-    from matplotlib.colors import LogNorm
-
-    drawn = np.concatenate([one[np.isfinite(one) & (one > 0)] for one in maps.values()])
-    with style():
-        figure, axes = panels(len(maps), sharex=True, sharey=True, height=2.9)
+    with _panels(drawn, 2.9, "feature of {}", "position", sharex=True, sharey=True) as page:
         shown = None
-        extent = (0, shape[-1], math.prod(shape[1:-1]) or 1, 0)
-        for panel, (mode, values) in zip(axes, maps.items(), strict=True):
-            panel.grid(False)
-            panel.set_title(shown_name(mode, most=30))
-            if not len(drawn):
-                say(panel, "every difference is 0" if np.isfinite(values).all() else "no difference is finite")
+        for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
+            axes.set_title(label(mode, most=30))
+            if one.scale is None:
+                note(axes, "every difference is 0" if np.isfinite(one.errors).all() else "no difference is finite")
                 continue
-            low, high = np.quantile(drawn, (0.001, 1.0))
-            colours = _with_bad("magma")
-            floor = np.where(values == 0, low / 2, values)
-            shown = panel.imshow(
-                floor, aspect="auto", extent=extent, cmap=colours, norm=LogNorm(low, max(high, low * 1.001)),
-                interpolation="nearest",
-            )  # fmt: skip
-            panel.locator_params(nbins=5)
-        if shown is not None:
-            plain_log_bar(figure.colorbar(shown, ax=axes, label="mean |difference|", shrink=0.85, pad=0.01))
-        figure.supxlabel(f"feature of {shown_name(layer, most=40)}", fontsize=9, color=GREY)
-        figure.supylabel("position", fontsize=9, color=GREY)
-        return png(figure)
+            shown = log_shade_map(axes, one.errors, one.scale, one.shape)
+            axes.locator_params(nbins=5)
+        _colour_bar(page, shown, "mean |difference|")
+        return page.png()
 
 
-def _mse(m: Metrics) -> float | None:
-    return m.mse
+@contextmanager
+def _panels(drawn: Mapping[str, DrawnTensor], height: float, across: str, down: str, **options: Any) -> Iterator[Sheet]:
+    """A sheet with a panel for each mode, and names for the axes of all; `across` has a place for the layer's."""
+    layer = label(next(iter(drawn.values())).label, most=40)
+    with sheet(len(drawn), columns=4, size=(3.125, height), **options) as page:
+        page.figure.supxlabel(across.format(layer), fontsize=9, color=GREY)
+        page.figure.supylabel(down, fontsize=9, color=GREY)
+        yield page
 
 
-def _unlikeness(m: Metrics) -> float | None:
-    return None if m.correlation is None else 1 - m.correlation
-
-
-def _with_bad(name: str) -> Any:
-    import matplotlib
-
-    return matplotlib.colormaps[name].with_extremes(bad=BAD)
-
-
-def _handles(axes: Any) -> Any:
-    return axes.get_legend_handles_labels()
-
-
-def _positive(value: float | None) -> float:
-    """What a logarithmic axis can show; the rest is a gap."""
-    return value if value is not None and math.isfinite(value) and value > 0 else math.nan
+def _colour_bar(page: Sheet, shown: Any, name: str) -> None:
+    if shown is not None:
+        log_colour_ticks(page.figure.colorbar(shown, ax=page.panels, label=name, shrink=0.85, pad=0.01))

@@ -1,39 +1,56 @@
-"""One page over all tensors and formats of a run: a table to sort, and for each what was found, with its plots."""
+"""The files of a scaling run: results of every tensor as text, CSV and JSON, plots, logs, and one page over all."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from probe.files.atomic import write
 from probe.report.document import Document
-from probe.report.scaling.blocks import overflow_block, recommendation_block, truth_rows
+from probe.report.numbers import csv_text
+from probe.report.script_layouts import (
+    DOUBLE,
+    SINGLE,
+    decibels,
+    factor,
+    grid_name,
+    overflow_block,
+    recommendation_block,
+)
 from probe.scaling.advice import Recommendation
-from probe.scaling.results import ScalingResult
+from probe.scaling.results import Level, ScalingResult
 from probe.scaling.rules import RuleResult
+from probe.words import columns
 
 PAGE = "scaling.html"
+#: File -> what it is; the first part of each name is the users' own.
+RESULTS = "mxfp_scaling_results_{format}"
+TEST_PLOT = "mxfp_scaling_test_{format}.png"
+SUMMARY_PLOT = "mxfp_scaling_summary_{format}.png"
+LOG = "mxfp_scaling_test_{name}_{format}.log"
 
 
 @dataclass(frozen=True)
-class Found:
+class AnalysedTensor:
     """One tensor in one format, analysed; `plots` are empty where none were asked for."""
 
     source: str
     folder: str
     result: ScalingResult
     recommendation: Recommendation
-    truths: tuple[RuleResult, ...]
+    rules: tuple[RuleResult, ...]
     plots: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedTensor:
     """A tensor that could not be analysed, and why."""
 
     source: str
     reason: str
 
 
-def write_page(folder: Path, found: Sequence[Found], failed: Sequence[Failed]) -> Path:
+def write_page(folder: Path, found: Sequence[AnalysedTensor], failed: Sequence[FailedTensor]) -> Path:
     """The page of a run."""
     tensors = len({one.source for one in found})
     lead = f"{tensors} tensors analysed, {len(failed)} failed. A click on the head of a column sorts by it."
@@ -54,7 +71,7 @@ def write_page(folder: Path, found: Sequence[Found], failed: Sequence[Failed]) -
     return page.write(folder / PAGE)
 
 
-def _row(one: Found) -> dict[str, object]:
+def _row(one: AnalysedTensor) -> dict[str, object]:
     level, result = one.recommendation.level, one.result
     safe = one.recommendation.range
     return {
@@ -71,18 +88,172 @@ def _row(one: Found) -> dict[str, object]:
         "overflow %": level.percent(level.overflow),
         "underflow %": level.percent(level.underflow),
         "safe range": "none" if safe is None else f"{safe[0]:.2f} to {safe[1]:.2f}",
-        "best block rule": min(one.truths, key=lambda truth: truth.level.mse).rule if one.truths else None,
+        "best block rule": min(one.rules, key=lambda rule: rule.level.mse).rule if one.rules else None,
     }
 
 
-def _section(page: Document, one: Found) -> None:
+def _section(page: Document, one: AnalysedTensor) -> None:
     result, advice = one.result, one.recommendation
     page.heading(f"{result.name}, {result.format}")
     page.text(f"{one.source}; files in {one.folder}")
     for png, what in zip(one.plots, ("six figures", "summary"), strict=False):
         page.picture(png, alt=f"{what} of {result.name} in {result.format} over the scale exponent")
-    if one.truths:
-        first = one.truths[0]
-        page.table(truth_rows(one.truths), f"scale rules over {first.blocks} blocks of {first.block_size}")
+    if one.rules:
+        first = one.rules[0]
+        page.table(rule_rows(one.rules), f"scale rules over {first.blocks} blocks of {first.block_size}")
     page.pre("\n".join(recommendation_block(result, advice)))
     page.pre("\n".join(overflow_block(result, advice)))
+
+
+def write_results(
+    folder: Path,
+    result: ScalingResult,
+    found: Recommendation,
+    rules: Sequence[RuleResult],
+    *,
+    source: str,
+    identity: str,
+) -> list[Path]:
+    """The .txt, .csv and .json of every level and every figure."""
+    stem = RESULTS.format(format=result.format)
+    beside = {
+        "source": source,
+        "identity": identity,
+        "recommendation": found.as_dict(),
+        "blocks": [rule.as_dict() for rule in rules],
+    }
+    return [
+        write(folder / f"{stem}.txt", results_text(result, found, source=source)),
+        write(folder / f"{stem}.csv", results_csv(result, found)),
+        write(folder / f"{stem}.json", result.to_json(**beside)),
+    ]
+
+
+def write_plots(folder: Path, format: str, plots: tuple[bytes, bytes]) -> list[Path]:
+    """The six panels and the summary."""
+    names = (TEST_PLOT.format(format=format), SUMMARY_PLOT.format(format=format))
+    return [write(folder / name, png) for name, png in zip(names, plots, strict=True)]
+
+
+def write_log(folder: Path, name: str, format: str, lines: Sequence[str]) -> Path:
+    """Everything that was on screen; the lines have their times already."""
+    return write(folder / LOG.format(name=name, format=format), "".join(f"{line}\n" for line in lines))
+
+
+def tensor_lines(result: ScalingResult, *, source: str) -> list[str]:
+    """What was analysed, and how."""
+    shape = " x ".join(map(str, result.shape)) or "scalar"
+    blocks = "" if result.block_size is None else f", blocks of {result.block_size} along axis {result.axis}"
+    return [
+        f"Input: {source}",
+        f"Tensor: {result.name}, shape {shape}, {result.dtype}, {result.elements} values, {result.zeros} zeros",
+        f"Value range: [{result.minimum:.6e}, {result.maximum:.6e}], smallest magnitude {result.smallest:.6e}, "
+        f"mean magnitude {result.mean_abs:.6e}",
+        f"Format: {result.format} ({grid_name(result.element)}), max {result.element.max:g}, "
+        f"smallest {result.element.min_subnormal:g}",
+        f"Granularity: {result.granularity}{blocks}; scale bits {result.scale_bits}",
+        f"Scale exponents: {result.max_scale_exp:.2f} (max alignment) to {result.min_scale_exp:.2f} (min alignment), "
+        f"{len(result.levels)} levels",
+    ]
+
+
+def level_line(level: Level, count: int) -> str:
+    """One level in one line, for the screen and the log."""
+    rule = f" [{level.rule}]" if level.rule else ""
+    return (
+        f"  Level {level.level + 1}/{count}: Scale Exp {level.scale_exponent:.2f}{rule}, "
+        f"Factor {factor(level.scale)}, MSE {level.mse:.6e}, Cosine {level.cosine:.6f}, "
+        f"PSNR {decibels(level.psnr)} dB, Overflow {level.percent(level.overflow):.2f}%, "
+        f"Underflow {level.percent(level.underflow):.2f}%"
+    )
+
+
+def results_text(result: ScalingResult, found: Recommendation, *, source: str) -> str:
+    """Every level with every figure, one paragraph each."""
+    lines = ["MXFP scaling results", "=" * 80, *tensor_lines(result, source=source), ""]
+    for level in result.levels:
+        mark = "   <- recommended" if level.level == found.level.level else ""
+        rule = f", rule {level.rule}" if level.rule else ""
+        lines += [
+            f"Level {level.level}: scale exponent {level.scale_exponent:.6f}, factor {factor(level.scale)}{rule}{mark}",
+            f"  MSE {level.mse:.6e}  RMSE {level.rmse:.6e}  MAE {level.mae:.6e}  "
+            f"Max abs error {level.max_abs_error:.6e}",
+            f"  Cosine {level.cosine:.8f}  PSNR {decibels(level.psnr)} dB  Relative error {level.relative_error:.4f}%  "
+            f"Composite score {found.scores[level.level]:.4f}",
+            f"  Overflow {_counted(level, level.overflow)} {level.overflow_severity}  "
+            f"Underflow {_counted(level, level.underflow)} {level.underflow_severity}  "
+            f"Flushed {_counted(level, level.flushed)}  Subnormal {_counted(level, level.subnormal)}",
+            f"  Range [{result.minimum:.6e}, {result.maximum:.6e}] -> [{level.min_output:.6e}, {level.max_output:.6e}]",
+        ]
+        if level.codes is not None:
+            lines.append(f"  Codes used {level.codes_used} of {len(level.codes)}: {' '.join(map(str, level.codes))}")
+    return "\n".join(lines) + "\n"
+
+
+def _counted(level: Level, count: int) -> str:
+    return f"{count} ({level.percent(count):.4f}%)"
+
+
+def results_csv(result: ScalingResult, found: Recommendation) -> str:
+    """A row for every level; the psnr of a lossless level is inf, codes are separated by spaces."""
+    rows = []
+    for level in result.levels:
+        row = level.as_dict()
+        row |= {"psnr": level.psnr, "score": found.scores[level.level], "recommended": level is found.level}
+        row["codes"] = "" if level.codes is None else " ".join(map(str, level.codes))
+        rows.append(row)
+    return csv_text(rows)
+
+
+def rules_block(rules: Sequence[RuleResult]) -> list[str]:
+    """BLOCK-LEVEL ANALYSIS: the scale rules of real MX blocks side by side."""
+    rows = rule_rows(rules)
+    texts = [{name: _cell(value) for name, value in row.items()} for row in rows]
+    first = rules[0]
+    return [
+        *(DOUBLE, "BLOCK-LEVEL ANALYSIS", DOUBLE),
+        f"{first.blocks} blocks of {first.block_size}, a power-of-two scale each; {first.zero_blocks} are all zeros",
+        SINGLE,
+        *columns(texts),
+        SINGLE,
+        "blocks with: share of the blocks with at least one such value. worst: largest share of one block.",
+        "spoiled: blocks whose other values lose more than 4 times as much (squared) to the scale of one outlier.",
+        DOUBLE,
+    ]
+
+
+def rule_rows(rules: Sequence[RuleResult]) -> list[dict[str, object]]:
+    """A row for every rule; shares in percent."""
+    rows: list[dict[str, object]] = []
+    for one in rules:
+        level = one.level
+
+        def share(count: int, blocks: int = one.blocks) -> float:
+            return round(100 * count / blocks, 2)
+
+        codes = {} if level.codes is None else {"codes used": f"{level.codes_used}/{len(level.codes)}"}
+        rows.append(
+            {
+                "rule": one.rule,
+                "mse": float(f"{level.mse:.4g}"),
+                "psnr dB": round(level.psnr, 2) if math.isfinite(level.psnr) else "inf",
+                "overflow %": round(level.percent(level.overflow), 2),
+                "underflow %": round(level.percent(level.underflow), 2),
+                "flushed %": round(level.percent(level.flushed), 2),
+                "blocks with overflow %": share(one.overflowing_blocks),
+                "underflow in %": share(one.underflowing_blocks),
+                "flush in %": share(one.flushing_blocks),
+                "worst flush %": round(100 * one.worst_flush, 1),
+                "scale exp mean": round(one.mean_exponent, 2),
+                "std": round(one.std_exponent, 2),
+                "min": one.min_exponent,
+                "max": one.max_exponent,
+                "spoiled": one.spoiled_blocks,
+                **codes,
+            }
+        )
+    return rows
+
+
+def _cell(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

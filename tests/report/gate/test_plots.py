@@ -7,12 +7,14 @@ import time
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from probe.gate.cases import Case, Figure, Outcome
-from probe.report.gate.plots import FAILED, HEIGHT, WIDTH, recipe_picture
-from tests.report.examples import failing, logits, nasty, points, recipe
+from probe.report.figure import BAD
+from probe.report.gate.plots import HEIGHT, WIDTH, recipe_picture
+from tests.report.gate.examples import failing, logits, nasty, points, recipe
 
 BIG = 1e308
 
@@ -75,18 +77,18 @@ def test_every_picture_is_a_small_png_of_the_same_size(name: str) -> None:
 def no_panel_is_blank(image: Image.Image) -> bool:
     """Within the frame of every panel something is drawn or said."""
     insides = [image.convert("L").crop((left, 50, left + 240, 310)) for left in (130, 615, 935)]
-    return all(dark < 180 for dark, _ in (inside.getextrema() for inside in insides))
+    return all(int(np.asarray(inside).min()) < 180 for inside in insides)
 
 
 def test_failing_layers_are_marked() -> None:
     def red(found: list[Outcome]) -> int:
         image = Image.open(io.BytesIO(recipe_picture(found, found[0]))).convert("RGB")
-        colours = image.crop((70, 50, 530, 310)).getcolors(2**20) or []
-        return sum(count for count, (r, g, b) in colours if r > 235 and 200 < g < 235 and 205 < b < 240)
+        pixels = np.asarray(image.crop((70, 50, 530, 310))).reshape(-1, 3)
+        return int(((pixels > (235, 200, 205)) & (pixels < (256, 235, 240))).all(1).sum())
 
-    assert red(recipe()) == 0
-    assert red(recipe(faulty=0, whole=False)) > 3 * red(recipe(faulty=3, whole=False)) > 0
-    assert FAILED.startswith("#")
+    assert red(recipe()) < 200  # the edges of orange curves
+    assert red(recipe(faulty=0, whole=False)) > 3 * red(recipe(faulty=3, whole=False)) > 20_000
+    assert BAD.startswith("#")
 
 
 def test_a_picture_does_not_depend_on_those_before_it() -> None:
@@ -109,7 +111,7 @@ def test_settings_of_the_user_neither_matter_nor_change() -> None:
 def test_no_window_system_is_asked_for_and_torch_stays_out() -> None:
     script = (
         "import sys\n"
-        "from tests.report.examples import recipe\n"
+        "from tests.report.gate.examples import recipe\n"
         "import probe.report.gate.page, probe.report.gate.summary\n"
         "from probe.report.gate.plots import recipe_picture\n"
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules and 'pytest' not in sys.modules\n"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 CONFTEST = """
 import base64
@@ -19,7 +19,7 @@ from probe.report.gate.plots import recipe_picture
 from probe.report.gate.recipes import runs
 from probe.report.gate.story import story
 from probe.report.gate.page import figure_table, name_cell
-from tests.report import examples
+from tests.report.gate import examples
 
 OUTCOMES = {outcomes}
 RUNS = runs(OUTCOMES)
@@ -93,7 +93,7 @@ def test_nasty(outcome, judge):
 
 
 def make_report(folder: Path, outcomes: str, *arguments: str, grouped: str = "") -> Path:
-    """The self-contained report of a run over `outcomes`, an expression in terms of tests.report.examples.
+    """The self-contained report of a run over `outcomes`, an expression in terms of tests.report.gate.examples.
 
     `grouped` says where ids end in @group: in the rows of pytest-html, or in the cells of the heat maps.
     """

@@ -1,4 +1,4 @@
-"""A folder holds one run: what an earlier analysis wrote there goes, and nothing else."""
+"""A folder holds one run: what an earlier run wrote there goes, and nothing else."""
 
 import hashlib
 import json
@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from probe.commands import main
 from probe.files.atomic import write
-from probe.report.activations.earlier import LIST, in_place_of_earlier
-from tests.activations.test_compare import TOY
-
-
-def analyze(folder: Path, *given: str) -> set[str]:
-    few = ["--layer_selection.patterns", r"layers\.0($|\.up)", "--dpi", "20"]
-    assert main(["analyze", *TOY, *few, "--save_dir", str(folder), *given]) == 0
-    return names(folder)
+from probe.files.leftovers import LIST, replacing_earlier_files
 
 
 def names(folder: Path) -> set[str]:
@@ -23,18 +15,8 @@ def names(folder: Path) -> set[str]:
 
 
 def fill(folder: Path, **texts: str) -> None:
-    with in_place_of_earlier(folder, progress=print) as written:
+    with replacing_earlier_files(folder, progress=print) as written:
         written += [write(folder / name, text) for name, text in texts.items()]
-
-
-def test_a_second_run_leaves_nothing_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = analyze(tmp_path)
-    assert {"analysis.json", "statistics.csv", "magnitude_input.png", "analysis_report.html"} <= first
-    (tmp_path / "mine.csv").write_text("mine")
-    assert analyze(tmp_path, "--data.seed", "1", "--output.formats", "[html]") == {"analysis_report.html", "mine.csv"}
-    capsys.readouterr()
-    assert main(["analyze", "--compare", str(tmp_path), str(tmp_path)]) == 2, "there is no old run to read"
-    assert analyze(tmp_path) == first | {"mine.csv"}
 
 
 def test_what_somebody_changed_stays_and_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +31,7 @@ def test_what_somebody_changed_stays_and_is_said(tmp_path: Path, capsys: pytest.
 
 def test_a_run_that_fails_deletes_nothing_and_the_next_one_knows_of_both(tmp_path: Path) -> None:
     def fail() -> None:
-        with in_place_of_earlier(tmp_path, progress=print) as written:
+        with replacing_earlier_files(tmp_path, progress=print) as written:
             written.append(write(tmp_path / "c", "3"))
             raise KeyboardInterrupt
 

@@ -8,7 +8,7 @@ import pytest
 
 from probe.gate.cases import Case, Figure, Outcome
 from probe.report.gate.summary import MOST_CHARACTERS, code, harmless, markdown, summary
-from tests.report.examples import ENVIRONMENT, MODES, NASTY, OLDER, failing, gate, nasty, recipe
+from tests.report.gate.examples import ENVIRONMENT, MODES, NASTY, OLDER, failing, gate, nasty, recipe
 
 RUN: dict[str, Any] = {"environment": ENVIRONMENT, "baseline_environment": OLDER, "exit_status": 1}
 
@@ -85,7 +85,11 @@ def test_every_mark_is_written_out() -> None:
 def test_it_always_fits_and_says_what_is_left_out(name: str) -> None:
     found: list[Outcome] = []
     for number in range(400):
-        changes = {"case": Case(f"mode_{number}", "layer_0", "cpu", "int8"), "message": name, "cause": name}
+        changes: dict[str, Any] = {
+            "case": Case(f"mode_{number}", "layer_0", "cpu", "int8"),
+            "message": name,
+            "cause": name,
+        }
         found.append(replace(nasty(), **changes) if number % 2 else failing("drift", **changes))
     environment = {f"{name}{n}": name for n in range(300)}
     text = markdown(found, environment=environment, baseline_environment={"torch": "1"}, exit_status=1)

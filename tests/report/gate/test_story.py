@@ -22,7 +22,7 @@ from probe.report.gate.story import (
 from probe.report.numbers import change, number, ranked, short
 from probe.running.environment import differences
 from probe.words import natural_key, short_names
-from tests.report.examples import failing, gate, layer, nasty, recipe
+from tests.report.gate.examples import failing, gate, layer, nasty, recipe
 
 DRIFT = """\
 mode_2_1-layer_1-cpu-fp8_e4m3 drifted from its baseline

@@ -1,4 +1,4 @@
-"""What an earlier analysis left in a folder is taken away once the new files are there; nothing else ever is."""
+"""The files that an earlier run left in a folder: deleted once those of the new run are there, and nothing else."""
 
 import hashlib
 import json
@@ -9,14 +9,14 @@ from typing import Any
 
 from probe.files.atomic import write
 
-#: The files that analyses wrote to a folder, with the sha256 of each.
+#: Lists the files that runs wrote to the folder, with the sha256 of each.
 LIST = ".analysis_files.json"
 
 
 @contextmanager
-def in_place_of_earlier(folder: Path, *, progress: Callable[[str], Any]) -> Iterator[list[Path]]:
-    """Hands out a list for the paths that the block writes. After it, files of earlier runs that were not written
-    again are deleted, so that a folder holds one run; those that somebody changed since then stay.
+def replacing_earlier_files(folder: Path, *, progress: Callable[[str], Any]) -> Iterator[list[Path]]:
+    """A list for the paths that the block writes. After it, the files of earlier runs that were not written again are
+    deleted, so that the folder holds one run; those that somebody has changed since stay, with a note to `progress`.
 
     A block that fails deletes nothing.
     """

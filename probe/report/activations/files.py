@@ -1,35 +1,48 @@
-"""Which pictures an analysis has: their files, in the order of the page."""
+"""The files of an analysis: which pictures it has, which files a plan leads to, and writing them all."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from probe.activations.export import MOST_HEAT, drawn_heat
+from probe.activations.export import MOST_HEAT, as_json, drawn_heat, tables
 from probe.activations.plan import Plan
 from probe.activations.run import Analysis
 from probe.activations.settings import Settings
-from probe.report.activations import channels, layers, tokens
+from probe.files.atomic import write
+from probe.files.checked_json import finite
+from probe.files.leftovers import replacing_earlier_files
+from probe.report.activations import layer_plots, tensor_plots
+from probe.report.activations.page import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, PREDICTED, Picture, page_of
+from probe.report.numbers import csv_text
 
-
-@dataclass(frozen=True)
-class Picture:
-    """A PNG with the name of its file, the section that it belongs to, and what to say about it."""
-
-    file: str
-    section: str
-    caption: str
-    png: bytes
-
-
-MAGNITUDES = "Magnitudes"
-OUTLIERS = "Outlier tokens"
-DISTRIBUTIONS = "Distributions"
-HEAT = "Tokens and channels of one sample"
-BANDS = "Channels"
-PREDICTED = "What quantization would cost"
 #: Behind the name of a file that a run may have no data for.
 IF_ANY = " (if there are outliers)"
+
+
+def write_analysis(analysis: Analysis, *, progress: Callable[[str], Any] = print) -> list[Path]:
+    """Write what `output.formats` asks for to `visualization.save_dir`; the paths, in the order of writing.
+
+    The files of an earlier run that are not written again are deleted.
+    """
+    folder = Path(analysis.settings.visualization.save_dir)
+    formats = analysis.settings.output.formats
+    made = tables(analysis)
+    with replacing_earlier_files(folder, progress=progress) as written:
+        if "csv" in formats:
+            for name, rows in made.items():
+                written.append(write(folder / f"{name}.csv", csv_text(finite(rows))))
+        if "json" in formats:
+            written.append(write(folder / "analysis.json", json_text(as_json(analysis, made))))
+        if "png" in formats or "html" in formats:
+            progress("drawing")
+            drawn = list(pictures_of(analysis, made))
+            for one in drawn if "png" in formats else ():
+                written.append(write(folder / f"{one.file}.png", one.png))
+            if "html" in formats:
+                written.append(page_of(analysis, made, drawn).write(folder / "analysis_report.html"))
+    return written
 
 
 def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) -> Iterator[Picture]:
@@ -37,30 +50,30 @@ def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) 
     seen = analysis.settings.visualization
     dpi = seen.dpi
     if rows := tables.get("predicted_error"):
-        png = layers.noise_picture(rows, dpi=dpi)
+        png = layer_plots.noise_picture(rows, dpi=dpi)
         yield Picture("predicted_error", PREDICTED, "Predicted noise / signal of every layer in each format.", png)
     for kind in ("input", "output", "weight"):
         if rows := tables.get(f"magnitude_{kind}"):
-            png = layers.magnitude_picture(rows, reduce_dim=seen.magnitude.reduce_dim, dpi=dpi)
+            png = layer_plots.magnitude_picture(rows, reduce_dim=seen.magnitude.reduce_dim, dpi=dpi)
             yield Picture(f"magnitude_{kind}", MAGNITUDES, f"Magnitudes of {kind}s.", png)
     if rows := tables.get("outlier_layer_wise"):
-        png = tokens.layer_picture(rows, threshold=seen.outlier.threshold, dpi=dpi)
+        png = layer_plots.outlier_picture(rows, threshold=seen.outlier.threshold, dpi=dpi)
         yield Picture("outlier_layer_wise", OUTLIERS, "Outliers by layer.", png)
     if rows := tables.get("outlier_position"):
         length, names = analysis.facts["longest"], list(analysis.outliers)
-        png = tokens.position_picture(rows, names, length=length, dpi=dpi)
+        png = tensor_plots.position_picture(rows, names, length=length, dpi=dpi)
         yield Picture("outlier_position", OUTLIERS, "Outliers by position.", png)
     if rows := tables.get("outlier_token"):
-        yield Picture("outlier_token", OUTLIERS, "Outliers by token.", tokens.token_picture(rows, dpi=dpi))
+        yield Picture("outlier_token", OUTLIERS, "Outliers by token.", tensor_plots.token_picture(rows, dpi=dpi))
     if rows := tables.get("distribution_boxplot"):
-        png = layers.box_picture(rows, dpi=dpi)
+        png = layer_plots.box_picture(rows, dpi=dpi)
         yield Picture("distribution_boxplot", DISTRIBUTIONS, f"|x| of {rows[0]['kind']}s.", png)
     if rows := tables.get("distribution_histogram"):
-        png = layers.histogram_picture(rows, dpi=dpi)
+        png = tensor_plots.histogram_picture(rows, dpi=dpi)
         yield Picture("distribution_histogram", DISTRIBUTIONS, f"|x| of {rows[0]['kind']}s, histograms.", png)
     heats = drawn_heat(analysis)
     for index, heat in enumerate(heats):
-        png = channels.heat_picture(heat, view_angle=seen.heatmap_3d.view_angle, dpi=dpi)
+        png = tensor_plots.heat_picture(heat, view_angle=seen.heatmap_3d.view_angle, dpi=dpi)
         some = f" {len(heats)} of {len(analysis.heat)} layers are drawn: largest max / median." * (
             len(heats) < len(analysis.heat)
         )
@@ -68,7 +81,7 @@ def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) 
             heat_file(index, heat.module), HEAT, f"{heat.module}.{some}" if not index else f"{heat.module}.", png
         )
     if analysis.bands:
-        png = channels.band_picture(list(analysis.bands.values()), dpi=dpi)
+        png = tensor_plots.band_picture(list(analysis.bands.values()), dpi=dpi)
         of = analysis.plan.bands_of
         some = f" {len(analysis.bands)} of {of} layers, evenly spaced." * (len(analysis.bands) < of)
         yield Picture("percentile_range", BANDS, f"Percentiles of every channel.{some}", png)
@@ -105,3 +118,21 @@ def planned_files(settings: Settings, plan: Plan) -> list[str]:
     if "html" in formats:
         files.append("analysis_report.html")
     return files
+
+
+def json_text(given: dict[str, Any]) -> str:
+    """A line for every row of a table, so that it can be read and compared by people too."""
+    parts = []
+    for key, value in given.items():
+        if isinstance(value, list):
+            shown = _lines(value, " ")
+        elif key == "tables":
+            shown = "{\n" + ",\n".join(f" {json.dumps(k)}: {_lines(v, '  ')}" for k, v in value.items()) + "\n}"
+        else:
+            shown = json.dumps(value, indent=1, allow_nan=False)
+        parts.append(f"{json.dumps(key)}: {shown}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(rows: Sequence[Any], indent: str) -> str:
+    return "[\n" + ",\n".join(indent + json.dumps(row, allow_nan=False) for row in rows) + "\n]" if rows else "[]"

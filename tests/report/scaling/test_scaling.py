@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from probe import recommend, scaling_sweep
-from probe.report.gate.plots import FAILED
-from probe.report.scaling.blocks import factor, overflow_block, recommendation_block, truth_block
-from probe.report.scaling.page import Failed, Found, write_page
+from probe.report.figure import BAD
+from probe.report.scaling.page import AnalysedTensor, FailedTensor, rules_block, write_page
 from probe.report.scaling.plots import OVERFLOW, UNDERFLOW, pictures
+from probe.report.script_layouts import factor, overflow_block, recommendation_block
 from probe.scaling.rules import compare_rules
 from tests.scaling.tensors import grid_of_the_format, log_uniform, normal
 
@@ -151,7 +151,7 @@ def test_a_lossless_sweep_is_told_without_nan() -> None:
 
 
 def test_the_table_of_blocks_has_a_row_for_every_rule() -> None:
-    lines = truth_block(compare_rules(normal(8, 64), "fp4_e2m1"))
+    lines = rules_block(compare_rules(normal(8, 64), "fp4_e2m1"))
     names = [line.split()[0] for line in lines if line.strip().startswith(("floor", "ceil", "even", "rceil", "mse "))]
     assert names == ["floor", "ceil", "even", "rceil", "mse"]
     assert "16 blocks of 32, a power-of-two scale each; 0 are all zeros" in lines
@@ -176,7 +176,7 @@ def test_pictures_show_the_regions_and_fit_a_laptop() -> None:
         colours = colours_of(png)
         assert colours.get(OVERFLOW, 0) > 10000
         assert colours.get(UNDERFLOW, 0) > 10000
-    assert FAILED in colours_of(six)
+    assert BAD in colours_of(six)
     clean = scaling_sweep(torch.tensor([1.0, 3.0]), "fp8_e5m2")
     colours = colours_of(pictures(clean, recommend(clean))[1])
     assert colours.get(OVERFLOW, 0) < 1000  # in the legend only
@@ -200,8 +200,10 @@ def test_the_page_has_every_tensor_in_a_sortable_table_and_escapes_names(tmp_pat
     for name, format in (("<img src=x>", "int8"), ("b", "fp4_e2m1")):
         x = normal(8, 32)
         result = scaling_sweep(x, format, name=name)
-        found.append(Found(f"{name}.pt", "out", result, recommend(result), compare_rules(x, format), (b"\x89PNG",)))
-    page = write_page(tmp_path, found, [Failed("c.pt", "it is <empty>")]).read_text()
+        found.append(
+            AnalysedTensor(f"{name}.pt", "out", result, recommend(result), compare_rules(x, format), (b"\x89PNG",))
+        )
+    page = write_page(tmp_path, found, [FailedTensor("c.pt", "it is <empty>")]).read_text()
     assert "<img src=x>" not in page
     assert "&lt;img src=x&gt;" in page
     assert "it is &lt;empty&gt;" in page
@@ -211,7 +213,7 @@ def test_the_page_has_every_tensor_in_a_sortable_table_and_escapes_names(tmp_pat
 
 
 def test_a_page_without_results_says_so(tmp_path: Path) -> None:
-    assert "Not one tensor could be analysed." in write_page(tmp_path, [], [Failed("c.pt", "gone")]).read_text()
+    assert "Not one tensor could be analysed." in write_page(tmp_path, [], [FailedTensor("c.pt", "gone")]).read_text()
 
 
 def test_psnr_of_a_lossless_level_is_inf_on_screen_only() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.report.browser import find_browser, open_report
-from tests.report.examples import nasty
-from tests.report.project import make_report
+from tests.report.gate.examples import nasty
+from tests.report.gate.project import make_report
 
 pytest.importorskip("pytest_html")
 

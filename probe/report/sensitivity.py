@@ -1,22 +1,23 @@
-"""Sensitivity as text, as a picture and as a page of its own."""
+"""The report of `probe sensitivity`: text, a picture and a page."""
 
-import io
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from probe.files.atomic import write
 from probe.report.document import Document
-from probe.report.ticks import plain_log
+from probe.report.figure import BAD, BLUE, GREY, VERMILION, layer_axis, log_axis, log_ticks, positive, sheet
 from probe.sensitivity.results import Effect, Sensitivity
 
-ALONE, WITHOUT, KEPT, GREY = "#0072b2", "#d55e00", "#fbe9cf", "#5f6b7a"
+#: Behind the layers to keep.
+KEPT = "#fbe9cf"
+#: The two figures of every layer or site: colour, marker and what is quantized.
+SIDES = {"alone": (BLUE, "o", "only this {} quantized"), "without": (VERMILION, "s", "all but this {} quantized")}
 #: Bars or rows of a picture; of more the most sensitive are drawn.
 MOST = 40
-_DPI = 100
-_SETTINGS: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "text.parse_math": False}
 
 EXPLAINED = (
     "alone: only this one is quantized; without: all but this one are. kl: of the logits from those of the float "
@@ -40,18 +41,22 @@ def table_rows(found: Sensitivity, *, top: int | None = None) -> list[dict[str, 
         {
             "rank": place,
             found.kind.removesuffix("s"): effect.name,
-            "kl alone": _number(effect.alone.kl),
-            "mse alone": _number(effect.alone.mse),
+            "kl alone": _text(effect.alone.kl, ".3e", "not finite"),
+            "mse alone": _text(effect.alone.mse, ".3e", "not finite"),
             "by mse": by_mse[effect.name],
-            "top-1 alone": _share(effect.alone.top1_agreement),
-            "bits alone": _signed(effect.alone.change_in_bits),
-            "kl without": _number(effect.without.kl),
-            "gain": _percent(found.gain(effect)),
+            "top-1 alone": _text(effect.alone.top1_agreement, ".4f"),
+            "bits alone": _text(effect.alone.change_in_bits, "+.4f"),
+            "kl without": _text(effect.without.kl, ".3e", "not finite"),
+            "gain": _text(found.gain(effect), "+.1%"),
             "keep": "keep" if effect.name in kept else "",
         }
         for place, effect in enumerate(found.by_kl(), 1)
     ]
     return rows[:top]
+
+
+def _text(value: float | None, form: str, none: str = "-") -> str:
+    return none if value is None else format(value, form)
 
 
 def write_report(found: Sensitivity, folder: str | Path, *, model: str) -> Path:
@@ -105,20 +110,10 @@ def _caption(found: Sensitivity) -> str:
 
 def picture(found: Sensitivity) -> bytes:
     """A PNG: curves over the layers, bars of sites, or a map of layers and sites."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
-        figure = Figure(figsize=(12, _height(found)), dpi=_DPI, layout="constrained")
-        FigureCanvasAgg(figure)
-        draw = {"layers": _curves, "sites": _bars, "layer sites": _map}[found.kind]
-        draw(figure.add_subplot(), found)
-        kept = io.BytesIO()
-        figure.savefig(kept, format="png", metadata={"Software": None})
-        return kept.getvalue()
+    draw = {"layers": _curves, "sites": _bars, "layer sites": _map}[found.kind]
+    with sheet(1, columns=1, size=(12, _height(found))) as page:
+        draw(page.panels[0], found)
+        return page.png()
 
 
 def _height(found: Sensitivity) -> float:
@@ -135,57 +130,44 @@ def _curves(axes: Any, found: Sensitivity) -> None:
         if effect.name in found.advice.keep:
             axes.axvspan(place - 0.5, place + 0.5, color=KEPT, linewidth=0, zorder=0)
     size = 5 if len(effects) <= 48 else 2
-    for side, colour, marker in (("alone", ALONE, "o"), ("without", WITHOUT, "s")):
-        values = [_positive(getattr(effect, side).kl) for effect in effects]
-        label = "only this layer quantized" if side == "alone" else "all but this layer quantized"
-        axes.plot(values, color=colour, marker=marker, markersize=size, linewidth=1.2, label=label)
-    _finish(axes, found)
-    step = max(1, math.ceil(len(effects) / 24))
-    names = _short([effect.name for effect in effects])
-    axes.set_xticks(range(0, len(effects), step), names[::step], rotation=0 if max(map(len, names)) <= 4 else 60)
-    axes.set_xlim(-0.5, len(effects) - 0.5)
-    axes.set_xlabel("layer")
-
-
-def _finish(axes: Any, found: Sensitivity) -> None:
-    if _positive(found.everything.kl) > 0:
+    for side, (colour, marker, name) in SIDES.items():
+        values = [positive(getattr(effect, side).kl) for effect in effects]
+        axes.plot(values, color=colour, marker=marker, markersize=size, linewidth=1.2, label=name.format("layer"))
+    if positive(found.everything.kl) > 0:
         axes.axhline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
-    axes.set_yscale("log")
-    plain_log(axes.yaxis)
+    log_axis(axes)
+    axes.grid(visible=False, axis="x")
     axes.set_ylabel("KL from the float model, nats")
-    axes.grid(axis="y", color="#dde2e8", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    layer_axis(axes, [effect.name for effect in effects])
+    _legend(axes)
 
 
 def _bars(axes: Any, found: Sensitivity) -> None:
     """Both figures of every site, the most sensitive on top."""
     shown = found.by_kl()[:MOST]
-    places = range(len(shown))
-    for side, colour, shift in (("alone", ALONE, -0.19), ("without", WITHOUT, 0.19)):
-        values = [_positive(getattr(effect, side).kl) for effect in shown]
-        label = "only this site quantized" if side == "alone" else "all but this site quantized"
-        axes.barh([place + shift for place in places], values, height=0.36, color=colour, label=label)
-    if _positive(found.everything.kl) > 0:
+    places = np.arange(len(shown))
+    for shift, (side, (colour, _, name)) in zip((-0.19, 0.19), SIDES.items(), strict=True):
+        values = [positive(getattr(effect, side).kl) for effect in shown]
+        axes.barh(places + shift, values, height=0.36, color=colour, label=name.format("site"))
+    if positive(found.everything.kl) > 0:
         axes.axvline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
-    axes.set_yticks(places, [_kept_name(effect, found) for effect in shown])
+    kept = set(found.advice.keep)
+    axes.set_yticks(places, [f"{one.name} (keep)" if one.name in kept else one.name for one in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
     axes.set_xscale("log")
-    plain_log(axes.xaxis)
-    axes.set_axisbelow(True)
+    log_ticks(axes.xaxis)
     axes.set_xlabel("KL from the float model, nats")
-    axes.grid(axis="x", color="#dde2e8", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    _legend(axes)
 
 
-def _kept_name(effect: Effect, found: Sensitivity) -> str:
-    return f"{effect.name} (keep)" if effect.name in found.advice.keep else effect.name
+def _legend(axes: Any) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
 
 
 def _map(axes: Any, found: Sensitivity) -> None:
     """Layers down, sites across, colour by the KL alone; of many layers those that hold the most sensitive sites."""
-    import numpy as np
+    from matplotlib.patches import Rectangle
 
     layers = list(dict.fromkeys(effect.layer for effect in found.by_kl()))[:MOST]
     layers = [name for name in dict.fromkeys(effect.layer for effect in found.effects) if name in layers]
@@ -194,10 +176,11 @@ def _map(axes: Any, found: Sensitivity) -> None:
     for effect in found.effects:
         if effect.layer in layers:
             row, column = layers.index(effect.layer), sites.index(_site(effect))
-            values[row, column] = math.log10(_positive(effect.alone.kl)) if _positive(effect.alone.kl) > 0 else np.nan
+            values[row, column] = np.log10(positive(effect.alone.kl))
             if effect.name in found.advice.keep:
-                frame = {"fill": False, "edgecolor": "#b00020", "linewidth": 2}
-                axes.add_patch(_rectangle(column, row, frame))
+                frame: Mapping[str, Any] = {"fill": False, "edgecolor": BAD, "linewidth": 2}
+                axes.add_patch(Rectangle((column - 0.47, row - 0.47), 0.94, 0.94, **frame))
+    axes.grid(visible=False)
     shown = axes.imshow(values, aspect="auto", cmap="cividis")
     middle = (np.nanmin(values) + np.nanmax(values)) / 2 if np.isfinite(values).any() else 0.0
     if len(layers) * len(sites) <= 600:
@@ -209,38 +192,5 @@ def _map(axes: Any, found: Sensitivity) -> None:
     axes.figure.colorbar(shown, ax=axes, label="log10 KL, alone", fraction=0.03, pad=0.01)
 
 
-def _rectangle(column: int, row: int, style: dict[str, Any]) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((column - 0.47, row - 0.47), 0.94, 0.94, **style)
-
-
 def _site(effect: Effect) -> str:
     return effect.name.partition(" ")[2]
-
-
-def _short(names: Sequence[str]) -> list[str]:
-    """layer_3 is 3; of other names the last 24 letters."""
-    numbers = [name.removeprefix("layer_") for name in names]
-    return numbers if all(one.isdecimal() for one in numbers) else [name[-24:] for name in names]
-
-
-def _positive(x: float | None) -> float:
-    """What a logarithmic axis can show; the rest is a gap."""
-    return x if x is not None and math.isfinite(x) and x > 0 else math.nan
-
-
-def _number(x: float | None) -> str:
-    return "not finite" if x is None else f"{x:.3e}"
-
-
-def _share(x: float | None) -> str:
-    return "-" if x is None else f"{x:.4f}"
-
-
-def _signed(x: float | None) -> str:
-    return "-" if x is None else f"{x:+.4f}"
-
-
-def _percent(x: float | None) -> str:
-    return "-" if x is None else f"{x:+.1%}"

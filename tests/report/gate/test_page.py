@@ -8,7 +8,7 @@ import pytest
 from probe.gate.cases import Case, Figure, Outcome
 from probe.report.gate.page import SHADES, figure_table, front, name_cell
 from probe.report.gate.recipes import cell_text, heat_maps
-from tests.report.examples import ENVIRONMENT, NASTY, OLDER, failing, gate, layer, nasty, recipe
+from tests.report.gate.examples import ENVIRONMENT, NASTY, OLDER, failing, gate, layer, nasty, recipe
 
 
 class Reader(HTMLParser):

@@ -1,37 +1,137 @@
-"""The two analysis blocks of a sweep, in the layout that users of the original tool know, and the table of blocks."""
+"""Text in the layouts of the users' own scripts, with the headings and emoji that those print.
+
+`probe compare` prints a block for every layer and a table of the modes; `probe scaling` prints two blocks for a sweep.
+"""
 
 import math
 from collections.abc import Sequence
 
+from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.formats import Format
 from probe.scaling.advice import Recommendation
 from probe.scaling.results import Level, ScalingResult
-from probe.scaling.rules import RuleResult
+from probe.words import printable
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
+_TABLE_RULE = "-" * 100
+#: The columns of the summary with their widths; the last, Avg Corr, needs none.
+_COLUMNS = (("Mode", 11), ("Layer 0 MSE", 16), ("Layer 0 MAE", 13), ("Last Layer MSE", 16), ("Last Layer MAE", 16))
+#: Marks of the advice of a sweep.
 MARKS = {"good": "✅", "fair": "⚠️ ", "poor": "🔴"}
 
 
-def grid_name(fmt: Format) -> str:
-    """e4m3; of integers the step."""
-    if fmt.is_integer:
-        return f"integers, step {fmt.min_subnormal:g}"
-    return f"e{fmt.exponent_bits}m{fmt.mantissa_bits}"
+def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
+    """The figures of one layer, line by line as the users' own script prints them, and then cosine and label."""
+    m = layer.metrics
+    reference = printable(comparison.reference_mode.upper())
+    lines = [
+        DOUBLE,
+        f"{printable(_layer_title(layer.name))} - Comparison Results",
+        DOUBLE,
+        "",
+        f"📊 {reference} Reference Statistics:",
+        *_statistics(m.mean_reference, m.std_reference, m.min_reference, m.max_reference),
+        "",
+        "📊 Mode Output Statistics:",
+        *_statistics(m.mean_output, m.std_output, m.min_output, m.max_output),
+        "",
+        f"📏 Difference (Mode - {reference}):",
+        _line("Mean Diff", _fixed(m.mean_difference)),
+        _line("Std Diff", _fixed(m.std_difference)),
+        _line("Mean Abs Diff", _fixed(m.mae)),
+        _line("Max Abs Diff", _fixed(m.max_abs)),
+        "",
+        "❌ Error Metrics:",
+        _line("MSE", _exponent(m.mse)),
+        _line("RMSE", _fixed(m.rmse)),
+        _line("MAE", _fixed(m.mae)),
+        "",
+        "📈 Relative Metrics:",
+        _line("Relative MSE", _relative(m.relative_mse)),
+        _line("Relative MAE", _relative(m.relative_mae)),
+        _line("Correlation", _likeness(m.correlation)),
+        _line("Cosine", _likeness(m.cosine)),
+        "",
+        "📊 Absolute Difference Percentiles:",
+        _line("50th (Median)", _fixed(m.p50)),
+        _line("90th", _fixed(m.p90)),
+        _line("95th", _fixed(m.p95)),
+        _line("99th", _fixed(m.p99)),
+        "",
+        _line("Label", layer.label),
+        DOUBLE,
+    ]
+    return "\n".join(lines)
 
 
-def factor(scale: float) -> str:
-    """1.000000, or with an exponent where six decimals would say little."""
-    return f"{scale:.6f}" if 1e-3 <= scale < 1e7 else f"{scale:.6e}"
+def summary_table(comparisons: Sequence[ModeComparison]) -> str:
+    """A row for every mode: its first and last layer, and the mean of all correlations."""
+    modes = [printable(one.compared_mode) for one in comparisons]
+    widths = [max(10, *map(len, modes)) + 1, *(width for _, width in _COLUMNS[1:])]
+    head = "".join(name.ljust(width) for (name, _), width in zip(_COLUMNS, widths, strict=True)) + "Avg Corr"
+    title = f"SUMMARY TABLE - All Modes vs {printable(comparisons[0].reference_mode)}"
+    lines = [DOUBLE, title, DOUBLE, "", head, _TABLE_RULE]
+    for mode, one in zip(modes, comparisons, strict=True):
+        first, last = (list(one.layers.values())[place].metrics for place in (0, -1))
+        cells = (mode, _exponent(first.mse), _fixed(first.mae), _exponent(last.mse), _fixed(last.mae))
+        row = "".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(row + _likeness(one.summary["avg_correlation"]))
+    return "\n".join([*lines, DOUBLE])
 
 
-def at(level: Level) -> str:
-    """Scale Exp = 0.00, with the rule where there are several."""
-    return f"{level.scale_exponent:.2f}" + (f" [{level.rule}]" if level.rule else "")
+def comparison_heading(comparison: ModeComparison) -> str:
+    """Which mode, against what, from where."""
+    mode, reference = printable(comparison.compared_mode), printable(comparison.reference_mode)
+    folders = dict.fromkeys(comparison.recordings)
+    return f"Mode {mode} vs {reference} ({', '.join(map(printable, folders))})"
 
 
-def decibels(psnr: float) -> str:
-    """41.34, or inf where nothing is lost."""
-    return f"{psnr:.2f}"
+def failure_lines(comparison: ModeComparison, failures: Sequence[str]) -> str:
+    """What is wrong, loudly."""
+    name = f"{comparison.compared_mode} vs {comparison.reference_mode}"
+    return "\n".join(printable(f"❌ {name}: {failure}") for failure in failures)
+
+
+def _layer_title(name: str) -> str:
+    head, _, number = name.rpartition("_")
+    return f"Layer {number}" if head == "layer" and number.isdecimal() else name
+
+
+def _statistics(mean: float | None, std: float | None, low: float | None, high: float | None) -> list[str]:
+    return [
+        f"  Mean:      {_fixed(mean, width=9)}",
+        f"  Std:       {_fixed(std, width=9)}",
+        f"  Range:     [{_fixed(low, width=9)}, {_fixed(high, width=9)}]",
+    ]
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {f'{name}:':<19}{value}"
+
+
+def _relative(value: float | None) -> str:
+    return "none" if value is None else f"{_exponent(value)} ({100 * value:6.3f}%)"
+
+
+def _fixed(value: float | None, *, width: int = 0) -> str:
+    """0.123456; what is too small or too large to be read so is 1.234567e-09."""
+    if value is None:
+        return "none".rjust(width)
+    if value != 0 and (abs(value) < 1e-6 or abs(value) >= 1e6) and math.isfinite(value):
+        return f"{value:.6e}".rjust(width)
+    return f"{value:.6f}".rjust(width)
+
+
+def _exponent(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6e}"
+
+
+def _likeness(value: float | None) -> str:
+    """0.999999; what is not 1 does not read as 1.000000."""
+    if value is None:
+        return "none"
+    text = f"{value:.6f}"
+    return f"{value:.15f}".rstrip("0") if text == "1.000000" and value != 1 else text
 
 
 def overflow_block(result: ScalingResult, found: Recommendation) -> list[str]:
@@ -192,57 +292,23 @@ def _spreads(found: Recommendation) -> list[str]:
     return lines if psnr.std is None else [*lines, f"PSNR Stability (std): {psnr.std:.2f} dB"]
 
 
-def truth_block(truths: Sequence[RuleResult]) -> list[str]:
-    """BLOCK-LEVEL ANALYSIS: the scale rules of real MX blocks side by side."""
-    rows = truth_rows(truths)
-    names = list(rows[0])
-    widths = {name: max(len(name), *(len(_cell(row[name])) for row in rows)) for name in names}
-    first = truths[0]
-    return [
-        *(DOUBLE, "BLOCK-LEVEL ANALYSIS", DOUBLE),
-        f"{first.blocks} blocks of {first.block_size}, a power-of-two scale each; {first.zero_blocks} are all zeros",
-        SINGLE,
-        "  ".join(name.rjust(widths[name]) for name in names),
-        *("  ".join(_cell(row[name]).rjust(widths[name]) for name in names) for row in rows),
-        SINGLE,
-        "blocks with: share of the blocks with at least one such value. worst: largest share of one block.",
-        "spoiled: blocks whose other values lose more than 4 times as much (squared) to the scale of one outlier.",
-        DOUBLE,
-    ]
+def grid_name(fmt: Format) -> str:
+    """e4m3; of integers the step."""
+    if fmt.is_integer:
+        return f"integers, step {fmt.min_subnormal:g}"
+    return f"e{fmt.exponent_bits}m{fmt.mantissa_bits}"
 
 
-def truth_rows(truths: Sequence[RuleResult]) -> list[dict[str, object]]:
-    """A row for every rule; shares in percent."""
-    rows: list[dict[str, object]] = []
-    for one in truths:
-        level = one.level
-
-        def share(count: int, blocks: int = one.blocks) -> float:
-            return round(100 * count / blocks, 2)
-
-        codes = {} if level.codes is None else {"codes used": f"{level.codes_used}/{len(level.codes)}"}
-        rows.append(
-            {
-                "rule": one.rule,
-                "mse": float(f"{level.mse:.4g}"),
-                "psnr dB": round(level.psnr, 2) if math.isfinite(level.psnr) else "inf",
-                "overflow %": round(level.percent(level.overflow), 2),
-                "underflow %": round(level.percent(level.underflow), 2),
-                "flushed %": round(level.percent(level.flushed), 2),
-                "blocks with overflow %": share(one.overflowing_blocks),
-                "underflow in %": share(one.underflowing_blocks),
-                "flush in %": share(one.flushing_blocks),
-                "worst flush %": round(100 * one.worst_flush, 1),
-                "scale exp mean": round(one.mean_exponent, 2),
-                "std": round(one.std_exponent, 2),
-                "min": one.min_exponent,
-                "max": one.max_exponent,
-                "spoiled": one.spoiled_blocks,
-                **codes,
-            }
-        )
-    return rows
+def factor(scale: float) -> str:
+    """1.000000, or with an exponent where six decimals would say little."""
+    return f"{scale:.6f}" if 1e-3 <= scale < 1e7 else f"{scale:.6e}"
 
 
-def _cell(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def at(level: Level) -> str:
+    """Scale Exp = 0.00, with the rule where there are several."""
+    return f"{level.scale_exponent:.2f}" + (f" [{level.rule}]" if level.rule else "")
+
+
+def decibels(psnr: float) -> str:
+    """41.34, or inf where nothing is lost."""
+    return f"{psnr:.2f}"

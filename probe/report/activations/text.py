@@ -1,4 +1,4 @@
-"""What `probe analyze` prints."""
+"""What `probe analyze` prints: the plan of a dry run, and what stands out after a run."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -10,8 +10,7 @@ from probe.activations.run import Analysis, Prepared
 from probe.activations.settings import Settings
 from probe.activations.statistics import Kind, LayerStatistics
 from probe.models.offload import size_of
-from probe.report.activations.page import hardest
-from probe.report.activations.pictures import planned_files
+from probe.report.activations.files import planned_files
 from probe.words import format_bytes
 
 #: Names that are listed before the rest is counted.
@@ -78,7 +77,7 @@ def summary_text(analysis: Analysis, written: Sequence[Path], *, told: Collectio
     facts = analysis.facts
     samples, tokens = _counted(facts["samples"], "sample"), _counted(facts["tokens"], "token")
     lines = [f"{analysis.name}: {samples}, {tokens} of {facts['data']}"]
-    lines += [f"  {s.module} {s.kind}: {_said(s)}" for s in hardest(analysis)[:5]]
+    lines += [f"  {s.module} {s.kind}: {_said(s)}" for s in analysis.hardest()[:5]]
     if analysis.outliers:
         count = sum(one.count for one in analysis.outliers.values())
         having = sum(one.count > 0 for one in analysis.outliers.values())

@@ -1,0 +1,260 @@
+"""Pictures of an analysis by channel, size, position and token: heat maps, percentile bands, histograms, outliers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from probe.activations.collecting import HeatGrid, pooled
+from probe.activations.statistics import BANDS, ChannelBands
+from probe.report.activations.layer_plots import families
+from probe.report.figure import (
+    BLUE,
+    GREY,
+    ORANGE,
+    SKY,
+    VERMILION,
+    Values,
+    bins,
+    count_ticks,
+    label,
+    log_colour_ticks,
+    log_ticks,
+    middles,
+    shade_map,
+    sheet,
+)
+from probe.words import short_names
+
+#: Fields of the surface: more are slow to draw and hide one another.
+SURFACE = (64, 96)
+_BANDS = ((0, 6, SKY, "0.01 to 99.99 %"), (1, 5, BLUE, "1 to 99 %"), (2, 4, ORANGE, "25 to 75 %"))
+#: Panels of single tensors on a sheet.
+MOST_PANELS = 12
+#: Tokens that are listed by name.
+MOST_TOKENS = 25
+#: Lines and columns of the map of positions.
+LINES, COLUMNS = 80, 256
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -> bytes:
+    """|x| of one sample by token and channel: a surface, and a map."""
+    with sheet(2, columns=2, size=(5.5, 4.2), dpi=dpi) as page:
+        left, right = page.panels
+        left.remove()
+        surface: Any = page.figure.add_subplot(1, 2, 1, projection="3d")
+        coarse = pooled(heat.values, *SURFACE)
+        rows = np.linspace(0, heat.tokens - 1, coarse.shape[0])
+        columns = np.linspace(0, heat.channels - 1, coarse.shape[1])
+        across, down = np.meshgrid(columns, rows)
+        if min(coarse.shape) > 1:
+            counts = {"rcount": SURFACE[0], "ccount": SURFACE[1]}
+            surface.plot_surface(across, down, coarse, cmap="viridis", linewidth=0, antialiased=False, **counts)
+        else:
+            surface.plot(across.reshape(-1), down.reshape(-1), coarse.reshape(-1), color=BLUE)
+        surface.view_init(*view_angle)
+        surface.set_xlabel("channel")
+        surface.set_ylabel("token")
+        surface.set_zlabel("|x|")
+        edges = (-0.5, heat.channels - 0.5, heat.tokens - 0.5, -0.5)
+        image = shade_map(right, heat.values, norm=_norm(heat.values), extent=edges)
+        right.set_xlabel("channel")
+        right.set_ylabel("token")
+        bar = page.figure.colorbar(image, ax=right, label="|x|")
+        if bar.ax.get_yscale() == "log":
+            log_colour_ticks(bar)
+        title = f"{label(heat.module, most=80)} {heat.kind}, sample {heat.sample}"
+        page.figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+        return page.png()
+
+
+def band_picture(bands: Sequence[ChannelBands], *, dpi: int) -> bytes:
+    """The percentiles of every channel; of many channels, the outermost of neighbours."""
+    with sheet(len(bands), dpi=dpi, columns=2, size=(6, 2.4)) as page:
+        for axes, band in zip(page.panels, bands, strict=True):
+            found = band.percentiles()
+            parts = bins(found.shape[1])
+            x = middles(parts)
+            for low, high, colour, name in _BANDS:
+                lower = [found[low, part].min() for part in parts]
+                upper = [found[high, part].max() for part in parts]
+                axes.fill_between(x, lower, upper, color=colour, linewidth=0, label=name, step="mid")
+            axes.plot(
+                x,
+                [np.median(found[BANDS.index(50.0), part]) for part in parts],
+                color=VERMILION,
+                linewidth=0.8,
+                label="median",
+            )
+            _outliers_beside_the_rest(axes, found)
+            axes.set_xlim(-0.5, found.shape[1] - 0.5)
+            axes.set_xlabel("channel" + (f", {parts[0].stop} at a time" if len(parts) < found.shape[1] else ""))
+            axes.set_ylabel("x")
+            axes.set_title(label(f"{band.module} {band.kind}", most=60))
+        page.legend()
+        return page.png()
+
+
+def _norm(values: npt.NDArray[np.float32]) -> Any:
+    """Linear; where a few values would leave all others in the dark, logarithmic over four decades."""
+    from matplotlib.colors import LogNorm
+
+    high, usual = float(values.max()), float(np.median(values))
+    return LogNorm(max(high * 1e-4, 1e-38), high, clip=True) if high > 50 * usual and high > 1e-30 else None
+
+
+def _outliers_beside_the_rest(axes: Any, found: Values) -> None:
+    """A linear axis; where a channel is far out, linear up to twice what is usual and logarithmic beyond."""
+    usual = 2 * float(np.median(np.abs(found[[0, -1]]).max(0)))
+    high = float(np.abs(found).max())
+    if 0 < 4 * usual < high:
+        axes.set_yscale("symlog", linthresh=usual, linscale=1.0)
+        powers = [10.0**e for e in range(math.ceil(math.log10(1.5 * usual)), math.floor(math.log10(high)) + 1)]
+        some = powers[:: math.ceil(len(powers) / 3)] if powers else [high]
+        ticks = [x for x in (*(-x for x in some), 0.0, *some) if found.min() * 2 <= x <= found.max() * 2]
+        axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
+        axes.set_yticks([], minor=True)
+
+
+def histogram_picture(rows: Rows, *, dpi: int) -> bytes:
+    """|x| in buckets of a quarter of an octave: a panel per tensor, or of many tensors a heat map of shares."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_name.setdefault(row["module"], []).append(row)
+    if len(by_name) > MOST_PANELS:
+        return _histogram_map(by_name, dpi)
+    with sheet(len(by_name), dpi=dpi) as page:
+        for axes, (name, some) in zip(page.panels, by_name.items(), strict=True):
+            zeros, counted = some[0]["count"], some[1:]
+            total = max(1, sum(row["count"] for row in some))
+            axes.set_title(label(name, most=34))
+            if not counted:
+                axes.text(0.5, 0.5, "all values are 0", transform=axes.transAxes, ha="center", color=GREY)
+                continue
+            ends = [max(row["low"], 2.0**-149) for row in counted] + [counted[-1]["high"]]
+            shares = [row["count"] / total for row in counted]
+            axes.stairs(shares, ends, fill=True, color=BLUE)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            octave_ticks(axes.xaxis)
+            log_ticks(axes.yaxis)
+            axes.set_xlim(max(ends[0], ends[-1] * 2.0**-30), ends[-1])
+            axes.set_ylim(0.5 / total, 1)
+            axes.set_ylabel("share")
+            axes.set_xlabel(f"|x|, {zeros / total:.2%} zeros" if zeros else "|x|")
+        return page.png()
+
+
+def _histogram_map(by_name: Mapping[str, Sequence[Mapping[str, Any]]], dpi: int) -> bytes:
+    """Tensors down, log2 |x| across, the share of a tensor's elements as a colour."""
+    names = [name for some in families(list(by_name)).values() for name in some]  # alike side by side
+    lows = [row["low"] for some in by_name.values() for row in some[1:] if row["count"]]
+    high = int(np.ceil(np.log2(max(row["high"] for some in by_name.values() for row in some[1:])))) if lows else 0
+    low = max(int(np.floor(np.log2(max(min(lows, default=1.0), 2.0**-149)))), high - 32)
+    shares = np.zeros((len(names), (high - low) * 4))
+    for i, name in enumerate(names):
+        total = max(1, sum(row["count"] for row in by_name[name]))
+        for row in by_name[name][1:]:
+            place = round(np.log2(max(row["low"], 2.0**-149)) * 4 - low * 4 - 0.49)
+            if 0 <= place < shares.shape[1]:
+                shares[i, place] += row["count"] / total
+    parts = bins(len(names), 160)
+    drawn = np.stack([shares[part].max(0) for part in parts])
+    height = min(9.0, 2.0 + 0.16 * len(parts))
+    with sheet(1, dpi=dpi, size=(11, height)) as page:
+        axes = page.panels[0]
+        axes.grid(False)
+        shares_map = {"norm": "log", "extent": (low, high, len(parts) - 0.5, -0.5)}
+        empty = np.where(drawn > 0, drawn, np.nan)
+        image = axes.imshow(empty, aspect="auto", cmap="viridis", interpolation="nearest", **shares_map)
+        bar = page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9)
+        log_colour_ticks(bar)
+        step = -(-len(parts) // 50)
+        texts = short_names(names, most=40)
+        axes.set_yticks(range(0, len(parts), step), [texts[parts[i].start] for i in range(0, len(parts), step)])
+        axes.set_xlabel("log2 |x|")
+        axes.set_title(f"{len(names)} tensors" + (f", {parts[0].stop} in a line" if len(parts) < len(names) else ""))
+        return page.png()
+
+
+def octave_ticks(axis: Any) -> None:
+    """Powers of 2 as plain text, a few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    axis.set_major_locator(LogLocator(base=2, numticks=6))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"2^{math.log2(x):.0f}"))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
+
+
+def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int) -> bytes:
+    """Outliers by position, over all layers and layer by layer."""
+    places = {name: i for i, name in enumerate(layers)}
+    counts = np.zeros((len(layers), length), np.int64)
+    for row in rows:
+        counts[places[row["module"]], row["position"]] += row["outliers"]
+    across, down = bins(length, COLUMNS), bins(len(layers), LINES)
+    with sheet(2, dpi=dpi, columns=1, size=(11, 1.9 + min(2.4, 0.06 * len(down)))) as page:
+        upper, lower = page.panels
+        by_place = [int(counts[:, part].sum()) for part in across]
+        ends = [part.start - 0.5 for part in across] + [length - 0.5]
+        upper.stairs(by_place, ends, fill=True, color=VERMILION)
+        upper.set_xlim(-0.5, length - 0.5)
+        upper.set_ylim(0, max(1.0, 1.1 * max(by_place)))
+        count_ticks(upper.yaxis)
+        width = across[0].stop
+        upper.set_title("outliers by position, all layers" + (f", {width} positions in a column" if width > 1 else ""))
+        grid = np.stack([np.stack([counts[d, a].sum() for a in across]) for d in down])
+        lower.grid(False)
+        image = lower.imshow(
+            np.where(grid > 0, grid, np.nan),
+            aspect="auto",
+            cmap="viridis_r",
+            interpolation="nearest",
+            extent=(-0.5, length - 0.5, len(down) - 0.5, -0.5),
+            vmin=0,
+            vmax=max(2, int(grid.max())),
+        )
+        bar = page.figure.colorbar(image, ax=lower, label="outliers", shrink=0.9)
+        count_ticks(bar.ax.yaxis)
+        texts, step = short_names(layers, most=24), -(-len(down) // 16)
+        lower.set_yticks(range(0, len(down), step), [texts[down[i].start] for i in range(0, len(down), step)])
+        lower.set_xlabel("position in the sample")
+        lower.set_title("layer by layer" + (f", {down[0].stop} layers in a line" if down[0].stop > 1 else ""))
+        return page.png()
+
+
+def token_picture(rows: Rows, *, dpi: int) -> bytes:
+    """The tokens that are outliers most often."""
+    shown = list(rows[:MOST_TOKENS])
+    rest = sum(row["outliers"] for row in rows[MOST_TOKENS:])
+    labels = [token_label(row) for row in shown]
+    counts = [row["outliers"] for row in shown]
+    if rest:
+        labels.append(f"{len(rows) - MOST_TOKENS} others")
+        counts.append(rest)
+    with sheet(1, dpi=dpi, size=(11, 0.8 + 0.19 * len(labels))) as page:
+        axes = page.panels[0]
+        colours = [VERMILION] * len(shown) + [GREY] * (len(labels) - len(shown))
+        axes.barh(range(len(labels)), counts, color=colours, height=0.75)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.12 * max(counts))
+        count_ticks(axes.xaxis)
+        for place, count in enumerate(counts):
+            axes.text(count, place, f" {count}", va="center", color=GREY)
+        axes.set_title("outliers by token, all layers")
+        return page.png()
+
+
+def token_label(row: Mapping[str, Any]) -> str:
+    """'the' (262), its text as Python writes it, or the id alone."""
+    text = row["text"]
+    if text is None:
+        return f"id {row['token']}"
+    shown = ascii(text) if any(ord(c) > 0x24F for c in text) else repr(text)
+    return f"{shown[:24]} ({row['token']})"

@@ -1,0 +1,172 @@
+"""The report of `probe check`: the health of a recipe as text, as pictures and as a page."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probe.comparisons.health import Health, LayerHealth
+from probe.comparisons.samples import DrawnLayer
+from probe.files.atomic import write
+from probe.files.paths import safe_name
+from probe.report.document import Document
+from probe.report.figure import (
+    BAD,
+    BLUE,
+    DASHED,
+    GREY,
+    VERMILION,
+    corner_note,
+    histogram,
+    label,
+    layer_axis,
+    log_axis,
+    note,
+    positives,
+    shade_map,
+    sheet,
+)
+from probe.words import printable
+
+
+def health_text(health: Health) -> str:
+    """A line for every tensor with its mark, and below it what is wrong; at the end the first suspicious layer."""
+    width = max(len(layer.name) for layer in health.layers)
+    lines = [printable(f"Mode {health.mode} of {health.recording}"), ""]
+    for layer in health.layers:
+        facts = [f"Mean={_number(layer.mean)}", f"Std={_number(layer.std)}"]
+        if layer.mean_change is not None:
+            facts += [f"Change={_number(layer.mean_change)}", f"(max {_number(layer.max_change).strip()})"]
+        lines.append(printable(f"{layer.mark} {layer.name:<{width}}  {'  '.join(facts)}".rstrip()))
+        lines += [printable(f"    {problem}") for problem in layer.problems]
+    if health.first is None:
+        return "\n".join([*lines, "", f"✓ All {len(health.layers)} outputs look normal"])
+    count = len(health.suspicious)
+    layers = "1 layer looks" if count == 1 else f"{count} layers look"
+    return "\n".join([*lines, "", f"{health.first.mark} {layers} wrong. The first is {printable(health.first.name)}."])
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "    none"
+    return f"{value:8.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:8.2e}"
+
+
+def write_health_page(folder: Path | str, checked: Sequence[Health], firsts: Sequence[DrawnLayer | None]) -> Path:
+    """Write check.html: every recipe, and what its first suspicious layer holds."""
+    notes = "; ".join(dict.fromkeys(remark for health in checked for remark in health.notes))
+    page = Document("Health of a recording", checked[0].recording + (f". {notes}." if notes else ""))
+    for health, drawn in zip(checked, firsts, strict=True):
+        page.heading(f"Mode {health.mode}")
+        page.text(_verdict(health))
+        page.picture(health_by_layer(health), alt=f"mean and change of every layer of {health.mode}")
+        if health.first and drawn:
+            picture = layer_picture(health.first, drawn)
+            page.picture(picture, alt=f"the values of {health.first.name}", caption=f"The first: {health.first.name}")
+        page.table([_row(layer) for layer in health.layers], bad=[bool(layer.problems) for layer in health.layers])
+    return page.write(Path(folder) / "check.html")
+
+
+def write_layer_picture(folder: Path | str, layer: LayerHealth, drawn: DrawnLayer) -> Path:
+    """Write layer_30_analysis.png."""
+    return write(Path(folder) / f"{safe_name(layer.name)}_analysis.png", layer_picture(layer, drawn))
+
+
+def _verdict(health: Health) -> str:
+    if health.first is None:
+        return f"{len(health.layers)} outputs look normal."
+    count = f"{len(health.suspicious)} of {len(health.layers)} look wrong."
+    return f"{count} The first is {health.first.name}: {'; '.join(health.first.problems)}"
+
+
+def _row(layer: LayerHealth) -> dict[str, object]:
+    return {
+        "": layer.mark,
+        "layer": layer.name,
+        "mean": layer.mean,
+        "std": layer.std,
+        "min": layer.min,
+        "max": layer.max,
+        "NaN": layer.nan,
+        "Inf": layer.inf,
+        "mean |change|": layer.mean_change,
+        "max |change|": layer.max_change,
+        "problem": "; ".join(layer.problems),
+    }
+
+
+def health_by_layer(health: Health) -> bytes:
+    """Mean and spread of every tensor; how far adjacent layers differ, with what is usual."""
+    layers = health.layers
+    names = [layer.name for layer in layers]
+    with sheet(2, columns=2, size=(6.25, 3.8)) as page:
+        left, right = page.panels
+        left.set_title("mean, and one standard deviation around it")
+        means = np.array([math.nan if layer.mean is None else layer.mean for layer in layers])
+        spreads = np.array([math.nan if layer.std is None else layer.std for layer in layers])
+        left.fill_between(range(len(layers)), means - spreads, means + spreads, color=BLUE, alpha=0.18, linewidth=0)
+        left.plot(means, color=BLUE, marker="o", markersize=4 if len(layers) <= 32 else 2.5, linewidth=1.3)
+        _mark_suspicious(left, layers)
+        layer_axis(left, names)
+        right.set_title("change from the layer before")
+        changes = positives([layer.mean_change for layer in layers])
+        if not np.isfinite(changes).any():
+            note(right, "no two adjacent layers of one shape were recorded")
+            return page.png()
+        right.plot(changes, color=BLUE, marker="o", markersize=4, linewidth=1.3, label="mean |change|")
+        most = positives([layer.max_change for layer in layers])
+        right.plot(most, color=VERMILION, marker="s", markersize=4, linewidth=1.3, label="max |change|")
+        if health.median_change:
+            usual = health.factor * health.median_change
+            right.axhline(usual, color=GREY, linestyle=DASHED, label=f"{health.factor:g} x median of the mean")
+        log_axis(right)
+        right.legend(loc="best")
+        _mark_suspicious(right, layers)
+        layer_axis(right, names)
+        return page.png()
+
+
+def _mark_suspicious(axes: Any, layers: Sequence[LayerHealth]) -> None:
+    for place, layer in enumerate(layers):
+        if layer.problems:
+            axes.axvspan(place - 0.5, place + 0.5, color=BAD, alpha=0.15, linewidth=0)
+
+
+def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:
+    """A layer by itself: a histogram of all values, the first of them, and a map of the first features."""
+    with sheet(3, size=(5, 4.2)) as page:
+        left, middle, right = page.panels
+        left.set_title(f"{label(layer.name, most=30)} output distribution")
+        if layer.min is None:
+            note(left, "not one value is finite")
+        else:
+            histogram(left, drawn.counts, drawn.edges)
+            left.set_xlabel("value")
+            left.set_ylabel("frequency")
+            if layer.nan or layer.inf:
+                corner_note(left, f"left out: {layer.nan} NaN, {layer.inf} Inf", colour=BAD)
+        _first_values(middle, drawn)
+        right.set_title(f"first {drawn.features.shape[1]} features of the first sample")
+        if drawn.feature_scale is None:
+            note(right, "not one value is finite")
+            return page.png()
+        low, high = drawn.feature_scale
+        shown = shade_map(right, np.ma.masked_invalid(drawn.features), vmin=low, vmax=high)
+        right.set_xlabel("feature" + ("" if np.isfinite(drawn.features).all() else "  (red: not finite)"))
+        right.set_ylabel("position")
+        page.figure.colorbar(shown, ax=right, extend="both")
+        return page.png()
+
+
+def _first_values(axes: Any, drawn: DrawnLayer) -> None:
+    values = drawn.first_values
+    lost = np.flatnonzero(~np.isfinite(values))
+    axes.set_title(f"first {len(values)} values")
+    axes.plot(np.where(np.isfinite(values), values, np.nan), color=BLUE, linewidth=0.7)
+    if len(lost):
+        axes.plot(lost, [0.02] * len(lost), "|", color=BAD, transform=axes.get_xaxis_transform(), label="not finite")
+        axes.legend()
+    axes.set_xlabel("index")
+    axes.set_ylabel("value")
