@@ -12,11 +12,11 @@ A section is a field whose value is another such dataclass; its keys are `sectio
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from probe.words import near
+from probe.words import did_you_mean, near
 
 Settings = TypeVar("Settings")
 #: Turns a value into what is stored, or raises a ValueError that says what was expected.
@@ -63,6 +63,15 @@ def with_value(settings: Settings, path: Sequence[str], value: Any, *, where: st
     except ValueError as problem:
         typed = f"'{value}'" if isinstance(value, str) else repr(value)  # repr would double the backslashes
         raise ConfigurationError(f"{where} is {typed}; expected {problem}.") from None
+
+
+def check_keys(where: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse an unknown key of a table that is not a dataclass, such as the arguments of a marker."""
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(
+                f"{where}: unknown key {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+            )
 
 
 def _leaves(

@@ -33,6 +33,35 @@ for implementation in ("reference", "auto"):
 assert probe.recommend(probe.scaling_sweep(x, fmt.name)).scale > 0
 assert main(["formats"]) == 0
 assert main(["errors", "--modes", "2-1", "--formats", fmt.name, "--samples", "1", "--seqlen", "32"]) == 0
+
+from probe.gate.bench import Bench
+from probe.gate.configuration import settings_of
+from probe.running.coverage import off_grid
+from probe.running.recipes import recipes_of
+
+assert off_grid(y, fmt.name) == 0 and off_grid(x, fmt.name) > 0.5
+assert list(map(str, recipes_of(["0", "linear_w"], [fmt.name]))) == ["mode_0-fp8_e3m4", "linear_w-fp8_e3m4"]
+matrix = Bench(settings_of({"formats": [fmt.name], "modes": ["0"]}, where="here"))
+assert [str(case) for case in matrix.cases][0] == "mode_0-layer_0-cpu-fp8_e3m4"
+"""
+
+#: One row of MODES, and a program that uses the new mode everywhere.
+MODE = 'Mode("2-5", "a mode that only this test has", conv_gives="grid", scan_reads="again", is_essential=True),'
+USES_MODE = """
+import probe
+from probe.commands import main
+from probe.gate.bench import Bench
+from probe.gate.configuration import settings_of
+from probe.running.coverage import expected_on_grid
+from probe.running.modes import GROUPS, find_mode
+
+assert find_mode("mode_2_5").is_quantized
+assert "2-5" in GROUPS["all"] and "2-5" in GROUPS["essential"]
+assert "scan.u" in expected_on_grid(probe.Recipe("2-5", "int8"))
+matrix = Bench(settings_of({"formats": ["mxint8"]}, where="here"))
+assert "mode_2_5-logits-cpu-mxint8" in [str(case) for case in matrix.cases]
+assert main(["modes"]) == 0
+assert main(["errors", "--modes", "2-5", "2-2", "--formats", "mxint8", "--samples", "1", "--seqlen", "32"]) == 0
 """
 
 #: A field of Metrics and a row of RULES, and a project whose gate then checks the new figure.
@@ -52,7 +81,7 @@ calibration = { samples = 1, seqlen = 32 }
 }
 
 
-@pytest.mark.parametrize("kind", ["a format", "a mode", "a figure", "a command"])
+@pytest.mark.parametrize("kind", ["a format", "a mode", "a figure", "a verdict", "a command"])
 def test_at_most_two_files_are_touched_for(kind: str) -> None:
     files = set(re.findall(r"`(probe/[\w/]+(?:\.py)?)`", ROWS[kind])) - {"probe/commands"}
     assert 1 <= len(files) <= 2
@@ -96,6 +125,14 @@ def test_a_new_format_is_a_row_of_one_table(copy: Path) -> None:
     printed = run(copy, "-c", USES_FORMAT)
     assert "a format that only this test has" in printed
     assert "mode_2_1-fp8_e3m4" in printed
+
+
+def test_a_new_mode_is_a_row_of_one_table(copy: Path) -> None:
+    insert(copy / "probe" / "running" / "modes.py", 'Mode("3", ', MODE)
+    printed = run(copy, "-c", USES_MODE)
+    assert "a mode that only this test has" in printed
+    (new, known) = (re.findall(rf"^mode_{mode}-mxint8 +(.*)$", printed, re.M)[0] for mode in ("2_5", "2_2"))
+    assert new == known, "rounding to the same grid once more changes nothing"
 
 
 def test_a_new_figure_is_a_field_and_a_rule(copy: Path) -> None:

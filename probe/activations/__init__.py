@@ -1,6 +1,6 @@
-"""What flows through a model: magnitudes, outliers and distributions of chosen layers, in one pass over the data.
+"""Activation analysis: magnitudes, outliers and distributions of chosen layers, in one pass over the data.
 
-    configuration -> data, model -> collecting (hooks) -> LayerStatistics, Outliers, ... -> Analysis -> export, report
+    Settings -> Plan -> Collector (hooks) -> LayerStatistics, LayerOutliers, ... -> Analysis -> tables, JSON
 
-Nothing of a tensor is kept but counts, extremes and sums, so that memory does not grow with the samples.
+Only counts, extremes and sums of a tensor are kept, so memory does not grow with the number of samples.
 """

@@ -28,7 +28,7 @@ Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 class Collector:
-    """Gathers what a plan asks for, batch after batch. What cannot be gathered is told in `gaps`, once a tensor."""
+    """Gathers what a plan asks for, batch after batch; `gaps` says why a tensor could not be measured."""
 
     def __init__(self, plan: Plan, *, threshold: float, heat_sample: int) -> None:
         self.plan = plan
@@ -54,7 +54,7 @@ class Collector:
             yield self
 
     def begin(self, batch: Batch) -> None:
-        """The batch that runs next."""
+        """Set the batch that runs next."""
         self._batch = batch
         self._last = None
 
@@ -102,7 +102,7 @@ class Collector:
     def _measure(
         self, name: str, side: Side, tensor: Tensor, values: Tensor, keep: Tensor | None
     ) -> tuple[LayerStatistics, npt.NDArray[np.float32]]:
-        """The tensor that was measured last (the input of q, k and v, say) is not measured again."""
+        """Statistics and max |x| of rows; the input that q, k and v share is measured once."""
         layout = tensor._version, values.shape, values.stride()  # the rows of a convolution's input are others
         if self._last is not None:
             known, its, found, amax = self._last
@@ -132,7 +132,7 @@ class Collector:
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """A tensor as rows of channels. `are_tokens`: [samples, tokens, channels]; else what rows are is not known."""
+    """A tensor as rows of channels: [samples, tokens, channels] if `are_tokens`, else rows of unknown meaning."""
 
     values: Tensor
     are_tokens: bool
@@ -141,7 +141,7 @@ class TokenRows:
 def token_rows(x: Tensor, shape: tuple[int, int], module: nn.Module) -> TokenRows:
     """The rows of `x`, of a batch of `shape` samples and tokens. The first rule that fits:
 
-        [samples, channels, tokens or more]      of a convolution; what lies behind the last token is no token
+        [samples, channels, tokens or more]      of a convolution; anything after the last token is padding
         [samples, tokens, ...]                   the rest are channels
         [samples * tokens, channels]
         [samples, heads, tokens, channels]       heads and channels are channels
@@ -165,7 +165,7 @@ def token_rows(x: Tensor, shape: tuple[int, int], module: nn.Module) -> TokenRow
 
 @dataclass(frozen=True, order=True)
 class OutlierToken:
-    """One token of one sample, and how many times the median it is."""
+    """One token of one sample; `ratio` is its max |x| over the median of its sample."""
 
     ratio: float
     value: float
@@ -183,7 +183,7 @@ class LayerOutliers:
     tokens: int = 0
     count: int = 0
     samples: int = 0
-    """How many samples have one."""
+    """How many samples have an outlier."""
     largest_ratio: float = 0.0
     """The largest max |x| / median, outlier or not; inf where a median is 0."""
     positions: Counter[int] = field(default_factory=Counter)
@@ -191,7 +191,7 @@ class LayerOutliers:
     worst: tuple[OutlierToken, ...] = ()
 
     def merge(self, other: "LayerOutliers") -> "LayerOutliers":
-        """Both together."""
+        """The outliers of both sets of samples."""
         return LayerOutliers(
             self.module,
             self.threshold,
@@ -208,7 +208,7 @@ class LayerOutliers:
 def find_outliers(
     module: str, amax: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], *, threshold: float, sample: int
 ) -> LayerOutliers:
-    """The outliers of one sample: max |x| of each of its tokens, padding left out, and what tokens these are."""
+    """The outliers of one sample, from max |x| and the id of each of its tokens, without padding."""
     if not amax.size:
         return LayerOutliers(module, threshold)
     wide = amax.astype(np.float64)
@@ -234,7 +234,7 @@ def find_outliers(
 
 @dataclass(frozen=True, eq=False)
 class HeatGrid:
-    """[fields of tokens, fields of channels] of max |x|, and how many tokens and channels there are."""
+    """max |x| in cells of a grid, [rows of cells, columns of cells], for one sample of `tokens` x `channels` values."""
 
     module: str
     kind: str
@@ -245,14 +245,14 @@ class HeatGrid:
 
 
 def heat_of(x: Tensor, *, module: str, kind: str, sample: int) -> HeatGrid:
-    """Of the tokens of one sample, [tokens, channels]; NaN and Inf count as 0."""
+    """The heat map of one sample, [tokens, channels]; NaN and Inf count as 0."""
     sizes = x.detach().to("cpu", torch.float32).abs().nan_to_num(0.0, 0.0, 0.0).numpy()
     tokens, channels = sizes.shape
     return HeatGrid(module, kind, sample, tokens, channels, pooled(sizes, TOKENS, CHANNELS))
 
 
 def pooled(values: Floats, most_rows: int, most_columns: int) -> Floats:
-    """The largest of every field, where there are more rows or columns than fields."""
+    """The largest value of every cell, with at most `most_rows` x `most_columns` cells."""
     for axis, most in ((0, most_rows), (1, most_columns)):
         size = values.shape[axis]
         if size > most:

@@ -1,4 +1,4 @@
-"""Two runs side by side: what changed in every tensor, before and after smoothing or a fine-tune."""
+"""Comparison of two analyses: what changed in every tensor, e.g. by smoothing or a fine-tune."""
 
 import json
 import math
@@ -16,24 +16,24 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The JSON of a run, checked."""
+class SavedAnalysis:
+    """The exported JSON of an analysis, checked."""
 
     folder: Path
     facts: Mapping[str, Any]
     settings: Mapping[str, Any]
     figures: Mapping[Key, Mapping[str, Any]]
-    """By module and kind: the statistics, the outliers of outputs, and errors that were predicted."""
+    """Statistics, outliers of outputs and predicted errors, by module and kind."""
     predicted: tuple[str, ...]
-    """The names of figures that were predicted, `noise fp4_e2m1`."""
+    """The names of predicted figures, such as `noise fp4_e2m1`."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of what both runs have, and what only one of them has."""
+    """A row for every tensor that both runs have, and the tensors that only one of them has."""
 
-    a: Saved
-    b: Saved
+    a: SavedAnalysis
+    b: SavedAnalysis
     rows: tuple[dict[str, Any], ...]
     figures: tuple[str, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -41,15 +41,15 @@ class Comparison:
 
     @property
     def unchanged(self) -> bool:
-        """Every statistic of every tensor that both runs have is the same, those that are no figure here too."""
+        """Whether all statistics of the shared tensors are equal, also those that have no column here."""
         return all(self.a.figures[key] == self.b.figures[key] for key in self.a.figures if key in self.b.figures)
 
 
 _NO_FIGURE = ("module", "kind", "predicted")
 
 
-def read_run(path: str | Path) -> Saved:
-    """What a run has written to its folder."""
+def read_run(path: str | Path) -> SavedAnalysis:
+    """Read the analysis.json of a run from its folder."""
     folder = Path(path)
     file = folder / "analysis.json"
     if not file.is_file():
@@ -76,11 +76,11 @@ def read_run(path: str | Path) -> Saved:
     for row in predicted:
         if (row["module"], row["kind"]) in rows:
             rows[row["module"], row["kind"]] |= row
-    return Saved(folder, facts, settings, rows, names)
+    return SavedAnalysis(folder, facts, settings, rows, names)
 
 
 def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
-    """Every tensor that both runs have analyzed; if there is none, an error."""
+    """Compare the tensors that both runs have; an error if there are none."""
     a, b = read_run(path_a), read_run(path_b)
     shared = [key for key in a.figures if key in b.figures]
     if not shared:
@@ -99,7 +99,7 @@ def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
     return Comparison(a, b, rows, figures, (only[0], only[1]), _differences(a, b))
 
 
-def _first(run: Saved) -> str:
+def _first(run: SavedAnalysis) -> str:
     return ", ".join(f"{module} {kind}" for module, kind in list(run.figures)[:1]) or "no tensor"
 
 
@@ -119,8 +119,8 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return b / a if a and math.isfinite(b / a) else None
 
 
-def _differences(a: Saved, b: Saved) -> tuple[str, ...]:
-    """What makes runs hard to compare."""
+def _differences(a: SavedAnalysis, b: SavedAnalysis) -> tuple[str, ...]:
+    """Warnings about what makes the runs hard to compare."""
     found = []
     for key, what in (("data_fingerprint", "tokens"), ("samples", "number of samples")):
         if a.facts.get(key) != b.facts.get(key):
@@ -132,7 +132,7 @@ def _differences(a: Saved, b: Saved) -> tuple[str, ...]:
 
 
 def ranked(comparison: Comparison, figure: str) -> list[dict[str, Any]]:
-    """Rows in which a figure changed, up or down, the most first: by |log(B/A)|, what has no ratio before all."""
+    """The rows in which a figure changed, largest |log(B/A)| first; rows without a ratio come before all."""
 
     def change(row: Mapping[str, Any]) -> float:
         ratio = row.get(f"{figure} B/A")

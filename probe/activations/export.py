@@ -9,23 +9,24 @@ import numpy as np
 from probe.activations.prediction import keep_in_higher_precision, predict_layers, spoiled_share
 from probe.activations.reference import SIZES
 from probe.activations.run import Analysis
-from probe.activations.statistics import BANDS, PERCENTILES, LayerStatistics, Trimmed
+from probe.activations.statistics import BANDS, PERCENTILES, LayerStatistics
 from probe.files.checked_json import finite
 from probe.formats import GATE_FORMATS
+from probe.numerics.histogram import Trimmed
 from probe.version import VERSION
 
 #: Goes up when a key changes its meaning.
 FORMAT = 1
 #: Channels of a tensor that are listed, the largest first.
 TOP_CHANNELS = 10
-#: Buckets of a histogram per octave, of the 64 that are counted.
+#: Buckets per octave of an exported histogram; 64 are counted.
 PER_OCTAVE = 4
 
 Rows = list[dict[str, Any]]
 
 
 def tables(analysis: Analysis) -> dict[str, Rows]:
-    """Rows by the name of their file; those without a row are left out."""
+    """The tables that are written, by file name; empty ones are left out."""
     seen = analysis.settings.visualization
     enabled, plan = seen.enabled, analysis.plan
     found: dict[str, Rows] = {
@@ -60,7 +61,7 @@ def tables(analysis: Analysis) -> dict[str, Rows]:
 
 
 def _quantized(analysis: Analysis) -> dict[tuple[str, str], LayerStatistics]:
-    """The layers of magnitudes and distributions; those that are looked at for outliers only if there are no others."""
+    """The statistics of the layers with magnitudes or distributions; of all layers if there are none."""
     plan = analysis.plan
     chosen = {name for names in plan.magnitude.values() for name in names} | set(plan.distribution[1])
     found = {key: s for key, s in analysis.statistics.items() if key[0] in chosen}
@@ -68,7 +69,7 @@ def _quantized(analysis: Analysis) -> dict[tuple[str, str], LayerStatistics]:
 
 
 def quantization(statistics: Mapping[tuple[str, str], LayerStatistics]) -> dict[str, Rows]:
-    """What every format would cost every layer, and which layers hold half of that."""
+    """The predicted error of every layer in every format, and the layers that cause half of it."""
     usable = {key: s for key, s in statistics.items() if s.count}
     predictions = predict_layers(usable, GATE_FORMATS)
     noise = {(one.module, one.format): one.noise for one in predictions}
@@ -96,7 +97,7 @@ def _distributed(analysis: Analysis) -> set[tuple[str, str]]:
 
 
 def top_channels(statistics: Iterable[LayerStatistics]) -> Rows:
-    """The channels with the largest max |x| of every tensor, and how many times the median channel that is."""
+    """The channels with the largest max |x| of every tensor, and their ratio to the median channel."""
     rows = []
     for s in statistics:
         median = float(np.median(s.channel_amax)) if s.channel_amax.size else 0.0
@@ -110,7 +111,7 @@ def top_channels(statistics: Iterable[LayerStatistics]) -> Rows:
 
 
 def outliers_by_layer(analysis: Analysis) -> Rows:
-    """Counts of every layer."""
+    """Outlier counts by layer."""
     return [
         {
             "module": one.module,
@@ -125,7 +126,7 @@ def outliers_by_layer(analysis: Analysis) -> Rows:
 
 
 def outliers_by_position(analysis: Analysis) -> Rows:
-    """Counts of every layer and position that has one."""
+    """Outlier counts by layer and position, without zeros."""
     return [
         {"module": one.module, "position": position, "outliers": one.positions[position]}
         for one in analysis.outliers.values()
@@ -134,7 +135,7 @@ def outliers_by_position(analysis: Analysis) -> Rows:
 
 
 def outliers_by_token(analysis: Analysis) -> Rows:
-    """Counts of every token over all layers, the most frequent first."""
+    """Outlier counts by token over all layers, the most frequent first."""
     total: Counter[int] = sum((one.token_ids for one in analysis.outliers.values()), Counter())
     layers = Counter(token for one in analysis.outliers.values() for token in one.token_ids)
     return [
@@ -174,7 +175,7 @@ def _box(s: LayerStatistics) -> dict[str, Any]:
 
 
 def histogram(s: LayerStatistics) -> Rows:
-    """|x| in PER_OCTAVE buckets per octave, from the first that holds any to the last; zeros first, from 0 to 0."""
+    """|x| in PER_OCTAVE buckets per octave, without empty ones at the ends; the first row counts the zeros."""
     step = (1 << SIZES.mantissa_bits) // PER_OCTAVE
     counts = s.buckets.reshape(-1, step).sum(1)
     ends = SIZES.edges[::step]
@@ -187,7 +188,7 @@ def histogram(s: LayerStatistics) -> Rows:
 
 
 def heat_rows(analysis: Analysis) -> Rows:
-    """Every field of every heat map that is drawn: its first token and channel, and the largest |x| in it."""
+    """Every cell of every heat map that is drawn: its first token and channel, and the largest |x| in it."""
     rows = []
     for heat in drawn_heat(analysis):
         down, across = heat.values.shape
@@ -201,7 +202,7 @@ def heat_rows(analysis: Analysis) -> Rows:
     return rows
 
 
-#: Heat maps that are drawn: of more layers, those with the largest max / median.
+#: The most heat maps that are drawn: those of the layers with the largest max / median.
 MOST_HEAT = 12
 
 
@@ -228,7 +229,7 @@ def band_rows(analysis: Analysis) -> Rows:
     return rows
 
 
-#: Tables that are lists of numbers in JSON, without a name for each.
+#: Tables that JSON has as lists of numbers, not as rows.
 _LARGE = ("heatmap_3d", "percentile_range")
 
 
@@ -269,7 +270,7 @@ def as_json(analysis: Analysis, made: Mapping[str, Rows]) -> dict[str, Any]:
 
 
 def _counts(s: LayerStatistics) -> dict[str, Any]:
-    """The tables of counts, without the zeros at their ends."""
+    """Moments and tables of counts of a tensor, without the zeros at the ends."""
     return {
         "module": s.module,
         "kind": s.kind,

@@ -16,7 +16,7 @@ from probe.numerics.moments import Moments
 MEAN, SECOND, THIRD, FOURTH, MINIMUM, MAXIMUM, SMALLEST = range(7)
 COUNT, NONFINITE, ZEROS, NEGATIVES, ZERO_BLOCKS = range(5)
 
-#: Sums may be taken in any order, and of what they see nothing is NaN.
+#: Sums may be taken in any order, and they see no NaN.
 _ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 #: What the loops read of the buckets.
 SHIFT, SIGNED_SHIFT, SIGNED_FIRST = SIZES.shift, SIGNED_SIZES.shift, SIGNED_SIZES.first
@@ -29,7 +29,7 @@ _Bits = npt.NDArray[np.int32]
 
 
 class Gathering:
-    """The fields of LayerStatistics, gathered from pieces of rows without anything made anew for a piece."""
+    """Gathers the fields of LayerStatistics piece by piece, in place."""
 
     def __init__(self, channels: int) -> None:
         self._found = empty(channels)
@@ -38,7 +38,7 @@ class Gathering:
         self._top, self._row_top = np.full(3, -1.0, np.float32), np.full(3, -1.0, np.float32)
 
     def take(self, rows: Floats) -> Floats:
-        """Append rows [rows, channels]; max |x| of each."""
+        """Append rows [rows, channels]; returns max |x| of each."""
         found = self._found
         amax = np.zeros(len(rows), np.float32)
         _measure(
@@ -60,7 +60,7 @@ class Gathering:
         return amax
 
     def fields(self) -> dict[str, Any]:
-        """What was gathered so far."""
+        """The fields of all rows taken so far."""
         sums, counts = self._sums, self._counts
         return self._found | {
             "count": int(counts[COUNT]),
@@ -219,7 +219,7 @@ def _of_blocks(
     median_depths: _Whole,
     depth: _Bits,
 ) -> int:
-    """How many blocks are all zero; `depth` is room to work in. Indices are unsigned, which saves a test for each."""
+    """Count by blocks; returns how many are all zero. `depth` is scratch space; unsigned indices are not tested."""
     deepest, zero_blocks = np.int32(DEPTHS - 2), 0
     for start in range(0, bits.size, BLOCK):
         block, channels = bits[start : start + BLOCK], channel_amax[start : start + BLOCK]

@@ -1,4 +1,4 @@
-"""What is to be measured: for each plot the modules that its patterns match, for each module what to take from it."""
+"""The plan of an analysis: which modules each plot needs, and which tensors of a module are measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from probe.activations.settings import Settings
 from probe.activations.statistics import Kind
 from probe.models.layers import select
 
-#: Layers of which bands are kept: a table of 640 counts for every channel.
+#: The most layers with percentile bands, which take a table of 641 counts per channel.
 MOST_BANDS = 12
 Side = Literal["input", "output"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Modules by plot, in the order of the model. `bands` may be some of many, evenly spaced."""
+    """Modules by plot, in the order of the model. `bands` holds at most MOST_BANDS of its modules, evenly spaced."""
 
     magnitude: dict[Kind, tuple[str, ...]]
     distribution: tuple[Side, tuple[str, ...]]
@@ -42,18 +42,18 @@ class Plan:
         return self.in_order(wanted)
 
     def hooked(self) -> tuple[str, ...]:
-        """The modules that must run."""
+        """The modules that get a hook."""
         sides: tuple[Side, Side] = ("input", "output")
         wanted = {name for side in sides for name in self.measured(side)}
         return self.in_order(wanted | set(self.bands[1]))
 
     def in_order(self, names: set[str]) -> tuple[str, ...]:
-        """In the order of the model."""
+        """The names, in the order of the model."""
         return tuple(name for name in self.order if name in names)
 
 
 def make_plan(model: nn.Module, settings: Settings, *, model_name: str) -> Plan:
-    """Match all patterns of what is enabled; one that matches nothing is an error that shows the nearest names."""
+    """The plan for all enabled plots; a pattern that matches nothing is an error that shows the nearest names."""
     seen = settings.visualization
     enabled = seen.enabled
     names = tuple(name for name, _ in model.named_modules() if name)
@@ -154,13 +154,13 @@ def weight_rows(module: nn.Module) -> torch.Tensor | None:
 
 
 def _stores_inputs_first(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether it is transformers.pytorch_utils.Conv1D, or made from it: known by name, so that nothing is imported."""
+    """Whether it is transformers.pytorch_utils.Conv1D or derived from it, told by name so that nothing is imported."""
     named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     return named and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
 
 
 def _evenly(names: tuple[str, ...], most: int) -> tuple[str, ...]:
-    """Some of many, from the first to the last."""
+    """At most `most` of the names, from the first to the last."""
     if len(names) <= most:
         return names
     return tuple(names[round(i * (len(names) - 1) / (most - 1))] for i in range(most))

@@ -1,15 +1,15 @@
-"""The error of a format, predicted from statistics: before any run, without the tensors.
+"""The error of a format, predicted from statistics alone: before any run, without the tensors.
 
-A tensor is known by how many of its magnitudes lie in each bucket (64 per octave), and how many elements lie d
-octaves below the largest of their block. Inside a bucket values are taken to be spread evenly, for which rounding to a
-grid of step s and last value m has an exact mean:
+The statistics say how many magnitudes lie in each bucket (64 per octave), and how many elements lie d octaves below
+the largest of their block. Values are assumed to be spread evenly inside a bucket; then rounding to a grid of step s
+and last value m has an exact mean error:
 
     integral of (t - round(t))^2 from 0 to t = n / 12 + r^3 / 3        n = round(t), r = t - n
     mean of (y - q(y))^2 over [a, b] = s^3 / (b - a) * (that of b/s - that of a/s)      up to m
                                        ((b - m)^3 - (a - m)^3) / 3 / (b - a)            beyond
 
-It is s^2 / 12 where a bucket holds many steps, y^2 where all of it becomes zero, and holds at every octave: of
-float elements s = 2^(max(e, min_exponent) - mantissa_bits) for y of exponent e, of integers it is one.
+It is s^2 / 12 where a bucket holds many steps and y^2 where all of it becomes zero. The step of float elements is
+s = 2^(max(e, min_exponent) - mantissa_bits) for y of exponent e; integers have one step.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The readable twin: the statistics of some rows in a few operations of numpy, in float64 where they are sums."""
+"""The readable twin: the statistics of rows in a few numpy operations; sums are in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,21 +43,21 @@ def empty(channels: int) -> dict[str, Any]:
 
 
 class Gathering:
-    """Pieces one after the other: what they share is added, the larger or the smaller taken, moments joined."""
+    """Gathers the fields of LayerStatistics piece by piece: counts add up, extremes and moments merge."""
 
     def __init__(self, channels: int) -> None:
         self._found = empty(channels)
 
     def take(self, rows: Floats) -> Floats:
-        """Append rows [rows, channels]; max |x| of each."""
+        """Append rows [rows, channels]; returns max |x| of each."""
         old, (new, amax) = self._found, measure(rows)
-        joined = {name: JOINED.get(name, np.add)(old[name], new[name]) for name in old if name != "moments"}
+        joined = {name: MERGED.get(name, np.add)(old[name], new[name]) for name in old if name != "moments"}
         moments = old["moments"].merge(new["moments"])
         self._found = {**joined, "moments": moments}
         return amax
 
     def fields(self) -> dict[str, Any]:
-        """What was gathered so far."""
+        """The fields of all rows taken so far."""
         return self._found | {name: int(self._found[name]) for name in COUNTS}
 
 
@@ -66,8 +66,8 @@ def largest_three(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ..
     return tuple(sorted(a + b, reverse=True)[:3])
 
 
-#: How two pieces join, where they are not added.
-JOINED: dict[str, Callable[[Any, Any], Any]] = {
+#: How two pieces merge, for fields that are not added.
+MERGED: dict[str, Callable[[Any, Any], Any]] = {
     "minimum": min,
     "smallest": min,
     "row_smallest": min,
@@ -106,7 +106,7 @@ def measure(rows: Floats) -> tuple[dict[str, Any], Floats]:
 
 
 def _of_rows(clean: Floats) -> dict[str, Any]:
-    """What depends on where a value stands: rows, channels and blocks."""
+    """The fields that depend on the place of a value: rows, channels and blocks."""
     sizes = np.abs(clean)
     amax = sizes.max(1)
     return {

@@ -1,4 +1,4 @@
-"""The analysis itself: data, model, one forward of every batch, and what was gathered."""
+"""Running an analysis: load model and data, one forward of every batch with hooks, and the results."""
 
 import inspect
 import math
@@ -33,19 +33,19 @@ NEIGHBOURS = 12
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """All that was found, by module in the order of the model."""
+    """The results of an analysis, by module in the order of the model."""
 
     settings: Settings
     plan: Plan
     facts: dict[str, Any]
-    """Of model and data: name, fingerprints, samples, tokens."""
+    """Facts about model and data: name, fingerprints, samples, tokens."""
     statistics: dict[Key, LayerStatistics]
     outliers: dict[str, LayerOutliers]
     bands: dict[str, ChannelBands]
     heat: dict[str, HeatGrid]
     token_texts: dict[int, str] = field(default_factory=dict)
     around: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By sample and position of the worst outliers: the text about them."""
+    """The text around each of the worst outliers, by sample and position."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,7 +64,7 @@ class Analysis:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Everything before the first forward."""
+    """What an analysis needs before its first forward."""
 
     settings: Settings
     loaded: Loaded
@@ -79,7 +79,7 @@ class Prepared:
 def prepare(
     settings: Settings, *, allow_download: bool = False, trust_remote_code: bool = False, progress: Progress = print
 ) -> Prepared:
-    """Load the model and the data, and match the patterns: all that can go wrong before anything is run."""
+    """Load the model and the data and match the patterns, so that mistakes in settings show before anything runs."""
     dtype = None if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
     room = room_of(settings.memory)
     loaded = load_model(
@@ -102,15 +102,15 @@ def prepare(
     samples = samples_of(documents, loaded.tokenizer, count=data.num_samples, length=data.seq_len, seed=data.seed)
     takes_mask = "attention_mask" in _parameters(model)
     batches = batches_of(samples, batch_size=data.batch_size, pad=takes_mask)
-    told = position_notes(model, data.seq_len, key="data.seq_len", longest=max(map(len, samples)))
-    loaded = replace(loaded, notes=(*loaded.notes, *told))
+    position_warnings = position_notes(model, data.seq_len, key="data.seq_len", longest=max(map(len, samples)))
+    loaded = replace(loaded, notes=(*loaded.notes, *position_warnings))
     for note in loaded.notes:
         progress(f"note: {note}")
     return Prepared(settings, loaded, model, plan, room, batches, documents.about, takes_mask)
 
 
 def room_of(memory: MemorySettings) -> Room:
-    """Where weights may lie."""
+    """Which devices may hold the weights."""
     return Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
 
 
@@ -124,7 +124,7 @@ def analyze(
 
 @torch.no_grad()
 def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
-    """One forward of every batch."""
+    """One forward of every batch, and the results."""
     settings, plan, notes = prepared.settings, prepared.plan, list(prepared.loaded.notes)
     seen = settings.visualization
     collector = Collector(plan, threshold=seen.outlier.threshold, heat_sample=seen.heatmap_3d.sample_idx)
@@ -161,7 +161,7 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
 
 
 def _run(placed: Placed, batch: Batch) -> None:
-    """A forward; what goes wrong in the model is told in one message."""
+    """One forward; an exception of the model becomes one message."""
     try:
         only: Any = NumbersOnly  # of torch, without types
         with quietly(), only() if placed.note else nullcontext():
@@ -179,12 +179,12 @@ def _run(placed: Placed, batch: Batch) -> None:
 
 
 def forward(model: nn.Module, batch: Batch, device: torch.device) -> None:
-    """Run a batch; padding is masked where the model can be told."""
+    """Run a batch, with an attention mask if the batch is padded."""
     parameters = _parameters(model)
-    told: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     if batch.padded:
-        told["attention_mask"] = batch.mask.to(device, torch.int64)
-    model(batch.tokens.to(device), **told)
+        arguments["attention_mask"] = batch.mask.to(device, torch.int64)
+    model(batch.tokens.to(device), **arguments)
 
 
 def _parameters(model: nn.Module) -> set[str]:
@@ -192,7 +192,7 @@ def _parameters(model: nn.Module) -> set[str]:
 
 
 def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
-    """What was asked for and could not be had; if that is everything, an error."""
+    """Notes on what was requested and could not be measured; an error if nothing could be."""
     plan, sites = prepared.plan, prepared.settings.model.sites
     silent = [name for name in plan.hooked() if name not in collector.ran]
     notes = []
@@ -219,7 +219,7 @@ def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
 
 
 def facts_of(prepared: Prepared) -> dict[str, Any]:
-    """What model and data are, known before anything runs."""
+    """Facts about model and data, known before anything runs."""
     batches, settings = prepared.batches, prepared.settings
     real = [row[mask] for batch in batches for row, mask in zip(batch.tokens, batch.mask, strict=True)]
     return {

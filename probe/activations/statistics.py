@@ -15,7 +15,7 @@ from torch import Tensor
 
 from probe.activations import reference as readable
 from probe.activations.reference import COUNTS, DEPTHS, SIDE, SIGNED_SIZES, SIZES, largest_three
-from probe.numerics.histogram import linear, spread_evenly
+from probe.numerics.histogram import Trimmed, spread_evenly
 from probe.numerics.moments import Moments
 
 Kind = Literal["input", "output", "weight"]
@@ -38,49 +38,11 @@ TABLES = ("buckets", "row_buckets", "block_buckets", "depths", "median_depths")
 
 
 @dataclass(frozen=True, eq=False)
-class Trimmed:
-    """A table of counts without the zeros at its ends, which are most of it."""
-
-    size: int
-    first: int
-    counts: Whole
-
-    @classmethod
-    def of(cls, counts: Whole) -> "Trimmed":
-        """A copy of the part of a table that is not zero."""
-        flat = counts.reshape(-1)
-        some = np.flatnonzero(flat)
-        if not some.size:
-            return cls(flat.size, 0, np.zeros(0, np.int64))
-        return cls(flat.size, int(some[0]), flat[some[0] : some[-1] + 1].copy())
-
-    def __add__(self, other: "Trimmed") -> "Trimmed":
-        if not self.counts.size or not other.counts.size:
-            return self if self.counts.size else other
-        first = min(self.first, other.first)
-        last = max(one.first + one.counts.size for one in (self, other))
-        both = np.zeros(last - first, np.int64)
-        for one in (self, other):
-            both[one.first - first : one.first - first + one.counts.size] += one.counts
-        return Trimmed(self.size, first, both)
-
-    def whole(self) -> Whole:
-        """The whole table, flat."""
-        full = np.zeros(self.size, np.int64)
-        full[self.first : self.first + self.counts.size] = self.counts
-        return full
-
-    def as_list(self) -> list[Any]:
-        """For JSON: [the first place that is not 0, the counts from there to the last one]."""
-        return [self.first, self.counts.tolist()]
-
-
-@dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """What is known of one tensor of one module, over all batches: rows are tokens, columns are channels.
+    """The statistics of one tensor of one module over all batches; rows are tokens, columns are channels.
 
-    Of a weight [out, in] rows are outputs and channels are inputs. A block is 32 channels of a row, side by side (the
-    last one of a row may be shorter): what shares a scale in the MX formats.
+    The rows of a weight [out, in] are outputs and its channels are inputs. A block is 32 neighbouring channels of a
+    row, which share a scale in the MX formats; the last one of a row may be shorter.
 
     Counts, extremes, `channel_amax` and all tables of counts are exact; so is `merge` of them. Sums are in float64.
     Percentiles come from `buckets` and are within PERCENTILE_ERROR = 2^-6 of numpy's own, relatively.
@@ -99,7 +61,7 @@ class LayerStatistics:
     minimum: float
     maximum: float
     smallest: float
-    """min |x|"""
+    """The smallest |x|."""
     largest: tuple[float, ...]
     """The three largest |x|, largest first; fewer where there are fewer elements."""
     moments: Moments
@@ -147,12 +109,12 @@ class LayerStatistics:
 
     @property
     def mean(self) -> float:
-        """Of x."""
+        """The mean of x."""
         return self.moments.mean
 
     @property
     def std(self) -> float:
-        """Of the population."""
+        """The standard deviation of the population."""
         return self.moments.std
 
     @property
@@ -172,12 +134,12 @@ class LayerStatistics:
 
     @property
     def median(self) -> float:
-        """Of |x|."""
+        """The median of |x|."""
         return self.percentile(50.0)
 
     def percentile(self, percent: float) -> float:
-        """Of |x|, as numpy's `linear`, within PERCENTILE_ERROR."""
-        return quantile_of_sizes(self.buckets, self.zeros, percent / 100, low=self.smallest, high=self.amax)
+        """A percentile of |x|, as numpy's `linear`, within PERCENTILE_ERROR."""
+        return SIZES.quantile(self.buckets, percent / 100, zeros=self.zeros, low=self.smallest, high=self.amax)
 
     @property
     def max_to_median(self) -> float | None:
@@ -200,7 +162,7 @@ class LayerStatistics:
         elif reduce_dim == -1:
             top, low = self.row_largest, self.row_smallest
             zero_rows = self.rows - int(self.row_buckets.sum())
-            median = quantile_of_sizes(self.row_buckets, zero_rows, 0.5, low=low, high=top[0] if top else 0.0)
+            median = SIZES.quantile(self.row_buckets, 0.5, zeros=zero_rows, low=low, high=top[0] if top else 0.0)
         else:
             channels = np.sort(self.channel_amax)
             top, low = tuple(float(x) for x in channels[:-4:-1]), float(channels[0])
@@ -209,7 +171,7 @@ class LayerStatistics:
         return {**tops, "median": median, "min": low}
 
     def figures(self) -> dict[str, Any]:
-        """Everything that is one number, by name."""
+        """Every statistic that is one number, by name."""
         return {
             "module": self.module,
             "kind": self.kind,
@@ -234,7 +196,7 @@ class LayerStatistics:
         }
 
     def merge(self, other: "LayerStatistics") -> "LayerStatistics":
-        """The statistics of both together; those of an empty one are the other's."""
+        """The statistics of both tensors together."""
         if (self.module, self.kind, self.channel_amax.size) != (other.module, other.kind, other.channel_amax.size):
             raise ValueError(
                 f"cannot merge {other.kind} of {other.module} ({other.channel_amax.size} channels) into {self.kind} of "
@@ -268,7 +230,7 @@ class ChannelBands:
     maximum: Floats
 
     def merge(self, other: "ChannelBands") -> "ChannelBands":
-        """Both together."""
+        """The bands of both sets of rows."""
         return ChannelBands(
             self.module,
             self.kind,
@@ -289,24 +251,8 @@ class ChannelBands:
         return found
 
 
-def quantile_of_sizes(counts: Whole, zeros: int, share: float, *, low: float, high: float) -> float:
-    """The quantile `share` of magnitudes, of which `zeros` are 0 and the others are counted in SIZES; 0 of nothing.
-
-    As numpy's `linear`, with values spread evenly over their bucket and kept in [low, high].
-    """
-    total = zeros + int(counts.sum())
-
-    def ranked(rank: int) -> float:
-        if rank < zeros:
-            return 0.0
-        value = spread_evenly(counts, np.array(rank - zeros), SIZES.edges[:-1], SIZES.edges[1:])
-        return min(max(float(value), low), high)
-
-    return linear(share * (total - 1), ranked) if total else 0.0
-
-
 def statistics_of(module: str, kind: Kind, fields: Mapping[str, Any]) -> LayerStatistics:
-    """From the fields as the twins give them, with whole tables."""
+    """LayerStatistics from the fields that a twin gathered."""
     plain = {name: value for name, value in fields.items() if name not in TABLES}
     return LayerStatistics(module, kind, **plain, kept={name: Trimmed.of(fields[name]) for name in TABLES})
 
@@ -348,7 +294,7 @@ def measure(
 
 
 def _spans(x: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Sample, first row, last row: pieces that stay in the cache."""
+    """(sample, first row, end row) of pieces that fit the cache."""
     step = max(1, PIECE // max(1, x.shape[2]))
     for sample in range(x.shape[0]):
         for start in range(0, x.shape[1], step):
@@ -356,21 +302,21 @@ def _spans(x: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 class Gathering(Protocol):
-    """A twin: rows are taken piece by piece, and make the fields of LayerStatistics."""
+    """What both twins offer: they take rows piece by piece and give the fields of LayerStatistics."""
 
     def __init__(self, channels: int, /) -> None: ...
 
     def take(self, rows: Floats, /) -> Floats:
-        """Append rows; max |x| of each."""
+        """Append rows; returns max |x| of each."""
 
     def fields(self) -> dict[str, Any]:
-        """What was gathered so far."""
+        """The fields of all rows taken so far."""
 
 
 def measure_bands(
     rows: Tensor, keep: Tensor | None = None, *, module: str = "", kind: str = "output", fast: bool | None = None
 ) -> ChannelBands:
-    """Of [..., rows, channels]; rows that are not kept, NaN and Inf count for nothing. `fast` as in `measure`."""
+    """The bands of [..., rows, channels], without NaN, Inf and rows that are not in `keep`. `fast` as in `measure`."""
     twin = None if fast is False else fast_twin()
     counting = (twin or readable).count_channels
     channels = rows.shape[-1]

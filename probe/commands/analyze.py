@@ -49,7 +49,7 @@ def _analyze(options: argparse.Namespace) -> int:
         return _compare(options)
     if options.output:
         raise ValueError("--output goes with --compare. The folder of a run is --visualization.save_dir DIR.")
-    from probe.activations.configuration import read_configuration
+    from probe.activations.settings import read_configuration
 
     settings = read_configuration(options.config, overrides(options.unknown))
     if options.keys:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from probe.models.layers import compile_pattern, match_layers
 from probe.recordings import Recording, read_recording
 from probe.recordings.script_formats import script_name
 from probe.words import near, near_or_first
@@ -144,16 +145,11 @@ def pick_labels(side: Side, wanted: Sequence[str] | None) -> list[str]:
 
     By default the outputs of layers; the embedding, the logits and tensors inside of layers only by name.
     """
-    labels, layers = list(side.labels), side.layers
-    words = {"all": list(layers), "first": list(layers[:1]), "last": list(layers[-1:])}
+    labels = list(side.labels)
+    layers = {label: label for label in side.layers}
     found: list[str] = []
     for one in ("all",) if wanted is None else wanted:
-        if one in words:
-            some = words[one]
-        elif one.isdecimal():
-            some = [label for label in layers if layer_number(label) == int(one)]
-        else:
-            some = [one] if one in labels else match_names(one, labels)
+        some = match_layers(one, labels, layers, whole=True)
         if not some:
             raise ValueError(
                 f"{one!r} is no layer of {side.name} in {side.recording.folder}. {near_or_first(one, labels)} "
@@ -174,22 +170,10 @@ def layer_number(label: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def match_names(pattern: str, names: Sequence[str], *, globs: bool = False) -> list[str]:
-    """The tensors whose whole label matches a regular expression.
-
-    With `globs`, those whose label or name matches a glob; where there are none, those with the regular expression
-    anywhere in their label.
-    """
-    if globs:
-        found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(label_of(name), pattern)]
-        if found:
-            return found
-    try:
-        expression = re.compile(pattern)
-    except re.error as problem:
-        raise ValueError(f"the layer pattern {pattern!r} is no regular expression ({problem}).") from None
-    match = expression.search if globs else expression.fullmatch
-    return [name for name in names if match(label_of(name))]
+def match_names(pattern: str, names: Sequence[str]) -> list[str]:
+    """The tensors whose label or name matches a glob, or whose label has the regular expression anywhere in it."""
+    found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(label_of(name), pattern)]
+    return found or [name for name in names if compile_pattern(pattern).search(label_of(name))]
 
 
 def _names(recording: Recording) -> str:

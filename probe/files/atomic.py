@@ -1,12 +1,12 @@
 """Writing so that a reader, or a kill at any moment, finds the old file or the new one, never half of one.
 
-This package is the only one that opens files for writing. `write` is for everything that fits in memory. `create` and
-`move` are for a folder that is built under another name and then published by one rename.
+This package is the only one that opens files for writing. `write` and `write_all` are for everything that fits in
+memory. `create` and `move` are for a folder that is built under another name and then published by one rename.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -26,26 +26,44 @@ def write(path: str | Path, data: str | bytes) -> Path:
 
     A link is followed. What is no regular file, such as /dev/null or a pipe, is written to and stays.
     """
-    content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     if Path(path).exists() and not Path(path).is_file():
-        Path(path).write_bytes(content)
-        return Path(path)
-    target = Path(os.path.realpath(path))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        Path(path).write_bytes(_encoded(data))
+    else:
+        write_all({Path(path): data})
+    return Path(path)
+
+
+def write_all(files: Mapping[Path, str | bytes]) -> None:
+    """Replace several files, each as `write` does; a disk that has no room for all of them keeps every old file.
+
+    All are written under temporary names before the first is renamed. A kill between two renames leaves some files
+    old and some new, each of them whole.
+    """
+    targets = {path: Path(os.path.realpath(path)) for path in files}
+    temporaries = {path: target.with_name(f".{target.name}.{os.getpid()}.tmp") for path, target in targets.items()}
+    path = Path()
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        sync(target.parent)
+        for path, data in files.items():
+            targets[path].parent.mkdir(parents=True, exist_ok=True)
+            with temporaries[path].open("wb") as file:
+                file.write(_encoded(data))
+                file.flush()
+                os.fsync(file.fileno())
+        for path, temporary in temporaries.items():
+            os.replace(temporary, targets[path])
+        for folder in dict.fromkeys(target.parent for target in targets.values()):
+            sync(folder)
     except BaseException as problem:
-        temporary.unlink(missing_ok=True)
+        for temporary in temporaries.values():
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         if isinstance(problem, OSError) and problem.errno is not None:  # it names the temporary file
             raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise
-    return Path(path)
+
+
+def _encoded(data: str | bytes) -> bytes:
+    return data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
 
 
 def remove_unfinished(folder: Path, process: int | None = None) -> None:

@@ -63,9 +63,13 @@ class Node:
 
     def number(self) -> float:
         """A finite number."""
-        if type(self.value) not in (int, float) or not math.isfinite(self.value):
+        try:
+            number = float(self.value) if type(self.value) in (int, float) else math.nan
+        except OverflowError:  # an integer of 400 digits
+            number = math.inf
+        if not math.isfinite(number):
             raise self.wrong("a finite number")
-        return float(self.value)
+        return number
 
     def flag(self) -> bool:
         """True or false."""

@@ -1,27 +1,36 @@
-"""A bench: one model with all that its recipes share. Reference and calibration are made once, whoever asks first."""
+"""A bench: one model with all that its recipes share, above all the reference, the calibration and the baselines.
+
+Reference and calibration are computed once for all processes of a run: the others read memory-mapped files.
+"""
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from probe.data.batches import token_batches, token_fingerprint
 from probe.data.texts import text_of
+from probe.files.atomic import write
+from probe.files.lock import locked
+from probe.gate.baselines import BaselineError, Entry, ModeBaselines, Store
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
-from probe.gate.observations import Observation, observe
-from probe.gate.recorded import observe_recording
-from probe.gate.sharing import shared_calibration, shared_reference
+from probe.gate.observations import Observation, observe, observe_recording
 from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba
 from probe.recordings import Recording, read_recording
 from probe.running.anchors import Anchors, anchored
-from probe.running.calibration import Calibration, calibrate_on
+from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.devices import is_recorded, recorded_folder
+from probe.running.environment import ANCHORS, differences
 from probe.running.modes import expand_modes, find_mode
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.running.reference import Reference, run_reference
@@ -31,20 +40,24 @@ from probe.words import LOGITS
 #: What fits: the modes of a matrix that names none.
 MAMBA_MODES = ("all", "fp16", "bf16")
 OTHER_MODES = ("linear_w", "linear_wa")
+#: What a full disk raises: then every process has its own.
+NO_ROOM = (OSError, SafetensorError)
 
 
 class Bench:
-    """A model, its text, and the runs over it that were made so far.
+    """A model, its text, its baselines, and the runs over it that were made so far.
 
-    Relative paths of recordings are taken from `root`. `folder` is one that the processes of this run share, or None
-    for a process alone.
+    Relative paths are taken from `root`. `folder` is one that the processes of this run share, or None for a process
+    alone.
     """
 
     def __init__(self, settings: Settings, *, root: Path | None = None, folder: Path | None = None) -> None:
         self.settings = settings
-        self._root = root or Path()
         self.anchors: Anchors | None = None
+        self._root = root or Path()
+        self.store = Store(self._root / settings.baselines)
         self._folder = folder
+        self._stored: dict[str, list[ModeBaselines]] = {}
         self._references: dict[Variation | None, Reference] = {}
         self._recordings: dict[str, Recording] = {}
         self._calibrations: dict[Variation | None, Calibration] = {}
@@ -119,6 +132,47 @@ class Bench:
             "input.calibration": f"{token_fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
             "input.percentile": f"{ours.percentile:g}",
         }
+
+    def stored(self, device: str) -> list[ModeBaselines]:
+        """The baselines of the model on a device, read once; a defect in them is a BaselineError."""
+        if device not in self._stored:
+            self._stored[device] = self.store.modes(self.settings.model, device)
+        return self._stored[device]
+
+    def entry(self, case: Case) -> Entry | None:
+        """The baseline of a case."""
+        return next((mode.entries[case] for mode in self.stored(case.device) if case in mode.entries), None)
+
+    def environment(self, case: Case) -> dict[str, str]:
+        """What the baselines of the mode of a case were made with; empty where there are none."""
+        return next((mode.environment for mode in self.stored(case.device) if mode.mode == case.mode), {})
+
+    def other_input(self, case: Case) -> str:
+        """Why the baselines of the mode of a case cannot be compared: what of their input is another; else empty."""
+        stored = self.environment(case)
+        then = {name: stored.get(name, "none") for name in self.input_facts}
+        return "; ".join(differences(then, self.input_facts)) if stored else ""
+
+    def use_stored_anchors(self, *, all_devices: bool) -> None:
+        """Take the anchors of the baselines that have this input; with `all_devices`, of devices beside the matrix too.
+
+        All modes name the same anchors, unless an update was killed half way or measured other layers.
+        """
+        if self.anchors is not None:
+            return
+        devices = self.store.devices(self.settings.model) if all_devices else []
+        modes = [mode for device in dict.fromkeys([*self.settings.devices, *devices]) for mode in self.stored(device)]
+        fitting = [mode.environment for mode in modes if self.input_facts.items() <= mode.environment.items()]
+        names = dict.fromkeys(facts.get(ANCHORS, "") for facts in fitting)
+        if names:
+            self.anchors = Anchors.united(self._read_anchors(name) for name in sorted(names))
+
+    def _read_anchors(self, name: str) -> Anchors:
+        data = self.store.anchors(self.settings.model, name)
+        try:
+            return Anchors.from_bytes(data)
+        except ValueError as problem:
+            raise BaselineError(f"{self.store.root}: {name} {problem}. Restore it with git checkout.") from None
 
     def reference(self, variation: Variation | None = None) -> Reference:
         """The float run; with a variation, under that harmless change."""
@@ -203,3 +257,75 @@ def _load(model: str, allow_download: bool, trust_remote_code: bool) -> Loaded:
 def cases_of(recipe: Recipe, labels: Iterable[str], device: str) -> list[Case]:
     """The cases of a recipe: its layers, and the whole model."""
     return [Case(find_mode(recipe.mode).id, label, device, recipe.format or "") for label in (*labels, LOGITS)]
+
+
+def shared_reference(folder: Path | None, key: str, make: Callable[[], Reference]) -> Reference:
+    """The reference of that key: read if another process has made it, else made, and left for the others."""
+    if folder is None:
+        return make()
+    file, made = folder / f"{key}.safetensors", None
+    try:
+        with locked(folder / f"{key}.lock"):
+            if not file.exists():
+                made = make()
+                _save_reference(made, file)
+    except NO_ROOM:
+        return made or make()
+    return _load_reference(file)
+
+
+def shared_calibration(folder: Path | None, key: str, make: Callable[[], Calibration]) -> Calibration:
+    """The calibration of that key, likewise."""
+    if folder is None:
+        return make()
+    base, made = folder / key, None
+    try:
+        with locked(folder / f"{key}.lock"):
+            if not base.with_name(f"{key}.json").exists():
+                made = make()
+                made.save(base)
+    except NO_ROOM:
+        return made or make()
+    model = json.loads(base.with_name(f"{key}.json").read_text())["model"]
+    return load_calibration(base, model=model)
+
+
+def _save_reference(reference: Reference, file: Path) -> None:
+    tensors = {
+        **{f"tensor {name} {i}": x for name, parts in reference.tensors.items() for i, x in enumerate(parts)},
+        **{f"batch {i}": x for i, x in enumerate(reference.batches)},
+        **{f"logits {i}": x for i, x in enumerate(reference.logits)},
+        **{f"places {label}": places for label, (places, _) in reference.ties.items()},
+        **{f"values {label}": values for label, (_, values) in reference.ties.items()},
+    }
+    facts = {
+        "model": reference.model,
+        "layers": list(reference.layers),
+        "wanted": list(reference.wanted),
+        "modules": reference.modules,
+        "tensors": {name: len(parts) for name, parts in reference.tensors.items()},
+        "batches": len(reference.batches),
+        "ties": list(reference.ties),
+    }
+    write(file, save({name: x.contiguous().clone() for name, x in tensors.items()}, {"facts": json.dumps(facts)}))
+
+
+def _load_reference(file: Path) -> Reference:
+    with safe_open(file, framework="pt") as opened:
+        facts = json.loads(opened.metadata()["facts"])
+
+        def get(name: str) -> torch.Tensor:
+            found: torch.Tensor = opened.get_tensor(name)
+            return found
+
+        count = range(facts["batches"])
+        return Reference(
+            facts["model"],
+            tuple(get(f"batch {i}") for i in count),
+            tuple(facts["layers"]),
+            tuple(facts["wanted"]),
+            facts["modules"],
+            {name: [get(f"tensor {name} {i}") for i in range(n)] for name, n in facts["tensors"].items()},
+            tuple(get(f"logits {i}") for i in count),
+            {label: (get(f"places {label}"), get(f"values {label}")) for label in facts["ties"]},
+        )

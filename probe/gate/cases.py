@@ -6,6 +6,24 @@ from typing import Any, Literal, Self
 Verdict = Literal[
     "missing", "obsolete", "uncovered", "not applied", "not finite", "over the limit", "drift", "changed values"
 ]
+#: What a failure says after the id of its case.
+HEADINGS: dict[Verdict, str] = {
+    "missing": "has no baseline",
+    "obsolete": "has a baseline, but the matrix no longer produces it",
+    "uncovered": "was not covered",
+    "not applied": "was not applied",
+    "not finite": "is not finite",
+    "over the limit": "is over its limit",
+    "drift": "drifted from its baseline",
+    "changed values": "gives other values than its baseline, though its figures agree",
+}
+#: What to do about the verdicts that no baseline can accept.
+NEXT: dict[Verdict, str] = {
+    "uncovered": "cannot be stored as a baseline: select layers that run on both sides. List them with: probe layers",
+    "not applied": "cannot be stored as a baseline: first make the recipe change the output. See: probe modes",
+    "not finite": "cannot be stored as a baseline: fix the first layer that is not finite, then rerun",
+    "over the limit": "no baseline overrides a limit: lower the error, or change the limit in [tool.probe]",
+}
 Status = Literal["passed", "failed", "skipped", "updated"]
 #: Figures of what a layer does by itself; all others include what reached it from the layers before.
 OWN = ("injected.", "corners.")

@@ -1,14 +1,18 @@
 """What the gate sees of a recipe: both measurements of every layer, golden values, and flaws no baseline excuses."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from probe.data.batches import token_fingerprint
 from probe.gate.cases import Verdict
-from probe.gate.golden import Golden, corner_sketch
+from probe.gate.golden_values import Golden, corner_sketch
 from probe.gate.tolerances import OF_VALUES, RULES
 from probe.metrics import Comparison, LogitComparison, Metrics
+from probe.recordings.manifest import AGAIN, RecordingError
+from probe.recordings.reading import Recording
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
 from probe.running.corners import CornerAnswer, corner_answers
@@ -210,14 +214,13 @@ def logits_observation(
     if not stream.seen:
         return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {uncovered[0]}"),))
     metrics, values = whole.metrics(), stream.comparison.metrics()
-    figures: dict[str, float | None] = {
-        "logits.mse": values.mse,
-        "logits.correlation": values.correlation,
-        "logits.kl": metrics.kl,
-        "logits.top1_agreement": metrics.top1_agreement,
-        "logits.bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
-        "logits.change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
+    known = {
+        **values.as_dict(),
+        **metrics.as_dict(),
+        "bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
+        "change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
     }
+    figures = {f"logits.{name}": known[name] for name in FIGURES["logits"]}
     golden = stream.golden
     return Observation(
         figures, {"logits": golden.values()}, {"logits": golden.count}, flaws=tuple(_not_finite(LOGITS, LOGITS, values))
@@ -226,3 +229,77 @@ def logits_observation(
 
 def _per_byte(bits: float | None, bytes_per_token: float) -> float | None:
     return None if bits is None else bits / bytes_per_token
+
+
+@torch.no_grad()
+def observe_recording(
+    recording: Recording,
+    recipe: Recipe,
+    reference: Reference,
+    *,
+    model_fingerprint: str,
+    data_fingerprint: str,
+    bytes_per_token: float = 1.0,
+) -> dict[str, Observation]:
+    """What `observe` sees of a recipe, from its recording: the propagated figures of every layer, and the logits.
+
+    A layer or recipe that was not recorded is a flaw, `uncovered`. A recording of another model, of other tokens or
+    of other shapes is a RecordingError: there is nothing to compare.
+    """
+    _check_same(recording, reference, model_fingerprint, data_fingerprint)
+    key = str(recipe)
+    has = ", ".join(recording.layers(key)) if key in recording.recipes else ", ".join(recording.recipes)
+    found = {}
+    for label in reference.layers:
+        stream = Stream(reference.count(label), percentiles=True)
+        for output, expected in _pairs(recording, key, f"{label}.output", reference.tensors[f"{label}.output"]):
+            stream.take(output, expected)
+        uncovered = [f"{recording.folder} has no {label} of {key}, only {has}. {AGAIN}"]
+        found[label] = layer_observation(label, recipe, reference, {"propagated": stream}, {}, uncovered)
+    whole, logits = LogitComparison(), Stream(sum(one.numel() for one in reference.logits), percentiles=False)
+    batches = iter(reference.batches)
+    for output, expected in _pairs(recording, key, LOGITS, reference.logits):
+        whole.update(output[:, :-1], expected[:, :-1], next(batches)[:, 1:])
+        logits.take(output, expected)
+    uncovered = [f"{recording.folder} has none of {key}, only {has}. {AGAIN}"]
+    found[LOGITS] = logits_observation(whole, logits, uncovered, bytes_per_token)
+    return found
+
+
+def _check_same(recording: Recording, reference: Reference, model_fingerprint: str, data_fingerprint: str) -> None:
+    own = (reference.model, token_fingerprint(reference.batches))
+    if own != (model_fingerprint, data_fingerprint):
+        raise ValueError(
+            f"the reference is of model {own[0]} and tokens {own[1]}, expected {model_fingerprint} and "
+            f"{data_fingerprint}. Make it again with probe.run_reference."
+        )
+    tokens, model = recording.manifest.tokens, recording.manifest.fingerprint
+    samples, lengths = sum(len(batch) for batch in reference.batches), {batch.shape[1] for batch in reference.batches}
+    for what, recorded, expected in (
+        ("number of samples", {tokens.samples}, {samples}),
+        ("length of a sample", {tokens.seqlen}, lengths),
+        ("fingerprint of the tokens", {tokens.fingerprint}, {data_fingerprint}),
+        ("fingerprint of the model", {model}, {model_fingerprint if model else None}),
+    ):
+        if recorded != expected:
+            there, here = (", ".join(sorted(map(str, some))) for some in (recorded, expected))
+            raise RecordingError(
+                f"{recording.folder}: the {what} is {there}, that of the reference is {here}: they cannot be compared. "
+                "Record this model on these tokens, or take the model and the tokens of the recording."
+            )
+
+
+def _pairs(recording: Recording, recipe: str, name: str, expected: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Recorded and expected, in the batches of the reference; nothing where nothing was recorded."""
+    if recipe not in recording.recipes or name not in recording.names(recipe):
+        return
+    shape = recording.shape(recipe, name)
+    sizes = [len(one) for one in expected]
+    wanted = (sum(sizes), *expected[0].shape[1:])
+    if shape != wanted:
+        raise RecordingError(
+            f"{recording.folder}: {name} of {recipe} has the shape {list(shape)}, the reference {list(wanted)}: they "
+            "cannot be compared, and are never cropped. Record this model on these tokens."
+        )
+    for output, one in zip(torch.split(recording.tensor(recipe, name), sizes), expected, strict=True):
+        yield output.float(), one.float()

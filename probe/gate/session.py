@@ -1,7 +1,7 @@
-"""One run of the tests as probe sees it: which cases there are, what became of them, what is to be written at the end.
+"""One run of the tests as probe sees it: which cases there are, what became of them, what is written at the end.
 
-Every process has one. Workers hand their outcomes and, at the end, a dossier to the controller, which alone writes.
-Importing this loads nothing heavy; the gate is loaded when a test first takes a case.
+Every process has one. Workers hand their outcomes and, at the end, what they know of each model to the controller,
+which alone writes. Importing this loads nothing heavy; the gate is loaded when a test first takes a case.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings, settings_of
+from probe.settings import ConfigurationError
 from probe.words import LOGITS, near_or_first
 
 if TYPE_CHECKING:
-    from probe.gate.baselines.entry import Entry
-    from probe.gate.engine import Gate
+    from probe.gate.baselines import Entry
+    from probe.gate.engine import Gate, Judged
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,28 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CaseRequest:
     """The case of one test, and the settings that it is measured with."""
+
+    has_recipe: ClassVar[bool] = True
 
     settings: Settings
     case: Case
 
+    def judge(self, session: Session) -> Judged:
+        """The outcomes of all layers of the recipe of this case."""
+        return session.gate.judge_recipe(self.settings, self.case)
+
 
 @dataclass
-class Dossier:
-    """What one process knows of a model: the whole matrix, what was selected, and what an update needs."""
+class ModelCases:
+    """The cases of a model as one process knows them: all, those that were selected, and what an update needs."""
 
     settings: Settings
     matrix: dict[Case, None] = field(default_factory=dict)  # in order, as configured, whatever the options say
     selected: set[Case] = field(default_factory=set)
     facts: dict[str, str] = field(default_factory=dict)
-    anchors: dict[str, bytes] = field(default_factory=dict)  # files by name; tests with other layers have their own
+    anchors: list[bytes] = field(default_factory=list)  # tests with other layers have their own
 
     def as_dict(self) -> dict[str, Any]:
         """For execnet."""
@@ -63,14 +70,14 @@ class Dossier:
         }
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Dossier:
+    def from_dict(cls, given: Mapping[str, Any]) -> ModelCases:
         """The inverse of as_dict."""
         return cls(
             Settings.from_dict(given["settings"]),
             {Case(**case): None for case in given["matrix"]},
             {Case(**case) for case in given["selected"]},
             dict(given["facts"]),
-            dict(given["anchors"]),
+            list(given["anchors"]),
         )
 
 
@@ -81,13 +88,13 @@ class Session:
         self.root = root
         self.options = options
         self.settings = settings
-        self.dossiers: dict[str, Dossier] = {}  # by model
+        self.models: dict[str, ModelCases] = {}
         self.outcomes: dict[tuple[str, Case], Outcome] = {}
         self.entries: dict[str, dict[Case, Entry]] = {}
         self.refusals: dict[tuple[str, Case], str] = {}
-        self.held: dict[tuple[str, Case], object] = {}  # cases without a recipe, with what is held of them
+        self.figure_settings: dict[tuple[str, Case], object] = {}  # of golden figures: what each case depends on
         self.written: set[str] = set()  # models whose baselines were updated
-        self.told: list[str] = []  # of the update, for the terminal
+        self.update_lines: list[str] = []  # what an update changed, for the terminal
         self.problems: list[str] = []  # each fails the run
         self.tellers: dict[tuple[str, str, str, bool], str] = {}  # by recipe: the case that tells its story
         self.drawn: dict[tuple[str, str, str], int] = {}  # by recipe: how many of its cases have a picture
@@ -104,7 +111,7 @@ class Session:
             self._gate = Gate(self.root, folder=self._folder, update=options.update, reason=options.reason)
         return self._gate
 
-    def ask(self, marked: Mapping[str, Any], *, where: str) -> list[Asked]:
+    def request(self, marked: Mapping[str, Any], *, where: str) -> list[CaseRequest]:
         """The cases of a test: those of the configured matrix, or of its marker, narrowed by the options."""
         from probe.running.devices import check_device
 
@@ -123,10 +130,34 @@ class Session:
             cases = self._named(cases, axes, configured, has_own_model="model" in marked)
         if not marked and narrowed.model == self.settings.model:
             _check_limits(configured, {case.recipe for case in self.gate.bench(configured).cases})
-        dossier = self.dossiers.setdefault(configured.model, Dossier(configured))
-        self._check_shared(dossier.settings, configured)
-        dossier.matrix |= dict.fromkeys(self.gate.bench(configured).cases)
-        return [Asked(narrowed, case) for case in cases]
+        known = self._model_cases(configured)
+        self._check_shared(known.settings, configured)
+        known.matrix |= dict.fromkeys(self.gate.bench(configured).cases)
+        return [CaseRequest(narrowed, case) for case in cases]
+
+    def settings_for(self, model: str) -> Settings:
+        """The settings of golden figures, which have a model of their own among the baselines."""
+        return replace(self.settings, model=model, baselines=self.options.baselines or self.settings.baselines)
+
+    def add_cases(self, settings: Settings, depends_on: Mapping[Case, object], *, where: str) -> None:
+        """Add cases of golden figures to the matrix, each with what it depends on. One baseline serves one test."""
+        known = self._model_cases(settings)
+        for case, given in depends_on.items():
+            there = self.figure_settings.setdefault((settings.model, case), given)
+            if there != given:
+                raise ConfigurationError(
+                    f"{where}: another test compares {case} of {settings.model} with the same baseline, with other "
+                    f"settings or figures: {there} there, {given} here. Make them agree, or leave one out."
+                )
+        known.matrix |= dict.fromkeys(depends_on)
+
+    def _model_cases(self, settings: Settings) -> ModelCases:
+        if settings.model not in self.models:
+            from probe.gate.baselines import Store
+
+            Store(self.root / settings.baselines).check_layout(settings.model)
+            self.models[settings.model] = ModelCases(settings)
+        return self.models[settings.model]
 
     def _named(
         self, cases: list[Case], axes: Mapping[str, Any], settings: Settings, *, has_own_model: bool
@@ -160,33 +191,30 @@ class Session:
                     f"{getattr(other, name)!r}. One set of baselines serves one of them: make them agree."
                 )
 
-    def select(self, asked: Asked) -> None:
+    def select(self, request: CaseRequest) -> None:
         """This case is going to run."""
-        self.dossiers[asked.settings.model].selected.add(asked.case)
+        self.models[request.settings.model].selected.add(request.case)
 
     def close(self) -> dict[str, Any]:
-        """The dossiers of this process, complete, for the controller."""
-        if self.options.update and self._gate is not None:
-            from probe.gate.baselines.anchors import render
-
-            for bar in self._gate.bars():
-                if bar.bench.anchors is not None:  # else nothing was measured on it
-                    dossier = self.dossiers[bar.bench.settings.model]
-                    dossier.facts = bar.bench.input_facts
-                    dossier.anchors |= dict([render(bar.bench.anchors)])
-        return {model: dossier.as_dict() for model, dossier in self.dossiers.items()}
+        """What this process knows of its models, complete, for the controller."""
+        for bench in self._gate.benches() if self.options.update and self._gate is not None else ():
+            if bench.anchors is not None:  # else nothing was measured on it
+                known = self.models[bench.settings.model]
+                known.facts = bench.input_facts
+                known.anchors.append(bench.anchors.to_bytes())
+        return {model: known.as_dict() for model, known in self.models.items()}
 
     def merge(self, given: Mapping[str, Any]) -> None:
-        """Take the dossiers of a worker."""
+        """Add what a worker knows."""
         for model, one in given.items():
-            other = Dossier.from_dict(one)
-            mine = self.dossiers.setdefault(model, other)
+            other = ModelCases.from_dict(one)
+            mine = self.models.setdefault(model, ModelCases(other.settings))
             mine.matrix |= other.matrix
             mine.selected |= other.selected
             mine.facts = mine.facts or other.facts
-            mine.anchors |= other.anchors
+            mine.anchors += other.anchors
 
-    def take(self, outcome: Outcome, entry: Entry | None, refusal: str) -> None:
+    def add_outcome(self, outcome: Outcome, entry: Entry | None, refusal: str) -> None:
         """What became of a case, in the process that writes."""
         self.outcomes[outcome.model, outcome.case] = outcome
         if entry is not None:
@@ -196,7 +224,7 @@ class Session:
 
     def ordered(self) -> list[Outcome]:
         """The outcomes in the order of the matrix; what it does not have comes last, as it came."""
-        places = {(model, case): i for model, one in self.dossiers.items() for i, case in enumerate(one.matrix)}
+        places = {(model, case): i for model, one in self.models.items() for i, case in enumerate(one.matrix)}
         return [self.outcomes[key] for key in sorted(self.outcomes, key=lambda key: places.get(key, len(places)))]
 
     def finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str = "") -> None:
@@ -212,16 +240,16 @@ class Session:
                 self.outcomes[key] = replace(outcome, status="failed" if outcome.message else "passed")
 
     def _finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str) -> None:
-        used = {model: dossier for model, dossier in self.dossiers.items() if dossier.selected}
+        used = {model: known for model, known in self.models.items() if known.selected}
         if stopped and self.options.update:
             self.problems.append(f"no baseline was written: the run ended early ({stopped}).")
             return
-        for dossier in used.values():
+        for known in used.values():
             with self._problems():
                 if self.options.update:
-                    self._update(dossier, keep_obsolete=tests_left_out)
+                    self._update(known, keep_obsolete=tests_left_out)
                 elif not tests_left_out:
-                    self._find_obsolete(dossier)
+                    self._find_obsolete(known)
         if self.options.update:
             for model in sorted(set(self.entries) - set(used)):
                 self.problems.append(f"no baseline of {model} was written: the run ended before its workers did.")
@@ -236,19 +264,18 @@ class Session:
         except (ValueError, OSError) as problem:
             self.problems.append(str(problem))
 
-    def _find_obsolete(self, dossier: Dossier) -> None:
-        for case in self._obsolete(dossier):
+    def _find_obsolete(self, known: ModelCases) -> None:
+        model = known.settings.model
+        for case in self._obsolete(known):
             message = "it is stored, but the matrix no longer has it."
-            outcome = Outcome(dossier.settings.model, case, "failed", "obsolete", message)
-            self.outcomes[dossier.settings.model, case] = outcome
-            self.problems.append(f"obsolete: {case} of {dossier.settings.model}: {message}")
+            self.outcomes[model, case] = Outcome(model, case, "failed", "obsolete", message)
+            self.problems.append(f"obsolete: {case} of {model}: {message}")
 
     def _find_obsolete_models(self) -> None:
-        from probe.gate.baselines.format import path_part
-        from probe.gate.baselines.store import Store
+        from probe.gate.baselines import Store, path_part
 
-        for root in {self.root / dossier.settings.baselines for dossier in self.dossiers.values()}:
-            ours = [one.settings for one in self.dossiers.values()]
+        for root in {self.root / known.settings.baselines for known in self.models.values()}:
+            ours = [known.settings for known in self.models.values()]
             used = {path_part(one.model) for one in ours if self.root / one.baselines == root}
             for model in Store(root).models():
                 if path_part(model) not in used:
@@ -257,47 +284,55 @@ class Session:
                         "Delete the folder, or add a test for it."
                     )
 
-    def _obsolete(self, dossier: Dossier) -> list[Case]:
+    def _obsolete(self, known: ModelCases) -> list[Case]:
         """Stored cases that the matrix does not have; a device that it does not name at all counts too."""
-        from probe.gate.baselines.store import Store
+        from probe.gate.baselines import Store
 
-        store, model = Store(self.root / dossier.settings.baselines), dossier.settings.model
+        store, model = Store(self.root / known.settings.baselines), known.settings.model
         stored = [case for device in store.devices(model) for case in store.read(model, device)]
-        return sorted(set(stored) - set(dossier.matrix))
+        return sorted(set(stored) - set(known.matrix))
 
-    def _update(self, dossier: Dossier, *, keep_obsolete: bool) -> None:
-        from probe.gate.baselines.anchors import united
-        from probe.gate.baselines.store import Store
-        from probe.gate.engine import Update, store_update
+    def _update(self, known: ModelCases, *, keep_obsolete: bool) -> None:
+        from probe.gate.baselines import Store
+        from probe.running.anchors import Anchors
+        from probe.running.environment import environment
 
-        model = dossier.settings.model
+        model = known.settings.model
         entries = self.entries.get(model, {})
         ours = {case: outcome for (one, case), outcome in self.outcomes.items() if one == model}
         skipped = {case for case, outcome in ours.items() if outcome.status == "skipped"}
-        lost = dossier.selected - set(entries) - skipped
+        lost = known.selected - set(entries) - skipped
         if lost:
             refused = [text for (one, case), text in self.refusals.items() if one == model and case in lost]
             first = refused[0] if refused else f"{min(lost)} was not measured."
             raise ValueError(
-                f"no baseline of {model} was written: {len(lost)} of {len(dossier.selected)} cases have nothing to "
+                f"no baseline of {model} was written: {len(lost)} of {len(known.selected)} cases have nothing to "
                 f"store. {first}"
             )
         if not entries:
             return
-        whole = dossier.selected - skipped >= {case for case in dossier.matrix if case.device not in _absent(skipped)}
-        store = Store(self.root / dossier.settings.baselines)
+        absent = {case.device for case in skipped}
+        whole = known.selected - skipped >= {case for case in known.matrix if case.device not in absent}
+        store = Store(self.root / known.settings.baselines)
         stored = store.environment(model) or {}
-        if not whole and any(stored.get(key, value) != value for key, value in dossier.facts.items()):
+        if not whole and any(stored.get(key, value) != value for key, value in known.facts.items()):
             raise ValueError(
                 f"no baseline of {model} was written: the input changed, so all cases must be made anew. "
                 "Run pytest --update-baselines without -k and without --probe-* options."
             )
-        drop = self._obsolete(dossier) if whole and not keep_obsolete else []
-        lines = store_update(store, Update(model, entries, drop, dossier.facts, united(dossier.anchors)))
+        drop = self._obsolete(known) if whole and not keep_obsolete else []
+        united = Anchors.united(Anchors.from_bytes(data) for data in sorted(set(known.anchors)))
+        lines = store.write(
+            model,
+            entries,
+            environment={**environment(), **known.facts},
+            anchors=united.to_bytes() if known.anchors else None,
+            drop=drop,
+        )
         self.written.add(model)
         kind = "all" if whole else "some"
-        self.told.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
-        self.told += _shortened(lines)
+        self.update_lines.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
+        self.update_lines += _shortened(lines)
 
 
 def _check_limits(settings: Settings, recipes: set[str]) -> None:
@@ -306,10 +341,6 @@ def _check_limits(settings: Settings, recipes: set[str]) -> None:
         if not any(fnmatchcase(recipe, pattern) for recipe in recipes):
             hint = near_or_first(pattern, sorted(recipes))
             raise ValueError(f"[tool.probe.limits]: {pattern!r} matches no recipe of the matrix. {hint}")
-
-
-def _absent(skipped: set[Case]) -> set[str]:
-    return {case.device for case in skipped}
 
 
 def _shortened(lines: list[str], *, most: int = 2000) -> list[str]:
@@ -322,6 +353,6 @@ def _shortened(lines: list[str], *, most: int = 2000) -> list[str]:
             counts[what, name.split("-")[0]] += 1
         else:
             rest.append(line)
-    told = [f"{what}: {count} cases of {mode}" for (what, mode), count in sorted(counts.items())]
+    counted = [f"{what}: {count} cases of {mode}" for (what, mode), count in sorted(counts.items())]
     left = len(rest) - most
-    return [*told, *rest[:most], *([f"and {left} more; see git diff"] if left > 0 else [])]
+    return [*counted, *rest[:most], *([f"and {left} more; see git diff"] if left > 0 else [])]

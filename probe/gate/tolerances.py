@@ -34,6 +34,7 @@ class Rule:
     multiple: float = MULTIPLE
 
 
+#: The figures that a baseline keeps and how far each may move; those of layers are fields of `probe.metrics.Metrics`.
 RULES: dict[str, Rule] = {
     "injected.mse": Rule(relative=7e-4, worse=1),
     "injected.mae": Rule(relative=5e-4, worse=1),

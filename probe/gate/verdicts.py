@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from probe.gate.baselines.entry import Entry, Stored
+from probe.gate.baselines.format import Entry, Stored
 from probe.gate.cases import Case, Figure, Outcome, Verdict
-from probe.gate.golden import flat, gap, parted
+from probe.gate.golden_values import flat, gap, parted
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import OF_VALUES, RULES, Rule, tolerance
 from probe.words import look_up

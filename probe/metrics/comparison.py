@@ -5,17 +5,18 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
+from probe.files.checked_json import finite
 from probe.metrics import reference as readable
-from probe.metrics.figures import QUANTILES, Measured, Metrics, finite_or_none
+from probe.metrics.figures import QUANTILES, Measured, Metrics
 from probe.metrics.reference import CHUNK, double_copy, first_true
 from probe.metrics.tally import KEPT, Magnitudes, Tally, first_index
 
-#: From so many elements a batch is worth the loading of the fast twin, some 0.5 s once in a process.
+#: Batches of this many elements or more go to the fast twin; loading it takes some 0.5 s once in a process.
 LARGE = 2**20
 
 _Measure = Callable[[Tensor, Tensor, Magnitudes | None], Tally]
@@ -39,14 +40,14 @@ class Comparison:
         self._magnitudes = Magnitudes(keep)
 
     def update(self, output: Tensor, reference: Tensor) -> None:
-        """Append a batch. The two have one shape, any float dtypes and devices; an empty one changes nothing."""
+        """Append a batch: tensors of one shape, of any float dtypes, on any devices. An empty one changes nothing."""
         check_pair(output, reference, names=("output", "reference"))
         measure = _fast() if output.numel() >= LARGE else readable.measure
         flat, plain = (x.detach().reshape(-1) for x in (output, reference))
         self._tally = self._tally.then(measure(flat, plain, self._magnitudes if self.percentiles else None))
 
     def merge(self, other: "Comparison") -> Self:
-        """Append all that `other` has seen after all that this one has; returns itself, leaves `other` alone."""
+        """Append the whole stream of `other`, which stays as it is; returns itself."""
         check_kind(self, other)
         if (other.percentiles, other.keep) != (self.percentiles, self.keep):
             raise ValueError(
@@ -58,7 +59,7 @@ class Comparison:
         return self
 
     def metrics(self) -> Metrics:
-        """The figures of all that was seen so far."""
+        """The figures of the whole stream so far."""
         tally = self._tally
         check_seen(self, tally.seen)
         quantiles: dict[float, float] = {}
@@ -73,7 +74,7 @@ class Comparison:
 
 @cache
 def _fast() -> _Measure:
-    """The fast twin; where numba cannot be loaded the readable one, after one warning."""
+    """`measure` of the fast twin; of the readable one, after one warning, where numba cannot be loaded."""
     try:
         from probe.metrics import fast
     except ImportError as problem:
@@ -134,7 +135,7 @@ class LogitComparison:
         self._change = 0.0
 
     def update(self, logits: Tensor, reference_logits: Tensor, targets: Tensor) -> None:
-        """Append a batch: logits [..., vocabulary], and the tokens that did follow as integers [...]."""
+        """Append a batch: logits [..., vocabulary], and the tokens that followed, as integers [...]."""
         check_pair(logits, reference_logits, names=("logits", "reference_logits"))
         if targets.shape != logits.shape[:-1] or logits.ndim == 0:
             raise ValueError(
@@ -160,7 +161,7 @@ class LogitComparison:
             self._take(output, reference, aims[stretch])
 
     def merge(self, other: "LogitComparison") -> Self:
-        """Append all that `other` has seen after all that this one has; returns itself, leaves `other` alone."""
+        """Append the whole stream of `other`, which stays as it is; returns itself."""
         check_kind(self, other)
         self._first_nonfinite = first_index(self._first_nonfinite, self._positions, other._first_nonfinite)
         for name in vars(self).keys() - {"_first_nonfinite"}:
@@ -168,11 +169,11 @@ class LogitComparison:
         return self
 
     def metrics(self) -> LogitMetrics:
-        """The figures of all that was seen so far."""
+        """The figures of the whole stream so far."""
         check_seen(self, self._positions)
 
         def mean(total: float) -> float | None:
-            return finite_or_none(total / self._compared) if self._compared else None
+            return cast(float | None, finite(total / self._compared)) if self._compared else None
 
         return LogitMetrics(
             positions=self._positions,
@@ -181,7 +182,7 @@ class LogitComparison:
             nonfinite_output=self._nonfinite_output,
             nonfinite_reference=self._nonfinite_reference,
             first_nonfinite=self._first_nonfinite,
-            kl=mean(0.0 if self._kl < 0 else self._kl),  # rounding may leave it a hair below; NaN stays
+            kl=mean(0.0 if self._kl < 0 else self._kl),  # rounding may leave it slightly below 0; NaN stays
             top1_agreement=mean(self._agreed),
             bits_per_token=mean(self._nats / math.log(2)),
             reference_bits_per_token=mean(self._reference_nats / math.log(2)),
@@ -212,7 +213,7 @@ class LogitComparison:
 
 
 def check_pair(output: Tensor, reference: Tensor, *, names: tuple[str, str]) -> None:
-    """Floats of one shape."""
+    """Refuse tensors that are no floats or differ in shape."""
     for name, x in zip(names, (output, reference), strict=True):
         if not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}. Only floats are compared. Convert first, e.g. {name}.float().")
@@ -224,12 +225,12 @@ def check_pair(output: Tensor, reference: Tensor, *, names: tuple[str, str]) -> 
 
 
 def check_kind(into: object, other: object) -> None:
-    """Accumulators of one kind."""
+    """Refuse an accumulator of another kind."""
     if type(other) is not type(into):
         raise ValueError(f"cannot merge {other!r} into {into!r}. Merge accumulators of one kind.")
 
 
 def check_seen(accumulator: object, seen: int) -> None:
-    """Something was seen."""
+    """Refuse an accumulator without data."""
     if not seen:
         raise ValueError(f"{accumulator!r} has seen nothing, so it has no metrics. Call update(...) with data first.")

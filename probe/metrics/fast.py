@@ -13,6 +13,7 @@ merge as `Tally.then` merges stretches.
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
+from typing import Any
 
 import numba
 import numpy as np
@@ -24,24 +25,29 @@ from probe.metrics import reference as readable
 from probe.metrics.tally import BUCKETS, Magnitudes, Spread, Tally
 from probe.numerics.moments import Moments
 
-#: Elements that are converted at a time, where they are neither float32 nor float64; less is nothing for a thread.
+#: Elements of other dtypes than float32 and float64 that are converted at a time, and the least work for a thread.
 STRETCH = 2**18
-#: Squares of float64 below this sum up well within its range; those of narrower dtypes always do.
+#: Sums of squares of float64 below this cannot overflow; those of narrower dtypes never do.
 LARGEST = 1e100
 
-#: Elements in a block: 128 KB with their differences, and long enough that the next ones are fetched in time.
+#: Elements in a block: 128 KB with their differences, and long enough for the processor to prefetch the next one.
 BLOCK = 8192
-#: Values that differ from their mean by no more than this part of it may differ by the rounding of the mean alone.
+#: Values that differ from their mean by no more than this part of it may all be equal: the mean is rounded.
 _EQUAL = 1e-12
 
 #: The places of sums: means, then squares around them, of output, reference and difference; and of counts and keys.
 (MEAN_O, MEAN_R, MEAN_D, SQUARES_O, SQUARES_R, SQUARES_D, PRODUCT, SUM_D, SUM_R, SUMS) = range(10)
 (COUNT, ZEROED, AT_LARGEST, MOVED, NAN_O, INF_O, NAN_R, INF_R, FIRST_NONFINITE, COUNTS) = range(10)
+#: The fields of a Tally at the places of counts.
+_COUNTED = (
+    *("count", "zeroed", "at_largest", "moved", "nan_output", "inf_output", "nan_reference", "inf_reference"),
+    "first_nonfinite",
+)
 (LOW_O, HIGH_O, LOW_R, HIGH_R, LARGEST_D, KEYS) = range(6)
 
 #: The shift from the upper half of a float64 to its bucket.
 _SHIFT = np.uint32(BUCKETS.shift - 32)
-#: Sums may be taken in any order, and nothing that they see is NaN.
+#: Sums may be taken in any order, and they see no NaN.
 _ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 
 _Floats = npt.NDArray[np.floating]
@@ -51,7 +57,7 @@ _Whole = npt.NDArray[np.int64]
 
 
 def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) -> Tally:
-    """The tally of two flat tensors of one size; the sizes of their differences are added to `magnitudes`."""
+    """The tally of two flat tensors of one size; |output - reference| is added to `magnitudes`."""
     count = output.numel()
     dtype = torch.float64 if torch.float64 in (output.dtype, reference.dtype) else torch.float32
     if not count or (dtype == torch.float64 and not (_is_moderate(output) and _is_moderate(reference))):
@@ -89,7 +95,7 @@ def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) ->
 
 
 def _is_moderate(x: Tensor) -> bool:
-    """Whether it is narrower than float64, or all is finite and below LARGEST."""
+    """Whether squares of `x` can be summed: it is narrower than float64, or finite and below LARGEST."""
     return x.dtype != torch.float64 or all(abs(float(end)) < LARGEST for end in torch.aminmax(x))
 
 
@@ -101,41 +107,34 @@ def _measure_stretch(output: _Floats, reference: _Floats, buckets: _Whole, sizes
     keys[[HIGH_O, HIGH_R]] = np.iinfo(np.int64).min
     counts[FIRST_NONFINITE] = -1
     _measure(output, reference, output.view(bits), reference.view(bits), infinity, sums, counts, keys, buckets, sizes)
-    found = [int(x) for x in counts]
+    found: dict[str, Any] = dict(zip(_COUNTED, map(int, counts), strict=True))
+    count, first = found["count"], found.pop("first_nonfinite")
 
-    def moments(mean: int, squares: int) -> Moments:
-        return Moments(found[COUNT], float(sums[mean]), float(sums[squares]))
+    def spread(mean: int, squares: int, low: float, high: float) -> Spread:
+        return Spread(Moments(count, float(sums[mean]), float(sums[squares])), low, high)
 
-    if not found[COUNT]:
-        output_spread = reference_spread = difference_spread = Spread()
-    else:
+    spreads: dict[str, Any] = {}
+    if count:
         ends = [_from_key(int(key), output.dtype) for key in keys[:LARGEST_D]]
         largest = float(keys[LARGEST_D].view(np.float64))
-        output_spread = Spread(moments(MEAN_O, SQUARES_O), ends[LOW_O], ends[HIGH_O])
-        reference_spread = Spread(moments(MEAN_R, SQUARES_R), ends[LOW_R], ends[HIGH_R])
-        difference_spread = Spread(moments(MEAN_D, SQUARES_D), -largest, largest)
+        spreads = {
+            "output": spread(MEAN_O, SQUARES_O, ends[LOW_O], ends[HIGH_O]),
+            "reference": spread(MEAN_R, SQUARES_R, ends[LOW_R], ends[HIGH_R]),
+            "difference": spread(MEAN_D, SQUARES_D, -largest, largest),
+        }
     return Tally(
         seen=output.size,
-        count=found[COUNT],
-        output=output_spread,
-        reference=reference_spread,
-        difference=difference_spread,
+        **found,
+        **spreads,
         product=float(sums[PRODUCT]),
         sum_difference=float(sums[SUM_D]),
         sum_reference=float(sums[SUM_R]),
-        zeroed=found[ZEROED],
-        at_largest=found[AT_LARGEST],
-        moved=found[MOVED],
-        nan_output=found[NAN_O],
-        inf_output=found[INF_O],
-        nan_reference=found[NAN_R],
-        inf_reference=found[INF_R],
-        first_nonfinite=None if found[FIRST_NONFINITE] < 0 else found[FIRST_NONFINITE],
+        first_nonfinite=None if first < 0 else first,
     )
 
 
 def _from_key(key: int, dtype: np.dtype[np.floating]) -> float:
-    """The float whose key it is."""
+    """The float with this key."""
     top = 2 ** (8 * dtype.itemsize - 1) - 1
     bits = key if key >= 0 else key ^ top
     return float(np.array(bits, f"i{dtype.itemsize}").view(dtype))
@@ -195,7 +194,7 @@ def _measure(
 
 @numba.njit(cache=True, nogil=True)
 def _scan(bits_o: _Bits, bits_r: _Bits, top: int, ends: _Whole) -> tuple[int, int]:
-    """The extreme keys of both sides; how many bits differ, and how many outputs are zero."""
+    """Find the extreme keys of both sides; returns how many elements differ in bits and how many outputs are zero."""
     whole = bits_o.dtype.type  # of one width throughout, so that all of it fits the lanes
     zero, size, sign = whole(0), whole(top), whole(8 * bits_o.itemsize - 1)
     moved, zeros = zero, zero
@@ -226,7 +225,7 @@ def _leave_out_nonfinite(
     start: int,
     quiet: int,
 ) -> int:
-    """Count what is NaN or Inf and copy the pairs that are finite; how many these are.
+    """Count NaN and Inf and copy the pairs that are finite; returns how many these are.
 
     A NaN widened to float64 is a quiet one: two that differ by that bit alone have not moved.
     """
@@ -249,7 +248,7 @@ def _leave_out_nonfinite(
 
 @numba.njit(cache=True, nogil=True)
 def _sum_block(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
-    """The differences, and all sums. Where squares may be rounding alone they are taken again, around a value."""
+    """The differences, and all sums. Squares that may be rounding alone are summed again, around a value."""
     _add_up(x, y, d, block)
     _centre(x, y, d, block)
     for values, mean, squares in ((x, MEAN_O, SQUARES_O), (y, MEAN_R, SQUARES_R)):
@@ -322,7 +321,7 @@ def _zero_alone(bits_o: _Bits, bits_r: _Bits, top: int) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def _count_largest(bits: _Bits, top: int, keys: _Whole, ends: _Whole, counts: _Whole) -> None:
-    """How many outputs have the largest magnitude so far; most blocks do not reach it."""
+    """Count the outputs with the largest magnitude so far; most blocks do not reach it."""
     here = max(ends[HIGH_O], ~ends[LOW_O])
     before = max(keys[HIGH_O], ~keys[LOW_O]) if counts[COUNT] else -1
     if here < before:

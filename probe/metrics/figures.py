@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Self, cast
 
+from probe.files.checked_json import finite
 from probe.metrics.tally import Tally
 
 #: The percentiles of |d| that are reported, as fractions.
@@ -39,19 +40,15 @@ def value(formula: Callable[[Tally], float | None], *, lossless: float | None = 
         tally = measured.tally
         if not tally.count:
             return None
-        return lossless if lossless is not None and _is_lossless(tally) else finite_or_none(formula(tally))
+        found = lossless if lossless is not None and _is_lossless(tally) else finite(formula(tally))
+        return cast(float | None, found)
 
     return fact(checked)
 
 
 def quantile(share: float) -> Any:
     """A quantile of |d|, one of QUANTILES."""
-    return fact(lambda measured: finite_or_none(measured.quantiles.get(share)))
-
-
-def finite_or_none(x: float | None) -> float | None:
-    """None for what is beyond float64, or has no meaning."""
-    return x if x is not None and math.isfinite(x) else None
+    return fact(lambda measured: finite(measured.quantiles.get(share)))
 
 
 def _is_lossless(t: Tally) -> bool:

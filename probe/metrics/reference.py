@@ -15,7 +15,7 @@ CHUNK = 2**17
 
 
 def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) -> Tally:
-    """The tally of two flat tensors of one size; the sizes of their differences are added to `magnitudes`."""
+    """The tally of two flat tensors of one size; |output - reference| is added to `magnitudes`."""
     tally = Tally()
     for start in range(0, output.numel(), CHUNK):
         found, sizes = _measure_chunk(*(double_copy(x[start : start + CHUNK]) for x in (output, reference)))
@@ -31,7 +31,7 @@ def double_copy(x: Tensor) -> Tensor:
 
 
 def _measure_chunk(output: Tensor, reference: Tensor) -> tuple[Tally, Tensor]:
-    """The tally of one chunk of float64 and the magnitudes of its differences; the chunk is used up."""
+    """The tally of one chunk of float64 and the magnitudes of its differences; overwrites the chunk."""
     seen = output.numel()
     moved = int(np.count_nonzero(output.numpy().view(np.int64) != reference.numpy().view(np.int64)))
     ends = _ends(output), _ends(reference)
@@ -80,10 +80,10 @@ def _ends(x: Tensor) -> tuple[float, float]:
 
 
 def _centre(x: Tensor, ends: tuple[float, float]) -> Spread:
-    """The spread of `x`, which is left with its mean subtracted."""
+    """The spread of `x`; subtracts the mean from `x` in place."""
     minimum, maximum = ends
     mean = float(x.sum()) / x.numel()
-    if math.isfinite(mean):  # the rounding of the sum may push the mean of equal values off them, so that they vary
+    if math.isfinite(mean):  # rounding may put the mean of equal values beside them, as if they varied
         mean = min(max(mean, minimum), maximum)
     x -= mean
     return Spread(Moments(x.numel(), mean, float(torch.dot(x, x))), minimum, maximum)

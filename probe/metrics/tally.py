@@ -79,23 +79,21 @@ class Tally:
             steps *= other.reference.moments.mean - self.reference.moments.mean
         largest = max(self.output.largest, other.output.largest)
         return Tally(
-            seen=self.seen + other.seen,
-            count=count,
+            **{name: getattr(self, name) + getattr(other, name) for name in _ADDED},
             output=self.output.merge(other.output),
             reference=self.reference.merge(other.reference),
             difference=self.difference.merge(other.difference),
             product=self.product + other.product + steps * weight,
-            sum_difference=self.sum_difference + other.sum_difference,
-            sum_reference=self.sum_reference + other.sum_reference,
-            zeroed=self.zeroed + other.zeroed,
             at_largest=sum(part.at_largest for part in (self, other) if part.output.largest == largest),
-            moved=self.moved + other.moved,
-            nan_output=self.nan_output + other.nan_output,
-            inf_output=self.inf_output + other.inf_output,
-            nan_reference=self.nan_reference + other.nan_reference,
-            inf_reference=self.inf_reference + other.inf_reference,
             first_nonfinite=first_index(self.first_nonfinite, self.seen, other.first_nonfinite),
         )
+
+
+#: The fields of a Tally that add up.
+_ADDED = (
+    *("seen", "count", "sum_difference", "sum_reference", "zeroed", "moved"),
+    *("nan_output", "inf_output", "nan_reference", "inf_reference"),
+)
 
 
 def first_index(before: int | None, seen: int, after: int | None) -> int | None:

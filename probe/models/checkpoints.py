@@ -5,6 +5,7 @@ import math
 import tempfile
 import weakref
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,10 @@ import torch
 from torch import nn
 
 from probe.data.library_logs import quietly
+from probe.files.defects import DefectError
+from probe.files.tensors import tensors_in
 from probe.models.offload import Room
 from probe.words import describe_error, first_few
-
-#: The types of safetensors; the others are narrower than a byte.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 def _check_folder(folder: Path) -> None:
@@ -39,16 +29,12 @@ def _check_folder(folder: Path) -> None:
         )
     if not isinstance(_read_json(config).get("model_type"), str):
         raise ValueError(f"{str(config)!r} names no model_type. Expected the config.json that save_pretrained writes.")
-    from safetensors import safe_open
-
     for file in _weight_files(folder):
         try:
-            with safe_open(file, "pt"):
-                pass
-        except Exception as problem:
+            tensors_in(file)
+        except (DefectError, OSError) as problem:
             raise ValueError(
-                f"weights {str(file)!r} are corrupt or cut short ({file.stat().st_size} bytes): "
-                f"{describe_error(problem)} "
+                f"weights {str(file)!r} are corrupt or cut short ({file.stat().st_size} bytes): {problem}. "
                 "Copy or download the file again."
             ) from problem
 
@@ -155,39 +141,25 @@ def _pretrained(
 
 def stored_size(folder: Path, dtype: torch.dtype | None) -> int:
     """Bytes that the weights of a folder take in memory, floats as `dtype` (None: as they are stored)."""
-    return sum(
-        numel * (dtype.itemsize if dtype is not None and of.is_floating_point else of.itemsize)
-        for numel, of in ((math.prod(shape), of) for shape, of in _stored(folder).values())
-    )
-
-
-def _stored(folder: Path) -> dict[str, tuple[list[int], torch.dtype]]:
-    """The shape and the type of every tensor of a folder, from the heads of its files."""
-    from safetensors import safe_open
-
-    found = {}
-    for file in _weight_files(folder):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                part = tensors.get_slice(name)
-                found[name] = part.get_shape(), _DTYPES.get(part.get_dtype(), torch.uint8)
-    return found
+    size = 0
+    for kind in (kind for file in _weight_files(folder) for kind in tensors_in(file).values()):
+        stored = getattr(torch, kind.dtype, torch.uint8)  # torch has no name for types narrower than a byte
+        size += math.prod(kind.shape) * (dtype if dtype is not None and stored.is_floating_point else stored).itemsize
+    return size
 
 
 def _unfit_on_disk(model: nn.Module) -> list[str]:
     """Tensors in files whose shape is not that of the model. transformers looks only at what it loads."""
-    from safetensors import safe_open
-
+    kinds_in = cache(tensors_in)
     wrong = []
     for place, module in model.named_modules():
         kept: Any = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         for name, value in module.state_dict().items() if kept is not None else ():
             if value.is_meta and "." not in name:
                 entry = kept.dataset.index[kept.prefix + name]
-                with safe_open(entry["safetensors_file"], "pt") as tensors:
-                    shape = tensors.get_slice(entry["weight_name"]).get_shape()
-                if tuple(shape) != tuple(value.shape):
-                    wrong.append(f"{place}.{name} is {tuple(shape)}, not {tuple(value.shape)}")
+                shape = kinds_in(Path(entry["safetensors_file"]))[entry["weight_name"]].shape
+                if shape != tuple(value.shape):
+                    wrong.append(f"{place}.{name} is {shape}, not {tuple(value.shape)}")
     return wrong
 
 

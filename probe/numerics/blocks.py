@@ -88,3 +88,15 @@ def tree_sum(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
     return x
+
+
+def resolve_axis(axis: int, ndim: int) -> int:
+    """`axis` counted from the front, or a ValueError that says which there are."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise ValueError(f"axis is {axis!r}. Give one whole number.")
+    if -ndim <= axis < ndim:
+        return axis % ndim
+    raise ValueError(
+        f"axis {axis} is out of range for a tensor of {ndim} dimensions. "
+        + (f"Give one from {-ndim} to {ndim - 1}." if ndim else "A single number has no axis.")
+    )

@@ -1,4 +1,4 @@
-"""Codes: what a quantized tensor is in memory, one element to a byte, and back to numbers."""
+"""Codes: how a quantized tensor is stored, one element per byte, and how codes become numbers again."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -8,9 +8,8 @@ from torch import Tensor
 
 from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
-from probe.numerics.narrowing import narrow
-from probe.numerics.nvfp4 import combined_scale
-from probe.numerics.reference import BYTE_BIAS, NAN_BYTE, power
+from probe.numerics.reference import BYTE_BIAS, NAN_BYTE, combined_scale, power
+from probe.numerics.rounding import narrow
 
 _WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

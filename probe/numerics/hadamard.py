@@ -9,8 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from probe.numerics.integers import resolve_axis
-from probe.numerics.narrowing import FLOAT_DTYPES, require_tensor
+from probe.numerics.blocks import resolve_axis
+from probe.numerics.rounding import require_float
 
 #: order of the base -> (p, degree) of the finite field of q = p^degree elements, order = 2 (q + 1).
 BASES: dict[int, tuple[int, int]] = {12: (5, 1), 20: (3, 2)}
@@ -28,12 +28,7 @@ def hadamard_transform(x: Tensor, *, axis: int = -1) -> Tensor:
     Computed in float32 (in float64 for float64) and rounded once to the dtype of `x`. NaN and Inf spread
     over their whole vector; a result beyond the range of the dtype is Inf.
     """
-    require_tensor(x)
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"x is {x.dtype}. The Hadamard transform takes {', '.join(map(str, FLOAT_DTYPES))}. "
-            "Convert first, e.g. x.float()."
-        )
+    require_float(x, "Hadamard transforms")
     place = resolve_axis(axis, x.ndim)
     n = x.shape[place]
     base, power = _split(n)

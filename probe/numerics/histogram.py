@@ -113,6 +113,59 @@ class Buckets:
 
         return value
 
+    def quantile(self, counts: Whole, share: float, *, zeros: int, low: float, high: float) -> float:
+        """A quantile of values, of which `zeros` are 0, spread evenly over their buckets, in [low, high]; 0 of none.
+
+        As numpy's `linear`; within `width` of the exact one.
+        """
+        total = zeros + int(counts.sum())
+
+        def ranked(rank: int) -> float:
+            if rank < zeros:
+                return 0.0
+            value = spread_evenly(counts, np.array(rank - zeros), self.edges[:-1], self.edges[1:])
+            return min(max(float(value), low), high)
+
+        return linear(share * (total - 1), ranked) if total else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Trimmed:
+    """A table of counts without the zeros at its ends, which are most of it."""
+
+    size: int
+    first: int
+    counts: Whole
+
+    @classmethod
+    def of(cls, counts: Whole) -> "Trimmed":
+        """A copy of the part of a table that is not zero."""
+        flat = counts.reshape(-1)
+        some = np.flatnonzero(flat)
+        if not some.size:
+            return cls(flat.size, 0, np.zeros(0, np.int64))
+        return cls(flat.size, int(some[0]), flat[some[0] : some[-1] + 1].copy())
+
+    def __add__(self, other: "Trimmed") -> "Trimmed":
+        if not self.counts.size or not other.counts.size:
+            return self if self.counts.size else other
+        first = min(self.first, other.first)
+        last = max(one.first + one.counts.size for one in (self, other))
+        both = np.zeros(last - first, np.int64)
+        for one in (self, other):
+            both[one.first - first : one.first - first + one.counts.size] += one.counts
+        return Trimmed(self.size, first, both)
+
+    def whole(self) -> Whole:
+        """The whole table, flat."""
+        full = np.zeros(self.size, np.int64)
+        full[self.first : self.first + self.counts.size] = self.counts
+        return full
+
+    def as_list(self) -> list[Any]:
+        """For JSON: [the first place that is not 0, the counts from there to the last one]."""
+        return [self.first, self.counts.tolist()]
+
 
 def linear(position: float, ranked: Callable[[int], float]) -> float:
     """The value at a position between two ranks: numpy's method `linear`, in numpy's own order of operations.

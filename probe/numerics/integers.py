@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
 
-from probe.numerics.narrowing import FLOAT_DTYPES, narrow, require_tensor
-from probe.numerics.rounding import draw_noise, round_integer
+from probe.numerics.blocks import resolve_axis
+from probe.numerics.rounding import draw_noise, narrow, require_float, require_tensor, round_integer
 from probe.words import look_up
 
 #: No scale taken from data is below this (the float32 nearest to it).
@@ -133,7 +134,7 @@ def quantize_integer(
 
     Inf goes to the last code, -Inf to the first. -0.0 and 0.0 share one code. NaN has none: ValueError.
     """
-    _check_float(x)
+    require_float(x, "Integer grids")
     missing = int(x.isnan().sum())
     if missing:
         raise ValueError(
@@ -220,6 +221,19 @@ GRANULARITIES: dict[str, Granularity] = {
 }
 
 
+class GridOptions(TypedDict, total=False):
+    """The options of `dynamic_parameters`, all keyword-only."""
+
+    bits: int
+    """From 2 to 8; 8 unless given."""
+    symmetric: bool
+    """True unless given."""
+    granularity: str
+    """A name of GRANULARITIES; "tensor" unless given."""
+    axis: int | None
+    group_size: int | None
+
+
 def dynamic_parameters(
     x: Tensor,
     *,
@@ -240,7 +254,7 @@ def dynamic_parameters(
     The formula is that of `integer_parameters`. A slice of zeros, or of nothing, gets the smallest scale.
     NaN and Inf are refused: they have no scale.
     """
-    _check_float(x)
+    require_float(x, "Integer grids")
     row = look_up("granularity", granularity, GRANULARITIES)
     if axis is not None and not row.axis_is_free:
         raise ValueError(
@@ -299,71 +313,31 @@ def _extremes(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def fake_quantize_integer(
     x: Tensor,
     *,
-    bits: int | None = None,
-    symmetric: bool | None = None,
-    granularity: str | None = None,
-    axis: int | None = None,
-    group_size: int | None = None,
     parameters: IntegerParameters | None = None,
     rounding: str = "half_even",
     generator: torch.Generator | None = None,
+    **options: Unpack[GridOptions],
 ) -> Tensor:
     """`x` on the grid, in its own shape and dtype: dequantize(quantize(x)).
 
-    Static if `parameters` are given. Otherwise dynamic, with `dynamic_parameters` of `x`; bits, symmetric
-    and granularity are then 8, True and "tensor" unless given. They default to None only so that giving
-    one next to `parameters`, which would ignore it, is an error.
+    Static if `parameters` are given. Otherwise dynamic, with `dynamic_parameters(x, **options)`. Options beside
+    `parameters`, which decide all of them, are an error.
 
     -0.0 becomes +0.0: integers have one zero. On static grids Inf saturates and NaN stays NaN; a dynamic
     scale cannot be taken from either, so both are refused.
     An empty tensor gives an empty tensor. The result carries no gradient.
     """
-    options = {
-        "bits": bits,
-        "symmetric": symmetric,
-        "granularity": granularity,
-        "axis": axis,
-        "group_size": group_size,
-    }
-    ignored = [name for name, value in options.items() if value is not None]
+    given = cast(GridOptions, {name: value for name, value in options.items() if value is not None})
     if parameters is None:
-        parameters = dynamic_parameters(
-            x,
-            bits=8 if bits is None else bits,
-            symmetric=True if symmetric is None else symmetric,
-            granularity="tensor" if granularity is None else granularity,
-            axis=axis,
-            group_size=group_size,
-        )
-    elif ignored:
+        parameters = dynamic_parameters(x, **given)
+    elif given:
         raise ValueError(
-            f"parameters were given together with {', '.join(ignored)}, which the parameters already decide. "
+            f"parameters were given together with {', '.join(given)}, which the parameters already decide. "
             "Leave one or the other out."
         )
-    _check_float(x)
+    require_float(x, "Integer grids")
     steps = _codes(x, parameters, rounding, generator) - parameters.zero_point
     return narrow(steps * parameters.scale.double(), x.dtype)
-
-
-def resolve_axis(axis: int, ndim: int) -> int:
-    """`axis` counted from the front, or a ValueError that says which there are."""
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise ValueError(f"axis is {axis!r}. Give one whole number.")
-    if -ndim <= axis < ndim:
-        return axis % ndim
-    raise ValueError(
-        f"axis {axis} is out of range for a tensor of {ndim} dimensions. "
-        + (f"Give one from {-ndim} to {ndim - 1}." if ndim else "A single number has no axis.")
-    )
-
-
-def _check_float(x: Tensor) -> None:
-    require_tensor(x)
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"x is {x.dtype}. Integer quantization takes {', '.join(map(str, FLOAT_DTYPES))}. "
-            "Convert first, e.g. x.float()."
-        )
 
 
 def _check_broadcast(scale: Tensor, x: Tensor) -> None:

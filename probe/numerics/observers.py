@@ -1,7 +1,7 @@
-"""Watching calibration data go by, batch after batch, to choose the range of an integer grid.
+"""Observers: they see calibration data batch after batch and choose the range of an integer grid.
 
-What an observer answers depends on the values it has seen and on nothing else: not on their order, not on
-how they were cut into batches, not on how partial observers were merged.
+Their result depends only on the values: not on their order, not on how they were cut into batches, not on how partial
+observers were merged.
 """
 
 import inspect
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from probe.formats import PERCENTILE
+from probe.numerics.blocks import resolve_axis
 from probe.numerics.histogram import Buckets, linear
-from probe.numerics.integers import IntegerParameters, code_range, integer_parameters, resolve_axis
-from probe.numerics.narrowing import FLOAT_DTYPES, require_tensor
+from probe.numerics.integers import IntegerParameters, code_range, integer_parameters
+from probe.numerics.rounding import require_float
 from probe.words import look_up
 
 #: 2^10 buckets per octave, from 2^-127 (the first one also holds everything below, and the zeros) to 2^128, where
@@ -27,7 +28,7 @@ KEPT = 2**18
 
 
 class Observer(ABC):
-    """Extremes of all data seen, and the interface of the others. Tensors inside are float64 on the CPU."""
+    """The interface of all observers, and the extremes of the data. Its tensors are float64 on the CPU."""
 
     name: ClassVar[str]
 
@@ -48,12 +49,8 @@ class Observer(ABC):
         """The largest magnitude its grid should hold, float64."""
 
     def update(self, x: Tensor) -> None:
-        """Take in one more batch. An empty one changes nothing; NaN and Inf are refused."""
-        require_tensor(x)
-        if x.dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"x is {x.dtype}. Observers take {', '.join(map(str, FLOAT_DTYPES))}. Convert first, e.g. x.float()."
-            )
+        """Observe one more batch. An empty one changes nothing; NaN and Inf are refused."""
+        require_float(x, "Observers")
         wrong = int((~x.isfinite()).sum())
         if wrong:
             raise ValueError(
@@ -65,7 +62,7 @@ class Observer(ABC):
             self.count += x.numel()
 
     def merge(self, other: "Observer") -> Self:
-        """Take in everything that `other` has seen; returns itself. `other` is left as it was."""
+        """Add everything that `other` has observed, which stays as it is; returns itself."""
         if type(other) is not type(self) or other.settings != self.settings:
             raise ValueError(
                 f"cannot merge {other!r} into {self!r}: what they have kept is not comparable. "
@@ -85,7 +82,7 @@ class Observer(ABC):
         return integer_parameters(lo, hi, bits=bits, symmetric=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything it knows as tensors and plain values; `from_state` reads it back."""
+        """Its whole state as tensors and plain values; `from_state` reads it back."""
         state = {"name": self.name, "count": self.count, **self.settings}
         return {**state, "minimum": self._minimum.clone(), "maximum": self._maximum.clone(), **self._kept()}
 

@@ -1,7 +1,7 @@
 """`fake_quantize` and `quantize`: any float tensor, any format of the table."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from probe.numerics import compiled, fast, reference
 from probe.numerics.blocks import Blocks
 from probe.numerics.codes import Quantized, encode, scale_values
 from probe.numerics.integers import dynamic_parameters, quantize_integer
-from probe.numerics.narrowing import FLOAT_DTYPES, narrow, require_tensor
-from probe.numerics.nvfp4 import combined_scale, nvfp4_blocks, tensor_scale_of
-from probe.numerics.rounding import check_rounding, draw_noise
-from probe.words import look_up
+from probe.numerics.reference import combined_scale, nvfp4_blocks, tensor_scale_of
+from probe.numerics.rounding import check_rounding, draw_noise, narrow, require_float, require_tensor
+from probe.words import did_you_mean, look_up
 
 Implementation = Literal["auto", "reference", "eager", "compiled"]
 
@@ -64,7 +63,7 @@ class Job:
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class GridRows:
     """Rows on the grid: float64 elements times float64 scales, and the scales as they are stored."""
 
     elements: Tensor
@@ -77,19 +76,27 @@ class Grid:
         return self.elements if self.scales is None else self.elements * self.scales
 
 
+class Options(TypedDict, total=False):
+    """The options of `fake_quantize` and `quantize`, all keyword-only."""
+
+    axis: int
+    """The axis that blocks lie along; -1 unless given."""
+    block_size: int | None
+    """Elements that share a scale; None: as the format has it."""
+    scale_rule: str
+    """A name of SCALE_RULES, for formats with power-of-two scales; "floor" unless given."""
+    rounding: str
+    """A name of ROUNDINGS; "half_even" unless given."""
+    generator: torch.Generator | None
+    """The source of random numbers; goes with rounding="stochastic", which needs it."""
+    tensor_scale: Tensor | float | None
+    """The second scale of nvfp4, from calibration; None: from `x`."""
+    implementation: Implementation
+    """A name of IMPLEMENTATIONS; "auto" unless given."""
+
+
 def fake_quantize(
-    x: Tensor,
-    format: str,
-    *,
-    axis: int = -1,
-    block_size: int | None = None,
-    scale_rule: str = "floor",
-    rounding: str = "half_even",
-    generator: torch.Generator | None = None,
-    tensor_scale: Tensor | float | None = None,
-    implementation: Implementation = "auto",
-    out: Tensor | None = None,
-    check_underflow: bool = False,
+    x: Tensor, format: str, *, out: Tensor | None = None, check_underflow: bool = False, **options: Unpack[Options]
 ) -> Tensor:
     """`x` on the grid of `format`, in its own shape and dtype: quantize and dequantize in one go.
 
@@ -98,22 +105,11 @@ def fake_quantize(
         int8 ...     value = code * amax / max, one scale for the tensor (or per block, if block_size is given)
         bf16, fp16   a cast
 
-    `block_size` replaces the block size of the format. `tensor_scale` is nvfp4's second scale (calibrated; by
-    default it is taken from `x`). `generator` goes with rounding="stochastic". `out` receives the result.
-    `check_underflow` runs analyze_underflow first: a pass more, and a warning above 0.1 % lost.
+    The other keywords are those of `Options`. `out` receives the result. `check_underflow` runs analyze_underflow
+    first: one more pass, and a warning if more than 0.1 % is lost.
     docs/numerics.md says what happens to every special value. The result carries no gradient.
     """
-    job = check_job(
-        x,
-        format,
-        axis=axis,
-        block_size=block_size,
-        scale_rule=scale_rule,
-        rounding=rounding,
-        generator=generator,
-        tensor_scale=tensor_scale,
-        implementation=implementation,
-    )
+    job = check_job(x, format, **options)
     if check_underflow:
         _analyze_underflow(job)
     if out is not None:
@@ -134,32 +130,10 @@ def fake_quantize(
     return out.copy_(result)
 
 
-def quantize(
-    x: Tensor,
-    format: str,
-    *,
-    axis: int = -1,
-    block_size: int | None = None,
-    scale_rule: str = "floor",
-    rounding: str = "half_even",
-    generator: torch.Generator | None = None,
-    tensor_scale: Tensor | float | None = None,
-    implementation: Implementation = "auto",
-    check_underflow: bool = False,
-) -> Quantized:
+def quantize(x: Tensor, format: str, *, check_underflow: bool = False, **options: Unpack[Options]) -> Quantized:
     """The codes and scales of `x`, options as in `fake_quantize`; `.dequantize()` equals that bit for bit."""
-    job = check_job(
-        x,
-        format,
-        axis=axis,
-        block_size=block_size,
-        scale_rule=scale_rule,
-        rounding=rounding,
-        generator=generator,
-        tensor_scale=tensor_scale,
-        implementation=implementation,
-    )
-    if implementation == "compiled":
+    job = check_job(x, format, **options)
+    if job.implementation == "compiled":
         raise ValueError(
             "implementation 'compiled' is for fake_quantize only; codes are made eagerly. Leave implementation out."
         )
@@ -185,7 +159,7 @@ def round_to(
     fp16, which are IEEE casts.
     """
     fmt = _format(format)
-    _check_tensor(x)
+    require_float(x, "Formats")
     if fmt.scale == "float32":
         raise ValueError(
             f"{format} is nothing without a scale. Use fake_quantize(x, {format!r}), or torch.round for scale 1."
@@ -199,29 +173,17 @@ def _format(name: str) -> Format:
     return look_up("format", name, FORMATS, see="List them with: probe formats")
 
 
-def _check_tensor(x: Tensor) -> None:
-    require_tensor(x)
-    if x.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"x is {x.dtype}; formats take {', '.join(map(str, FLOAT_DTYPES))}. Convert it first, e.g. x.float()."
-        )
-
-
-def check_job(
-    x: Tensor,
-    format: str,
-    *,
-    axis: int = -1,
-    block_size: int | None = None,
-    scale_rule: str = "floor",
-    rounding: str = "half_even",
-    generator: torch.Generator | None = None,
-    tensor_scale: Tensor | float | None = None,
-    implementation: str = "auto",
-) -> Job:
-    """Check everything; refuse an option that this format would ignore."""
+def check_job(x: Tensor, format: str, **options: Unpack[Options]) -> Job:
+    """Check everything; refuse an option that does not exist or that this format would ignore."""
+    unknown = sorted(options.keys() - Options.__annotations__.keys())
+    if unknown:
+        hint = did_you_mean(unknown[0], Options.__annotations__)
+        raise TypeError(f"unexpected keyword {unknown[0]!r}.{hint} Known: {', '.join(Options.__annotations__)}.")
     fmt = _format(format)
-    _check_tensor(x)
+    require_float(x, "Formats")
+    axis, block_size = options.get("axis", -1), options.get("block_size")
+    scale_rule, rounding = options.get("scale_rule", "floor"), options.get("rounding", "half_even")
+    generator, implementation = options.get("generator"), options.get("implementation", "auto")
     look_up("scale rule", scale_rule, SCALE_RULES)
     look_up("implementation", implementation, IMPLEMENTATIONS)
     check_rounding(rounding, generator)
@@ -260,7 +222,7 @@ def check_job(
         scale_rule,
         rounding,
         generator,
-        _tensor_scale(x, fmt, tensor_scale),
+        _tensor_scale(x, fmt, options.get("tensor_scale")),
         implementation,
     )
 
@@ -289,7 +251,7 @@ def _analyze_underflow(job: Job) -> None:
     analyze_job(job, stacklevel=4)
 
 
-def on_grid(job: Job) -> Grid:
+def on_grid(job: Job) -> GridRows:
     """The rows of a job on their grid, for every kind of scale."""
     rounder = reference.round_elements if job.implementation == "reference" else fast.round_elements
     if job.format.scale == "e8m0":
@@ -297,24 +259,24 @@ def on_grid(job: Job) -> Grid:
             _, elements, bytes_ = reference.mx_blocks(job.rows, job.format, job.rule, job.rounding, job.draw_noise())
         else:
             elements, bytes_ = fast.mx_blocks(job.rows, job.plan, job.rounding, job.draw_noise())
-        return Grid(elements.to(torch.float64), scale_values(bytes_), bytes_.to(torch.uint8))
+        return GridRows(elements.to(torch.float64), scale_values(bytes_), bytes_.to(torch.uint8))
     if job.format.scale == "e4m3":
         assert job.tensor_scale is not None
         elements, scales = nvfp4_blocks(job.rows, job.tensor_scale, job.format, job.rounding, job.draw_noise(), rounder)
         stored = encode(scales, FORMATS["fp8_e4m3"])
-        return Grid(elements, combined_scale(scales, job.tensor_scale), stored)
+        return GridRows(elements, combined_scale(scales, job.tensor_scale), stored)
     if job.format.scale == "float32":
         finite = job.rows.isfinite().all(-1, keepdim=True)
         rows = torch.where(finite, job.rows, torch.zeros_like(job.rows))
         parameters = dynamic_parameters(rows, bits=job.format.bits, granularity="token")
         codes = quantize_integer(rows, parameters, rounding=job.rounding, generator=job.generator)
         scales = torch.where(finite, parameters.scale, torch.nan)
-        return Grid(codes.to(torch.float64), scales.to(torch.float64), scales)
-    return Grid(rounder(job.rows, job.format, job.rounding, job.draw_noise()), None, None)
+        return GridRows(codes.to(torch.float64), scales.to(torch.float64), scales)
+    return GridRows(rounder(job.rows, job.format, job.rounding, job.draw_noise()), None, None)
 
 
 def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
-    """The fast twin: eager in pieces, or compiled; straight into `out` where its memory is in rows."""
+    """Run the fast twin, eager in pieces or compiled; writes to `out` directly where its memory is in rows."""
     noise = job.draw_noise()
     if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
         values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
@@ -332,7 +294,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _compiled_mx(job: Job, target: Tensor, noise: Tensor | None) -> bool:
-    """Run the compiled kernel if it was asked for, or if it pays; False if it was not run."""
+    """Run the compiled kernel if it was requested or is worth it; returns whether it was run."""
     forced = job.implementation == "compiled"
     if not forced and (job.implementation != "auto" or job.rows.numel() < compiled.LARGE):
         return False

@@ -1,18 +1,24 @@
-"""The definition: block quantization as a few lines of float64 arithmetic that read as the formulas.
+"""The definition of block quantization, MX and nvfp4, in a few lines of float64 arithmetic that read as the formulas.
 
 `fast.py` does the work; tests hold the two bit-identical. Powers of two scale exactly in float64 and a
 float32 input has 24 bits, so the rounding to an integer is the only rounding here.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from probe.formats import Format
+from probe.formats import FORMATS, Format
 from probe.numerics.blocks import tree_sum
 from probe.numerics.rounding import round_integer
 
 NAN_BYTE = 255
 BYTE_BIAS = 127
+#: Block scales of nvfp4 are e4m3 numbers and never zero, so that nothing is divided by zero.
+SMALLEST_BLOCK_SCALE = FORMATS["fp8_e4m3"].min_subnormal
+
+RoundElements = Callable[[Tensor, Format, str, Tensor | None], Tensor]
 
 
 def exponent_of(x: Tensor) -> Tensor:
@@ -110,3 +116,49 @@ def mx_blocks(x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | 
     assert elements is not None
     values = torch.where(finite, elements * power(exponent), torch.nan)
     return values, elements, torch.where(finite, exponent + BYTE_BIAS, NAN_BYTE)
+
+
+def tensor_scale_of(x: Tensor) -> Tensor:
+    """The second-level scale taken from a tensor: amax / (448 * 6) in float32, over its finite values.
+
+    The largest block then gets the largest e4m3 scale. Kept where 448 times it is finite and it is a
+    normal float32; 1 for a tensor without a finite non-zero value.
+    """
+    finite = torch.where(x.isfinite(), x, torch.zeros_like(x)).to(torch.float64)
+    amax = finite.abs().amax() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
+    limits = torch.finfo(torch.float32)
+    largest_scale = FORMATS["fp8_e4m3"].max
+    scale = amax / (largest_scale * FORMATS["nvfp4"].max)
+    scale = scale.clamp(limits.tiny, limits.max / (2 * largest_scale))
+    return torch.where(amax > 0, scale, torch.ones_like(scale)).to(torch.float32)
+
+
+def nvfp4_blocks(
+    x: Tensor,
+    tensor_scale: Tensor,
+    fmt: Format,
+    rounding: str,
+    noise: Tensor | None,
+    rounder: RoundElements,
+) -> tuple[Tensor, Tensor]:
+    """(elements, block scales) of rows for nvfp4, both float64, with `round_elements` of either twin as `rounder`.
+
+        block scale = e4m3(amax / 6 / tensor_scale), nearest even, from 2^-9 to 448
+        element     = e2m1(x / float32(block scale * tensor_scale))
+
+    Quotients are taken in float64: with operands of 24 bits no quotient that is not a tie becomes one.
+    A NaN or Inf makes its whole block NaN (scale code 0x7f).
+    """
+    x = x.to(torch.float64)
+    amax = x.abs().amax(-1, keepdim=True)
+    finite = amax.isfinite()
+    x = torch.where(finite, x, 0.0)
+    wanted = torch.where(finite, amax, 0.0) / (fmt.max * tensor_scale.to(torch.float64))
+    block_scale = rounder(wanted, FORMATS["fp8_e4m3"], "half_even", None).clamp(min=SMALLEST_BLOCK_SCALE)
+    elements = rounder(x / combined_scale(block_scale, tensor_scale), fmt, rounding, noise)
+    return elements, torch.where(finite, block_scale, torch.nan)
+
+
+def combined_scale(block_scale: Tensor, tensor_scale: Tensor) -> Tensor:
+    """float32(block scale * tensor scale), the one factor that elements are divided and multiplied by."""
+    return (block_scale.to(torch.float32) * tensor_scale).to(torch.float64)

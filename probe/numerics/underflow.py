@@ -1,4 +1,4 @@
-"""What a format would do to a tensor before it is done: overflow, coarse and lost values, counted."""
+"""What a format would do to a tensor: counts of values that would saturate, become coarse, or become zero."""
 
 import warnings
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from probe.formats import Format
 from probe.numerics import fast
 from probe.numerics.quantize import Job, check_job, on_grid
 
-#: Shares above these, of the finite elements, are worth a word; the first also warns.
+#: Shares of the finite elements from which the severity is moderate or high; above the first there is a warning.
 MODERATE, HIGH = 0.001, 0.01
 
 
@@ -95,7 +95,7 @@ def _scales(job: Job) -> Tensor:
 
 
 def _count(magnitude: Tensor, scale: Tensor, fmt: Format, counts: dict[str, int]) -> None:
-    """Add to the counts; an element counts by itself, not by a quotient that may have underflowed to zero."""
+    """Add to the counts. Zeros are told by the element, because the quotient may have underflowed."""
     y = magnitude / scale
     finite = y.isfinite()
     some = finite & (magnitude > 0)

@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,29 +26,28 @@ import pytest
 from probe.gate.configuration import AXES, has_settings, read_settings
 
 if TYPE_CHECKING:
-    from probe.gate.session import Asked, Session
-    from probe.plugin.scaling import ProbeScaling
-    from probe.plugin.taken import ProbeCase
+    from probe.gate.session import Session
+    from probe.plugin.fixtures import ProbeCase
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
 FOLDER = pytest.StashKey[Path]()
-TAKEN: pytest.StashKey[ProbeCase] = pytest.StashKey()
-SCALED: pytest.StashKey[ProbeScaling] = pytest.StashKey()
+GIVEN: pytest.StashKey[ProbeCase] = pytest.StashKey()
 
-MARKER = (
+MARKERS = (
     "probe(model=..., modes=[...], layers=[...], formats=[...], ...): "
-    "the matrix of this test, over that of [tool.probe]; the same keys"
-)
-SCALING_MARKER = (
+    "the matrix of this test, over that of [tool.probe]; the same keys",
     "probe_scaling(tensors=[...], formats=[...], granularity='tensor', num_levels=21): "
-    "the tensors whose recommended scale is held to a baseline"
-)
-ACTIVATIONS_MARKER = (
+    "the tensors whose recommended scale is compared with a baseline",
     "probe_activations(config='configs/default.yaml', overrides={...}, figures=[...], tolerances={...}): "
-    "the layers whose statistics are held to a baseline"
+    "the layers whose statistics are compared with a baseline",
 )
-#: Fixtures whose cases come from a marker of the same name, with the modules that find them.
-HELD = {"probe_scaling": "probe.plugin.golden_scaling", "probe_activations": "probe.plugin.golden_activations"}
+#: The fixtures that give a case, each with its marker.
+FIXTURES = {"probe_case": "probe", "probe_scaling": "probe_scaling", "probe_activations": "probe_activations"}
+#: The modules that find the cases of golden figures and measure them.
+GOLDEN_FIGURES = {
+    "probe_scaling": "probe.plugin.golden_scaling",
+    "probe_activations": "probe.plugin.golden_activations",
+}
 #: In the place of the cases of a test that has none.
 LEFT_OUT = "left out"
 #: The category of cases that failed in a recipe whose story is told already; failures of the run all the same.
@@ -70,9 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Check what was asked for; nothing is loaded yet."""
-    config.addinivalue_line("markers", MARKER)
-    config.addinivalue_line("markers", SCALING_MARKER)
-    config.addinivalue_line("markers", ACTIVATIONS_MARKER)
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
     from probe.gate.session import Options, Session
     from probe.plugin.controller import Controller
 
@@ -159,41 +158,32 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `probe_case` becomes one test per case, and so does one that takes a fixture of HELD."""
-    for name in HELD:
-        if name in metafunc.fixturenames:
-            _generate_held(metafunc, name)
-    if "probe_case" not in metafunc.fixturenames:
-        return
-    marker = metafunc.definition.get_closest_marker("probe")
+    """A test that takes one of the fixtures becomes one test per case."""
+    for fixture in FIXTURES:
+        if fixture in metafunc.fixturenames:
+            _generate(metafunc, fixture)
+
+
+def _generate(metafunc: pytest.Metafunc, fixture: str) -> None:
+    session, name = metafunc.config.stash[SESSION], metafunc.definition.name
+    marker = metafunc.definition.get_closest_marker(FIXTURES[fixture])
     if marker is not None and marker.args:
-        name = metafunc.definition.name
         raise pytest.Collector.CollectError(f"probe: the marker of {name} takes keywords only, such as model=...")
-    session = metafunc.config.stash[SESSION]
     _share_cores()
+    find: Any = session.request
+    if fixture in GOLDEN_FIGURES:
+        find = partial(importlib.import_module(GOLDEN_FIGURES[fixture]).request, session)
     try:
-        asked = session.ask(marker.kwargs if marker else {}, where=f"the probe marker of {metafunc.definition.name}")
+        requests = find(marker.kwargs if marker else {}, where=f"the {FIXTURES[fixture]} marker of {name}")
     except (ValueError, OSError) as problem:
         raise pytest.Collector.CollectError(f"probe: {problem}") from None
-    ids = [str(one.case) for one in asked]
-    metafunc.parametrize("probe_case", asked or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
-
-
-def _generate_held(metafunc: pytest.Metafunc, name: str) -> None:
-    module: Any = importlib.import_module(HELD[name])
-    marker = metafunc.definition.get_closest_marker(name)
-    where = f"the {name} marker of {metafunc.definition.name}"
-    try:
-        asked = module.ask(metafunc.config.stash[SESSION], marker.kwargs if marker else {}, where=where)
-    except (ValueError, OSError) as problem:
-        raise pytest.Collector.CollectError(f"probe: {problem}") from None
-    ids = [str(one.case) for one in asked]
-    metafunc.parametrize(name, asked or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
+    ids = [str(one.case) for one in requests]
+    metafunc.parametrize(fixture, requests or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A marked test of which the options leave no case is deselected, as -k would do it."""
-    empty = [item for item in items if _asked(item) is LEFT_OUT]
+    empty = [item for item in items if _request(item) is LEFT_OUT]
     if empty:
         config.hook.pytest_deselected(items=empty)
         items[:] = [item for item in items if item not in empty]
@@ -212,49 +202,46 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is left after -k, -m, --deselect and paths is selected."""
     ours = session.config.stash[SESSION]
     for item in session.items:
-        asked = _asked(item)
-        if asked is not None and asked is not LEFT_OUT:
-            ours.select(asked)
+        request = _request(item)
+        if request is not None and request is not LEFT_OUT:
+            ours.select(request)
 
 
-def _asked(item: pytest.Item) -> Any:
+def _request(item: pytest.Item) -> Any:
     callspec = getattr(item, "callspec", None)
-    names = ("probe_case", *HELD)
-    return next((callspec.params[name] for name in names if name in callspec.params), None) if callspec else None
+    return next((callspec.params[name] for name in FIXTURES if name in callspec.params), None) if callspec else None
 
 
 @pytest.fixture
 def probe_case(request: pytest.FixtureRequest) -> ProbeCase:
     """One case of the matrix; `check()` measures it and compares it with its baseline."""
-    from probe.plugin.taken import ProbeCase
+    return _given(request)
+
+
+@pytest.fixture
+def probe_scaling(request: pytest.FixtureRequest) -> ProbeCase:
+    """One tensor in one format; `check()` sweeps its scale and compares what is recommended with the baseline."""
+    return _given(request)
+
+
+@pytest.fixture
+def probe_activations(request: pytest.FixtureRequest) -> ProbeCase:
+    """One tensor of one layer; `check()` compares its statistics with the baseline."""
+    return _given(request)
+
+
+def _given(request: pytest.FixtureRequest) -> ProbeCase:
+    from probe.plugin.fixtures import ProbeCase
     from probe.running.devices import is_present
 
-    asked: Asked = request.param
-    taken = ProbeCase(asked, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid))
-    request.node.stash[TAKEN] = taken
-    if not is_present(asked.case.device):
-        pytest.skip(f"device {asked.case.device} is not present on this machine: {asked.case} was not measured")
-    return taken
-
-
-@pytest.fixture
-def probe_scaling(request: pytest.FixtureRequest) -> ProbeScaling:
-    """One tensor in one format; `check()` sweeps its scale and compares what is recommended with the baseline."""
-    from probe.plugin.scaling import ProbeScaling
-
-    taken = ProbeScaling(request.param, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid))
-    request.node.stash[SCALED] = taken
-    return taken
-
-
-@pytest.fixture
-def probe_activations(request: pytest.FixtureRequest) -> ProbeScaling:
-    """One tensor of one layer; `check()` compares its statistics with the baseline."""
-    from probe.plugin.activations import ProbeActivations
-
-    taken = ProbeActivations(request.param, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid))
-    request.node.stash[SCALED] = taken
-    return taken
+    assert request.fixturename is not None
+    given = ProbeCase(
+        request.fixturename, request.param, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid)
+    )
+    request.node.stash[GIVEN] = given
+    if not is_present(given.case.device):
+        pytest.skip(f"device {given.case.device} is not present on this machine: {given.case} was not measured")
+    return given
 
 
 def _plain_nodeid(nodeid: str) -> str:
@@ -279,16 +266,11 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put outcome, story, tables and pictures on the report; it may be on its way to another process."""
     report = yield
-    taken, scaled = item.stash.get(TAKEN, None), item.stash.get(SCALED, None)
-    if scaled is not None:
-        from probe.plugin.scaling import describe as describe_scaling
+    given = item.stash.get(GIVEN, None)
+    if given is not None:
+        from probe.plugin.fixtures import describe
 
-        describe_scaling(report, scaled, call.excinfo.value if call.excinfo else None)
-    if taken is None:
-        return report
-    from probe.plugin.reports import describe
-
-    describe(report, taken, call.excinfo.value if call.excinfo else None, item.config)
+        describe(report, given, call.excinfo.value if call.excinfo else None, item.config)
     return report
 
 

@@ -31,11 +31,11 @@ class Controller:
         given = getattr(report, "probe", None)
         if given is None:
             return
-        from probe.gate.baselines.entry import Entry
+        from probe.gate.baselines import Entry
         from probe.gate.cases import Outcome
 
         stored = given["entry"] and Entry.from_dict(given["entry"])
-        self.session.take(Outcome.from_dict(given["outcome"]), stored, given["refusal"])
+        self.session.add_outcome(Outcome.from_dict(given["outcome"]), stored, given["refusal"])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Find what is obsolete, write an update; either may fail the run."""
@@ -84,16 +84,14 @@ class Controller:
         return self.session.ordered()
 
     def _facts(self) -> dict[str, Any]:
-        from probe.gate.baselines.store import Store
+        from probe.gate.baselines import Store
         from probe.running.environment import comparable, environment
 
-        stored: dict[str, str] | None = None
-        for dossier in self.session.dossiers.values():
-            try:
-                stored = Store(self.session.root / dossier.settings.baselines).environment(dossier.settings.model)
-            except ValueError:
-                stored = None
-            break
+        settings = next(known.settings for known in self.session.models.values())
+        try:
+            stored = Store(self.session.root / settings.baselines).environment(settings.model)
+        except ValueError:
+            stored = None
         return {"environment": comparable(environment()), "baseline_environment": stored and comparable(stored)}
 
     @pytest.hookimpl(optionalhook=True)
@@ -115,7 +113,7 @@ class Controller:
         terminalreporter.section("probe")
         for line in _counts(self._outcomes()):
             write(line)
-        for line in ours.told:
+        for line in ours.update_lines:
             write(line)
         most = 20
         for line in ours.problems[:most]:
@@ -138,9 +136,9 @@ def _counts(outcomes: list[Outcome]) -> list[str]:
         kinds = Counter(one.verdict or "failed" if one.status == "failed" else one.status for one in members)
         recipes = {one.case.recipe for one in members}
         failing = {one.case.recipe for one in members if one.status == "failed"}
-        told = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
         lines.append(
-            f"{model} on {device}: {len(members)} cases: {told}; {len(failing)} of {len(recipes)} recipes fail"
+            f"{model} on {device}: {len(members)} cases: {counts}; {len(failing)} of {len(recipes)} recipes fail"
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""Statistics of activations as golden values: a checkpoint with new outliers fails.
+"""Golden figures of activations: chosen statistics of a model, so that a checkpoint with new outliers fails.
 
 They are stored as cases of the model `activations-<name>`: baselines/activations-<name>/cpu/activations.json, by kind
 of tensor (input, output, weight) and module.
@@ -7,20 +7,18 @@ of tensor (input, output, weight) and module.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-from probe.activations.configuration import full_key, read_configuration
 from probe.activations.run import Analysis, Prepared, facts_of, prepare, run
-from probe.activations.settings import Settings as AnalysisSettings
+from probe.activations.settings import Settings as AnalysisSettings, full_key, read_configuration
 from probe.activations.statistics import Kind
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
-from probe.gate.held import Judged, admit, held
-from probe.gate.observations import Flaw, Observation
+from probe.gate.engine import GoldenFigures, Judged
+from probe.gate.observations import Flaw
 from probe.gate.session import Session
 from probe.gate.tolerances import Rule
-from probe.gate.verdicts import Standards
-from probe.settings import ConfigurationError
+from probe.settings import ConfigurationError, check_keys
 from probe.words import look_up
 
 MODE = "activations"
@@ -32,28 +30,56 @@ RULES: dict[str, Rule] = {
     "max_to_p99": Rule(relative=0.03, worse=1),
     "kurtosis": Rule(relative=0.03, worse=1),
 }
-#: What is held if nothing is said.
+#: The figures of a marker that names none.
 FIGURES = ("outliers", "max_to_median")
 KEYS = ("config", "overrides", "figures", "tolerances")
 
 
 @dataclass(frozen=True)
-class AskedActivations:
-    """The case of one test: a tensor of a module, and the figures that are held."""
+class ActivationsRequest:
+    """The case of one test: a tensor of a module, and the figures that are compared."""
+
+    has_recipe: ClassVar[bool] = False
 
     settings: Settings
     case: Case
     analysis: AnalysisSettings
     figures: tuple[str, ...]
     tolerances: tuple[tuple[str, float], ...]
-    made_with: dict[str, str]
+    depends_on: dict[str, str]
+
+    def judge(self, session: Session) -> Judged:
+        """Compare the statistics of the tensor; the model runs with the first tensor of a marker, once for all."""
+        return session.gate.judge_figures(self.settings, self.case, self._measure())
+
+    def _measure(self) -> GoldenFigures:
+        analysis, name, kind = _analysis(self.analysis), self.case.layer, self.case.format
+        s = analysis.statistics.get((name, kind))
+        if s is None:
+            raise ValueError(f"the {kind} of {name} could not be analyzed. {' '.join(analysis.notes)}")
+        outliers = float(analysis.outliers[name].count) if name in analysis.outliers else None
+        known = {**s.figures(), "outliers": outliers}
+        bad = Flaw("not finite", f"{s.nonfinite} of {s.nonfinite + s.count} values are NaN or Inf.")
+        return GoldenFigures(
+            {f"{MODE}.{figure}": known[figure] for figure in self.figures},
+            self._rules(),
+            self.depends_on,
+            flaws=(bad,) if s.nonfinite else (),
+        )
+
+    def _rules(self) -> dict[str, Rule]:
+        wider = {
+            name: replace(RULES[name], absolute=value + 0.5)  # a count
+            if name == "outliers"
+            else replace(RULES[name], relative=value)
+            for name, value in self.tolerances
+        }
+        return {f"{MODE}.{name}": rule for name, rule in {**RULES, **wider}.items()}
 
 
-def ask(session: Session, marked: Mapping[str, Any], *, where: str) -> list[AskedActivations]:
+def request(session: Session, marked: Mapping[str, Any], *, where: str) -> list[ActivationsRequest]:
     """The cases of a test marked probe_activations(config=..., overrides={...}, figures=[...], tolerances={...})."""
-    for key in marked:
-        if key not in KEYS:
-            raise ConfigurationError(f"{where}: unknown key {key!r}. Known: {', '.join(KEYS)}.")
+    check_keys(where, marked, KEYS)
     figures = _figures(where, marked.get("figures", FIGURES))
     tolerances = _tolerances(where, marked.get("tolerances", {}), figures)
     overrides = marked.get("overrides", {})
@@ -64,25 +90,30 @@ def ask(session: Session, marked: Mapping[str, Any], *, where: str) -> list[Aske
         raise ConfigurationError(f"{where}: config is {config!r}; expected the path of a YAML file.")
     pairs = [(full_key(str(key)), str(value)) for key, value in overrides.items()]
     analysis = read_configuration(session.root / config if config else None, pairs)
-    model = f"{MODE}-{analysis.model.name or analysis.model.path}"
-    settings = replace(session.settings, model=model, baselines=session.options.baselines or session.settings.baselines)
+    settings = session.settings_for(f"{MODE}-{analysis.model.name or analysis.model.path}")
     prepared = _prepared(analysis)
     tokens = _tokens(prepared)
-    asked = []
-    for name, kind, held_here in _tensors(prepared, figures):
-        made_with = _made_with(analysis, tokens, kind, held_here)
-        case = Case(MODE, name, "cpu", kind)
-        asked.append(AskedActivations(settings, case, analysis, held_here, tolerances, made_with))
-    if not asked:
+    requests = [
+        ActivationsRequest(
+            settings,
+            Case(MODE, name, "cpu", kind),
+            analysis,
+            compared,
+            tolerances,
+            _depends_on(analysis, tokens, kind, compared),
+        )
+        for name, kind, compared in _tensors(prepared, figures)
+    ]
+    if not requests:
         raise ConfigurationError(
             f"{where}: no tensor has any of {', '.join(figures)}. Enable what they are taken from."
         )
-    what = {one.case: {"settings": one.made_with, "figures": sorted(one.figures)} for one in asked}
-    admit(session, settings, what, where=where)
-    return asked
+    depends_on = {one.case: {"settings": one.depends_on, "figures": sorted(one.figures)} for one in requests}
+    session.add_cases(settings, depends_on, where=where)
+    return requests
 
 
-def _made_with(analysis: AnalysisSettings, tokens: str, kind: str, figures: tuple[str, ...]) -> dict[str, str]:
+def _depends_on(analysis: AnalysisSettings, tokens: str, kind: str, figures: tuple[str, ...]) -> dict[str, str]:
     """What the figures of a tensor depend on beside the model, which is meant to change."""
     found = {"model.dtype": analysis.model.dtype, "model.sites": str(analysis.model.sites).lower()}
     if kind != "weight":
@@ -151,32 +182,3 @@ def _analysis(settings: AnalysisSettings) -> Analysis:
 
 def _silent(_: str) -> None:
     return
-
-
-def judged(session: Session, asked: AskedActivations) -> Judged:
-    """Compare the statistics of one tensor; the model runs with the first of them."""
-    rules = {f"{MODE}.{name}": rule for name, rule in RULES.items()}
-    for name, value in asked.tolerances:
-        rule = rules[f"{MODE}.{name}"]
-        is_count = name == "outliers"
-        wider = replace(rule, absolute=value + 0.5) if is_count else replace(rule, relative=value)
-        rules[f"{MODE}.{name}"] = wider
-    return held(session, asked.settings, asked.case, _observe(asked), Standards(rules), made_with=asked.made_with)
-
-
-def _observe(asked: AskedActivations) -> Observation:
-    analysis, name, kind = _analysis(asked.analysis), asked.case.layer, asked.case.format
-    s = analysis.statistics.get((name, kind))
-    if s is None:
-        raise ValueError(f"the {kind} of {name} could not be analyzed. {' '.join(analysis.notes)}")
-    known = s.figures()
-    figures: dict[str, float | None] = {}
-    for figure in asked.figures:
-        if figure == "outliers":
-            figures[f"{MODE}.outliers"] = float(analysis.outliers[name].count) if name in analysis.outliers else None
-        else:
-            figures[f"{MODE}.{figure}"] = known[figure]
-    flaws = (Flaw("not finite", f"{s.nonfinite} of {s.nonfinite + s.count} values are NaN or Inf."),) * (
-        s.nonfinite > 0
-    )
-    return Observation(figures, {}, {}, flaws=flaws)

@@ -9,10 +9,9 @@ That is the layout `safetensors`; npy, npz and pt are those of the users' own sc
 never unpickled; whatever is wrong with them is a RecordingError.
 """
 
-from probe.recordings.manifest import Manifest, RecordedRecipe, RecordingError, Tokens
+from probe.recordings.manifest import RecordingError
 from probe.recordings.reading import Recording, read_recording
 from probe.recordings.recorder import record, write_recording
 from probe.recordings.request import RecordRequest
 
-__all__ = ["Manifest", "RecordRequest", "RecordedRecipe", "Recording", "RecordingError", "Tokens"]
-__all__ += ["read_recording", "record", "write_recording"]
+__all__ = ["RecordRequest", "Recording", "RecordingError", "read_recording", "record", "write_recording"]

@@ -202,10 +202,6 @@ def _write_files(
     return stored
 
 
-def _write_npy(export: Export) -> AllTensors:
-    return _write_files(export, scripts.npy_file, write_npy)
-
-
 def _write_pt(export: Export) -> AllTensors:
     alone = len(export.recipes) == 1 and not export.staying
     return _write_files(export, partial(scripts.pt_file, alone=alone), write_pt)
@@ -304,7 +300,7 @@ class LayoutWriter(NamedTuple):
 #: A new layout is a row here and one in DEFAULTS.
 WRITERS: dict[Layout, LayoutWriter] = {
     "safetensors": LayoutWriter(_link_safetensors, lambda export, built, figures: ()),
-    "npy": LayoutWriter(_write_npy, _npy_statistics),
+    "npy": LayoutWriter(partial(_write_files, file_of=scripts.npy_file, write_tensor=write_npy), _npy_statistics),
     "npz": LayoutWriter(_write_npz, _npz_statistics),
     "pt": LayoutWriter(_write_pt, _pt_metadata),
 }

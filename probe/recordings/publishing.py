@@ -132,8 +132,7 @@ class PartialRecording:
 
     folder: Path
     manifest: Manifest
-    reused: tuple[str, ...] = ()
-    """The recipes of an interrupted recording that is continued."""
+    reused: tuple[str, ...] = ()  # the recipes of an interrupted recording that is continued
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -1,7 +1,4 @@
-"""Making a recording: `record` runs a model under modes, `write_recording` takes tensors that the caller has.
-
-Tensors are streamed to disk as they appear.
-"""
+"""Making a recording, streamed to disk: `record` runs a model, `write_recording` takes tensors that the caller has."""
 
 import os
 import secrets
@@ -9,7 +6,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from safetensors.torch import save
@@ -45,7 +42,6 @@ from probe.recordings.request import (
     script_facts,
 )
 from probe.recordings.stream import TensorStream
-from probe.recordings.taps import TapPoints, is_compiled
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.environment import environment
 from probe.running.measurement import NotAppliedError
@@ -139,7 +135,7 @@ def _asked(
         "taps": " ".join(request.chosen_taps) or "none",
         "output file": request.archive,
         "batch size": str(len(batches[0])),
-        "compiled": str(request.compile or is_compiled(model.loaded.model)),
+        "compiled": str(request.compile or taps.is_compiled(model.loaded.model)),
         "calibration": request.calibration,
     }
 
@@ -167,7 +163,7 @@ def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
 
 
 def _record_recipe(
-    run: _Run, recipe: Recipe, twin: nn.Module, points: TapPoints, calibration: Calibration | None
+    run: _Run, recipe: Recipe, twin: nn.Module, points: taps.TapPoints, calibration: Calibration | None
 ) -> None:
     """Run one recipe over all batches, and list it once its file is whole."""
     request, partial, key = run.request, run.partial, str(recipe)
@@ -180,24 +176,21 @@ def _record_recipe(
 
         if request.compile and taps.points_returned(twin) is None:
             twin = taps.record_outputs(twin, request.chosen_layers, taps=request.chosen_taps)
-        if request.compile and not is_compiled(twin):
+        if request.compile and not taps.is_compiled(twin):
             twin = cast(nn.Module, torch.compile(twin))
         run_model = taps.run_hooked if taps.points_returned(twin) is None else taps.run_returning
         stray = run_model(twin, recipe, points, run.batches, consume)
         if stray:
             raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
         recorded, stored = _finished(recipe, stream, points.layers)
-        recorded = replace(
-            recorded,
-            applied="before" if run.model.runs_as_is else "by probe",
-            calibration=None if calibration is None else request.recorded_calibration(calibration),
-            compiled=is_compiled(twin),
-        )
+        applied: Literal["by probe", "before"] = "before" if run.model.runs_as_is else "by probe"
+        used = None if calibration is None else request.recorded_calibration(calibration)
+        recorded = replace(recorded, applied=applied, calibration=used, compiled=taps.is_compiled(twin))
         _check_changed(run, recipe, recorded)
     partial.add(key, recorded, file.name, stored)
 
 
-def _check_addition(run: _Run, recipe: Recipe, points: TapPoints) -> None:
+def _check_addition(run: _Run, recipe: Recipe, points: taps.TapPoints) -> None:
     """All recipes of a folder have the same layers and taps."""
     there = run.existing.manifest.recipes if run.existing else {}
     staying = {name: one for name, one in there.items() if name not in run.partial.missing}

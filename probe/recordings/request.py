@@ -19,6 +19,7 @@ from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
+from probe.models.offload import device_of
 from probe.models.positions import check_positions
 from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
 from probe.recordings.script_formats import NPZ, ScriptFacts
@@ -37,8 +38,7 @@ class LayoutDefaults:
     layers: tuple[str, ...]
     taps: tuple[str, ...]
     samples: int
-    always: tuple[str, ...] = ()
-    """Taps that are recorded even if others are asked for."""
+    always: tuple[str, ...] = ()  # taps that are recorded even if others are asked for
 
 
 DEFAULTS: dict[Layout, LayoutDefaults] = {
@@ -209,7 +209,7 @@ def device_name(request: RecordRequest, model: ModelToRun) -> str:
     """The device as the manifest has it, once it is known to be here. A model that runs as is has its own."""
     device = request.device
     if model.runs_as_is:
-        found = next((parameter.device for parameter in model.loaded.model.parameters()), torch.device("cpu"))
+        found = device_of(model.loaded.model)
         if device not in ("cpu", str(found), found.type):
             raise ValueError(
                 f"the model lies on {found}, and the device is {device}. Move it, or leave the device out."

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from probe.data.library_logs import quietly
 from probe.models.layers import blocks_of, select
+from probe.models.offload import device_of
 from probe.running.capture import UncoveredError, capture, first_tensor
 from probe.running.coverage import watching
 from probe.running.recipes import Recipe
@@ -30,10 +31,8 @@ NORMS = ("norm", "ln_f")
 class TapPoints:
     """The tensors to record."""
 
-    layers: tuple[str, ...]
-    """The labels of the layers."""
-    sources: dict[str, tuple[str, Side]]
-    """The module of each tensor, and on which side of it the tensor is."""
+    layers: tuple[str, ...]  # their labels
+    sources: dict[str, tuple[str, Side]]  # the module of each tensor, and the side of it
     logits: bool
 
     @property
@@ -192,7 +191,7 @@ def run_hooked(
         wanted.setdefault(f"{module}.{side}", []).append(name)
     with_inputs = {module: None for module, side in points.sources.values() if side == "input"}
     others = {module: None for module, _ in points.sources.values() if module not in with_inputs}
-    device = _device_of(model)
+    device = device_of(model)
     try:
         with watching(model, recipe) as stray, ExitStack() as hooks:
             for modules, inputs in ((with_inputs, True), (others, False)):
@@ -232,7 +231,7 @@ def run_returning(
     """The same for a model of record_outputs. Sites are part of its graph: only weights are checked on the grid."""
     with watching(unwrapped(model), recipe) as stray:
         pass
-    device = _device_of(model)
+    device = device_of(model)
     for batch in batches:
         with quietly():
             found = _outputs(model, batch.to(device))
@@ -254,7 +253,3 @@ def _outputs(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     except TorchDynamoException as problem:
         words = " ".join(str(problem).split())[:200]
         raise ValueError(f"the model cannot be compiled here: {words}. Record it without --compile.") from None
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

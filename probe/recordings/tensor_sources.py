@@ -1,4 +1,4 @@
-"""The tensors that are to be analysed, by name: files, one tensor of a file, folders, layers of recordings.
+"""Tensors to analyse, named on a command line: files, one tensor of a file, folders, layers of recordings.
 
     x.pt  x.npy                       one tensor
     x.npz  x.safetensors              every tensor in it; x.safetensors:name is one of them, so is x.pt:name of a dict
@@ -21,6 +21,8 @@ from torch import Tensor
 from probe.files.defects import reading
 from probe.files.paths import safe_name
 from probe.files.tensors import load_tensor, tensors_in
+from probe.recordings.manifest import MANIFEST
+from probe.recordings.reading import read_recording
 from probe.words import first_few
 
 SUFFIXES = (".pt", ".npy", ".npz", ".safetensors")
@@ -28,15 +30,15 @@ SUFFIXES = (".pt", ".npy", ".npz", ".safetensors")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor that may be loaded, or what was given in the place of one and why there is none."""
+    """A tensor that can be loaded, or a text that names none and the reason."""
 
     text: str
-    """As it is shown: the path, and the name in it."""
+    """The path and the name in it, as they are shown."""
     name: str
-    """Of its outputs: letters, digits, '.', '_' and '-'."""
+    """The name of its outputs: letters, digits, '.', '_' and '-'."""
     path: Path
     key: str = ""
-    """The name in the file; of a recording recipe:tensor."""
+    """The name in the file; recipe:tensor in a recording."""
     defect: str = ""
     """Why there is no tensor."""
 
@@ -56,13 +58,13 @@ class TensorSource:
 
 
 def tensor_sources(given: list[str]) -> list[TensorSource]:
-    """Everything that the arguments name, in order. What is wrong with one of them is told when it is loaded."""
+    """Every tensor that the arguments name, in order. A wrong argument is a source that raises when it is loaded."""
     return [source for text in given for source in _expanded(text)]
 
 
 def _expanded(text: str) -> list[TensorSource]:
     try:
-        path, chosen = _parted(text)
+        path, chosen = _split(text)
         if path.is_dir():
             return list(_folder(path, chosen))
         return list(_file(path, chosen))
@@ -70,8 +72,8 @@ def _expanded(text: str) -> list[TensorSource]:
         return [TensorSource(text, safe_name(Path(text).stem), Path(text), defect=str(problem))]
 
 
-def _parted(text: str) -> tuple[Path, str]:
-    """The path, and what stands behind the first ':' after a path that exists."""
+def _split(text: str) -> tuple[Path, str]:
+    """The path, and the text after the first ':' that follows a path which exists."""
     whole = Path(text)
     if whole.exists() or ":" not in text:
         return whole, ""
@@ -82,11 +84,11 @@ def _parted(text: str) -> tuple[Path, str]:
 
 
 def _folder(folder: Path, chosen: str) -> Iterator[TensorSource]:
-    if (folder / "manifest.json").is_file():
+    if (folder / MANIFEST).is_file():
         yield from _recording(folder, chosen)
         return
     if chosen:
-        raise ValueError(f"{folder} is a folder without manifest.json, so no recording: it has no {chosen!r}.")
+        raise ValueError(f"{folder} is a folder without {MANIFEST}, so no recording: it has no {chosen!r}.")
     found = 0
     for path in sorted(folder.iterdir()):
         wanted = _has_tensors(path) if path.is_dir() else path.suffix in SUFFIXES
@@ -115,7 +117,7 @@ def _file(path: Path, chosen: str) -> Iterator[TensorSource]:
     if chosen and chosen not in names:
         has = f"It has: {first_few(names)}." if names else "It is one tensor: leave the name out."
         raise ValueError(f"{path} has no tensor {chosen!r}. {has}")
-    if path.suffix == ".pt" and names and not chosen:  # often a checkpoint, of which all tensors were not meant
+    if path.suffix == ".pt" and names and not chosen:  # often a whole checkpoint, which was not meant
         raise ValueError(f"{path} is not a tensor but a dict of {first_few(names)}. Name one: {path}:{names[0]}")
     for name in [chosen] if chosen or not names else names:
         shown = f"{path}:{name}" if name else str(path)
@@ -131,8 +133,6 @@ def _reading(path: Path) -> AbstractContextManager[None]:
 
 
 def _recording(folder: Path, chosen: str) -> Iterator[TensorSource]:
-    from probe.recordings import read_recording
-
     recording = read_recording(folder)
     has = [(recipe, name) for recipe in recording.recipes for name in recording.names(recipe)]
     wanted = [pair for pair in has if _chosen(chosen, *pair)]
@@ -147,14 +147,12 @@ def _recording(folder: Path, chosen: str) -> Iterator[TensorSource]:
 
 
 def _load_recorded(folder: Path, key: str) -> Tensor:
-    from probe.recordings import read_recording
-
     recipe, _, name = key.partition(":")
     return read_recording(folder, verify=False).tensor(recipe, name)  # its bytes were verified when it was listed
 
 
 def _chosen(text: str, recipe: str, name: str) -> bool:
-    """Without a choice the outputs of layers; a layer stands for its output."""
+    """Whether `text` chooses a tensor: an empty one chooses outputs, and the name of a layer its output."""
     first, colon, second = text.partition(":")
     if colon:
         return fnmatchcase(recipe, first) and _named(second, name)

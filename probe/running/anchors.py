@@ -7,10 +7,15 @@ amax likewise, once per model. A value within the noise of its golden one is tak
 alone: then something real has changed, and must be seen.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 from torch import Tensor
 
 from probe.running.calibration import Calibration
@@ -29,6 +34,46 @@ class Anchors:
     places: dict[str, Tensor] = field(default_factory=dict)  # int32, ascending
     values: dict[str, Tensor] = field(default_factory=dict)  # bfloat16
     amax: dict[str, float] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The content of a safetensors file; the same anchors always give the same bytes."""
+        tensors: dict[str, np.ndarray] = {}
+        for label, places in sorted(self.places.items()):
+            gaps = np.diff(places.numpy(), prepend=0)
+            small = gaps.size == 0 or int(gaps.max()) < 2**16
+            tensors[f"gaps/{label}"] = gaps.astype(np.uint16 if small else np.uint32)
+            tensors[f"bits/{label}"] = self.values[label].view(torch.int16).numpy()
+        names = sorted(self.amax)
+        tensors["amax"] = np.array([self.amax[name] for name in names], dtype=np.float64)
+        return bytes(save(tensors, {"sites": json.dumps(names)}))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The inverse of to_bytes; other content is a ValueError."""
+        try:
+            tensors = load(data)
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            sites = json.loads(header["__metadata__"]["sites"])
+            labels = [key.removeprefix("gaps/") for key in tensors if key.startswith("gaps/")]
+            places = {label: np.cumsum(tensors[f"gaps/{label}"].astype(np.int64)) for label in labels}
+            bits = {label: torch.from_numpy(tensors[f"bits/{label}"].copy()) for label in labels}
+            amax = dict(zip(sites, (float(x) for x in tensors["amax"]), strict=True))
+        except (SafetensorError, LookupError, TypeError, ValueError) as problem:
+            raise ValueError(f"is not a file of anchors ({problem})") from None
+        return cls(
+            {label: torch.from_numpy(one).int() for label, one in places.items()},
+            {label: one.view(torch.bfloat16) for label, one in bits.items()},
+            amax,
+        )
+
+    @classmethod
+    def united(cls, several: Iterable[Self]) -> Self:
+        """The anchors of all of them; where two have the same layer or site, those of the first."""
+        whole = cls()
+        for one in several:
+            parts = ({**getattr(one, name), **getattr(whole, name)} for name in ("places", "values", "amax"))
+            whole = cls(*parts)
+        return whole
 
 
 def near_ties(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from probe.formats import FORMATS, Format
 from probe.models.linear import NEVER_CALLED, GridLinear, linear_key
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
-from probe.numerics.corners import corner_values
+from probe.numerics.grids import corner_values
 from probe.running.calibration import Calibration
 from probe.running.modes import Mode, find_mode
 from probe.running.recipes import HALF_AWAY, Recipe

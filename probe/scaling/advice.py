@@ -14,9 +14,9 @@ from probe.numerics.blocks import Blocks
 from probe.numerics.fast import round_elements
 from probe.numerics.grids import Grid, IntegerGrid
 from probe.numerics.integers import IntegerParameters
-from probe.numerics.narrowing import narrow
 from probe.numerics.quantize import fake_quantize, round_to
 from probe.numerics.reference import power
+from probe.numerics.rounding import narrow
 from probe.scaling import blockwise
 from probe.scaling.levels import element_format, largest_exponent
 from probe.scaling.results import Level, ScalingResult

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from probe.formats import FORMATS, Format
-from probe.numerics.narrowing import require_tensor
+from probe.numerics.rounding import require_tensor
 from probe.words import look_up
 
 #: The formats that `all` stands for. Any other format with an e8m0 scale can be given by name.

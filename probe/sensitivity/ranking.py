@@ -15,6 +15,7 @@ from probe.metrics import Comparison, LogitComparison
 from probe.models.layers import blocks_of, select
 from probe.models.loading import load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
+from probe.models.offload import device_of
 from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.devices import check_device, is_present, is_recorded
@@ -91,7 +92,7 @@ def rank_layers(
     require_positive("threads", threads)
     twins = make_twins(model, recipe, calibration, sites=sites is not None)
     units = site_units(twins, recipe, layers, across=sites == "across") if sites else layer_units(twins, layers)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     batches = [batch.to(device) for batch in batches]
     alone, without, notes = _sides(twins, batches[0][:2, :TRIED_TOKENS] if restart else None, threads)
     runs = _Runs(alone, without, units, batches, progress)

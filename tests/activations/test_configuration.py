@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from probe.activations.configuration import ALL_KEYS, full_key, read_configuration
 from probe.activations.run import analyze
-from probe.activations.settings import Settings
+from probe.activations.settings import ALL_KEYS, Settings, full_key, read_configuration
 from probe.report.activations.files import write_analysis
 from probe.settings import ConfigurationError, keys_of, with_values
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from probe.activations.configuration import full_key
-from probe.activations.settings import Settings
+from probe.activations.settings import Settings, full_key
 from probe.commands.analyze import overrides
 from probe.data.sources import HUB
 from probe.plugin.golden_activations import FIGURES, RULES

@@ -57,8 +57,8 @@ def test_bands_keep_their_bound_and_merge(fast: bool) -> None:
     assert np.array_equal(bands.counts, measure_bands(x, fast=fast).counts)
     assert bands.counts.sum() == x.numel() - 1
     for channel in range(6):
-        values = x[..., channel].reshape(-1)
-        values = values[values.isfinite()].double().numpy()
+        column = x[..., channel].reshape(-1)
+        values = column[column.isfinite()].double().numpy()
         got = bands.percentiles()[:, channel]
         for value, percent in zip(got, BANDS, strict=True):
             ends = [np.percentile(values, percent, method=side) for side in ("lower", "higher")]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from probe.activations.configuration import read_configuration
 from probe.activations.prediction import (
     Prediction,
     _mean_error,
@@ -22,6 +21,7 @@ from probe.activations.prediction import (
     unlike,
 )
 from probe.activations.run import analyze, prepare
+from probe.activations.settings import read_configuration
 from probe.activations.statistics import LayerStatistics, measure
 from probe.data.batches import token_batches
 from probe.data.texts import text_of
@@ -44,8 +44,8 @@ def known(x: Tensor, kind: Any = "input", module: str = "m") -> LayerStatistics:
 
 def spearman(a: list[float], b: list[float]) -> float:
     """The correlation of ranks; there are no ties among measured errors."""
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def even(low: float, high: float, count: int = 2**16) -> Tensor:

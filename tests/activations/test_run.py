@@ -1,9 +1,10 @@
 """Promises of a whole run: what it finds is what a plain computation finds, padding and all."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,11 +12,11 @@ import torch
 from torch import nn
 
 from probe.activations.collecting import token_rows
-from probe.activations.configuration import read_configuration
 from probe.activations.export import tables
 from probe.activations.plan import Plan, weight_rows
 from probe.activations.run import Analysis, analyze, forward, prepare, run
-from probe.activations.settings import EnabledSettings
+from probe.activations.settings import EnabledSettings, read_configuration
+from probe.activations.statistics import measure
 from probe.data.samples import Batch, batches_of
 from tests.activations.toys import CHANNEL, OUTLIER, make
 
@@ -71,7 +72,9 @@ def test_statistics_are_those_of_the_tokens_that_are_there(tmp_path: Path, batch
     assert sorted(map(len, samples)) == [3, 8, 12]
     for (name, kind), s in analysis.statistics.items():
         if kind == "weight":
-            x = make().get_submodule(name).weight.detach().numpy()
+            weight = make().get_submodule(name).weight
+            assert isinstance(weight, torch.Tensor)
+            x = weight.detach().numpy()
         else:
             x = torch.cat(plain[f"{name} {kind}"]).numpy()
         assert (s.count, s.rows, s.channel_amax.size) == (x.size, len(x), x.shape[1]), (name, kind)
@@ -134,7 +137,7 @@ def test_a_model_that_takes_no_mask_is_given_no_padding(tmp_path: Path) -> None:
 
 
 def test_padding_is_masked_where_the_model_takes_a_mask() -> None:
-    seen = {}
+    seen: dict[str, Any] = {}
 
     class Model(nn.Module):
         def forward(self, ids: torch.Tensor, attention_mask: Any = None, use_cache: Any = None) -> None:
@@ -281,11 +284,12 @@ class Derived(Conv1D):
 def transformers_conv1d(nf: int, nx: int) -> nn.Module:
     from transformers.pytorch_utils import Conv1D as Theirs
 
-    module: nn.Module = Theirs(nf, nx)
+    build: Any = Theirs
+    module: nn.Module = build(nf, nx)
     return module
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[[int], nn.Module]] = {
     "linear": lambda inputs: nn.Linear(inputs, 8, bias=False),
     "conv1d": lambda inputs: nn.Conv1d(inputs, 8, 3, padding=1, groups=2, bias=False),
     "conv2d": lambda inputs: nn.Conv2d(inputs, 8, 3, bias=False),
@@ -405,7 +409,9 @@ class Reads(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        return self.layers[0](self.a(x) + nn.functional.linear(x, self.layers[0].weight))
+        last = self.layers[0]
+        assert isinstance(last, nn.Linear)
+        return cast(torch.Tensor, last(self.a(x) + nn.functional.linear(x, last.weight)))
 
 
 class Fails(Reads):
@@ -448,9 +454,13 @@ def test_a_tensor_that_several_modules_read_is_measured_once_unless_it_changed(m
     names = ("a", "b", "c")
     plan = Plan({"input": names}, ("input", ()), (), ("output", ()), ("output", ()), 0, ("embed", *names))
     collector = collecting.Collector(plan, threshold=1.0, heat_sample=0)
-    model, measured = Shared(), []
-    real = collecting.measure
-    monkeypatch.setattr(collecting, "measure", lambda *a, **k: measured.append(k["module"]) or real(*a, **k))
+    model, measured = Shared(), list[str]()
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        measured.append(kwargs["module"])
+        return measure(*args, **kwargs)
+
+    monkeypatch.setattr(collecting, "measure", spied)
     tokens = torch.arange(6)[None]
     with torch.no_grad(), collector.hooked(model):
         collector.begin(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), 0))

@@ -11,8 +11,7 @@ import torch
 import probe
 from probe.commands import main, parse
 from probe.commands.progress import Progress
-from probe.gate.observations import observe
-from probe.gate.recorded import observe_recording
+from probe.gate.observations import observe, observe_recording
 from probe.recordings import read_recording
 from probe.running.recipes import Recipe
 from probe.running.reference import run_reference

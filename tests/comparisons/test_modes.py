@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "expression": (
         "good",
         {"mode": "2-1", "layers": ["layer_("]},
-        "the layer pattern 'layer_(' is no regular expression",
+        "layer 'layer_(' is not a regular expression",
     ),
     "shape": (
         "shape",

@@ -5,33 +5,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from probe.comparisons.selection import Side, match_names, opened, place_of
+from probe.comparisons.selection import Side, match_names, opened, pick_labels, place_of
 from tests.comparisons.recorded import plain, recorded
 
+SHAPE = (2, 6, 4)
 NAMES = ("embedding.output", "layer_1.output", "layer_10.output", "layer_1.input", "logits")
 
 
 @pytest.mark.parametrize(
-    ("pattern", "whole", "globs"),
+    ("pattern", "names"),
     [
-        ("layer_1", ["layer_1.output"], ["layer_1.output"]),
-        ("layer_1*", ["layer_1.output"], ["layer_1.output", "layer_10.output", "layer_1.input"]),
-        ("layer_1.*", ["layer_1.output", "layer_10.output", "layer_1.input"], ["layer_1.output", "layer_1.input"]),
-        ("*.output", None, ["embedding.output", "layer_1.output", "layer_10.output"]),
-        ("ayer_10", [], ["layer_10.output"]),
-        ("log|emb", [], ["embedding.output", "logits"]),
-        ("nothing", [], []),
+        ("layer_1", ["layer_1.output"]),
+        ("layer_1*", ["layer_1.output", "layer_10.output", "layer_1.input"]),
+        ("layer_1.*", ["layer_1.output", "layer_1.input"]),
+        ("*.output", ["embedding.output", "layer_1.output", "layer_10.output"]),
+        ("ayer_10", ["layer_10.output"]),
+        ("log|emb", ["embedding.output", "logits"]),
+        ("nothing", []),
     ],
 )
-def test_a_pattern_is_a_whole_expression_or_a_glob_and_then_an_expression_anywhere(
-    pattern: str, whole: list[str] | None, globs: list[str]
-) -> None:
-    assert match_names(pattern, NAMES, globs=True) == globs
-    if whole is None:
-        with pytest.raises(ValueError, match="is no regular expression"):
-            match_names(pattern, NAMES)
-    else:
-        assert match_names(pattern, NAMES) == whole
+def test_devices_take_a_glob_or_else_an_expression_anywhere_in_a_label(pattern: str, names: list[str]) -> None:
+    assert match_names(pattern, NAMES) == names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "labels"),
+    [
+        ("layer_1", ["layer_1"]),
+        ("layer_1*", ["layer_1"]),
+        ("layer_1.*", ["layer_1.input", "layer_1", "layer_10"]),
+        ("10", ["layer_10"]),
+        ("log.*|emb.*", ["embedding", "logits"]),
+    ],
+)
+def test_modes_take_an_expression_of_the_whole_label(tmp_path: Path, pattern: str, labels: list[str]) -> None:
+    tensors = {name: torch.zeros(SHAPE) for name in NAMES}
+    side = Side(recorded(tmp_path / "r", {"fp32": tensors}), "fp32")
+    assert pick_labels(side, [pattern]) == labels
+    with pytest.raises(ValueError, match="'ayer_10' is no layer of fp32"):
+        pick_labels(side, ["ayer_10"])
 
 
 def test_a_tensor_is_found_by_its_label_and_by_its_name(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
-from probe.gate.baselines.anchors import render
-from probe.gate.baselines.store import Store
+from probe.gate.baselines import Entry, Store
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import CalibrationSettings, Settings
-from probe.gate.engine import Gate, Update, store_update
+from probe.gate.engine import Gate
 
 BASELINES = "baselines"
 
@@ -44,15 +43,16 @@ class SmallGate:
     def make_baselines(self, model: str, recipes: Iterable[str]) -> None:
         """What `pytest --update-baselines` does, but on one thread: two would wait for each other on a busy machine."""
         gate, settings = Gate(self.root, folder=self.shared, update=True), self.settings[model]
-        entries = {}
+        entries: dict[Case, Entry] = {}
         for recipe in recipes:
             with mock.patch("os.cpu_count", return_value=1):
-                judged = gate.judged(settings, self.case(gate, model, recipe))
+                judged = gate.judge_recipe(settings, self.case(gate, model, recipe))
             assert not judged.refusals, judged.refusals
             entries |= {judged.outcomes[layer].case: entry for layer, entry in judged.entries.items()}
         bench = gate.bench(settings)
         assert bench.anchors is not None
-        store_update(Store(self.root / BASELINES), Update(model, entries, [], bench.input_facts, render(bench.anchors)))
+        store = Store(self.root / BASELINES)
+        store.write(model, entries, environment=bench.input_facts, anchors=bench.anchors.to_bytes())
 
     def judge(
         self, model: str, recipe: str, *, shared: bool = True, batch_size: int | None = None
@@ -62,7 +62,7 @@ class SmallGate:
         if batch_size is not None:
             settings = replace(settings, batch_size=batch_size)
         gate = Gate(self.root, folder=self.shared if shared else None)
-        return gate.judged(settings, self.case(gate, model, recipe, settings)).outcomes
+        return gate.judge_recipe(settings, self.case(gate, model, recipe, settings)).outcomes
 
     def judge_healthy(self, model: str, recipe: str) -> dict[str, Outcome]:
         """Without any fault."""

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -42,7 +42,7 @@ class Patient:
 
     @property
     def mixer(self) -> SiteMixer:
-        return self.block.mixer
+        return cast(SiteMixer, self.block.mixer)
 
     @property
     def format(self) -> str:
@@ -64,7 +64,7 @@ def damaged(damage: Damage, index: int) -> Iterator[None]:
 
     def broken(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
         twin = real(model, recipe, calibration)
-        if find_mode(recipe.mode).name != "fp32":
+        if not find_mode(recipe.mode).is_reference:
             with torch.no_grad():
                 damage(Patient(twin, model, recipe, calibration, index))
         return twin

@@ -102,7 +102,8 @@ def elements(
 
     def make(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
         def on_grid(x: Tensor) -> Tensor:
-            rows = functional.pad(x.double(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+            padded = functional.pad(x.double(), (0, -x.shape[-1] % 32))
+            rows = padded.reshape(*padded.shape[:-1], -1, 32)
             amax = rows.abs().amax(-1, keepdim=True)
             exponent = torch.frexp(amax).exponent - 1 - LARGEST_EXPONENT[healthy.format] + shift
             scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)

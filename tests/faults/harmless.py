@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,12 +29,13 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.set_flags(False)
+    mkldnn: Any = torch.backends.mkldnn
+    before = mkldnn.enabled
+    mkldnn.set_flags(False)
     try:
         yield
     finally:
-        torch.backends.mkldnn.set_flags(before)
+        mkldnn.set_flags(before)
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from probe.gate.baselines.entry import Entry, Stored
+from probe.gate.baselines.format import Entry, Stored
 from probe.gate.cases import Case
-from probe.gate.golden import KEPT, flat
+from probe.gate.golden_values import KEPT, flat
 from probe.gate.observations import FIGURES, Flaw, Observation
 from probe.gate.tolerances import FLOAT_FACTOR, MOST, RULES, Rule, tolerance
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed

@@ -94,7 +94,7 @@ def test_splits_and_merges_change_nothing(values: list[tuple[float, float]], see
 @pytest.mark.parametrize("batch", [1, 3, 64, 640])
 def test_figures_do_not_depend_on_the_batch_size(batch: int) -> None:
     output, reference = pair(640, 16, offset=3.0)
-    batches = zip(output.split(batch), reference.split(batch), strict=True)
+    batches = zip(torch.split(output, batch), torch.split(reference, batch), strict=True)
     assert_agrees(seen(*batches).metrics(), output, reference)
 
 
@@ -102,7 +102,7 @@ def test_correlation_survives_a_large_mean() -> None:
     g = torch.Generator().manual_seed(0)
     reference = 1e8 + torch.randn(4000, generator=g, dtype=torch.float64)
     output = reference + 0.1 * torch.randn(4000, generator=g, dtype=torch.float64)
-    found = seen(*zip(output.split(100), reference.split(100), strict=True)).metrics()
+    found = seen(*zip(torch.split(output, 100), torch.split(reference, 100), strict=True)).metrics()
     shifted = expected(output - 1e8, reference - 1e8)
     assert found.correlation == pytest.approx(shifted["correlation"], abs=1e-8)
     assert found.std_output == pytest.approx(shifted["std_output"], rel=1e-8)
@@ -259,7 +259,8 @@ def test_histogram_percentiles_do_not_depend_on_the_cuts(cuts: tuple[int, ...], 
     output[::3] = reference[::3]  # zeros among |d|
     whole = seen((output, reference), keep=keep)
     parts = [
-        seen((o, r), keep=keep) for o, r in zip(output.split(list(cuts)), reference.split(list(cuts)), strict=True)
+        seen((o, r), keep=keep)
+        for o, r in zip(torch.split(output, list(cuts)), torch.split(reference, list(cuts)), strict=True)
     ]
     merged = Comparison(keep=keep)
     for part in parts:

@@ -14,7 +14,8 @@ INF, NAN = math.inf, math.nan
 
 def log_softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+    result: npt.NDArray[np.float64] = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    return result
 
 
 def expected_logits(output: Tensor, reference: Tensor, targets: Tensor) -> dict[str, float]:
@@ -63,7 +64,7 @@ def test_logit_splits_and_merges_change_nothing(cuts: list[int], merging: bool) 
     batch = logits(40, 9)
     sizes = [*cuts, 40 - sum(cuts)] if sum(cuts) <= 40 else [40]
     whole = LogitComparison()
-    for parts in zip(*(x.split(sizes) for x in batch), strict=True):
+    for parts in zip(*(torch.split(x, sizes) for x in batch), strict=True):
         part = LogitComparison() if merging else whole
         part.update(*parts)
         if merging:

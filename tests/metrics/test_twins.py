@@ -151,7 +151,11 @@ def test_large_batches_go_to_the_fast_twin_and_small_ones_do_not(monkeypatch: py
     went: list[str] = []
 
     def spy(name: str, measure: Any) -> Any:
-        return lambda *pair: went.append(name) or measure(*pair)
+        def spied(*pair: Any) -> Any:
+            went.append(name)
+            return measure(*pair)
+
+        return spied
 
     monkeypatch.setattr(comparison, "LARGE", 1000)
     monkeypatch.setattr(readable, "measure", spy("readable", readable.measure))

@@ -1,7 +1,16 @@
 """Inputs that have broken quantizers before, and comparison by bits."""
 
+from typing import Literal
+
+import pytest
 import torch
 from torch import Tensor
+
+from probe.numerics.codes import Quantized
+
+#: The two implementations that every promise is tested with.
+Twin = Literal["reference", "eager"]
+TWINS = pytest.mark.parametrize("implementation", ["reference", "eager"], ids=["reference", "fast"])
 
 MX = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "mxint8")
 ROUNDINGS = ("half_even", "half_away", "toward_zero", "floor", "stochastic")
@@ -56,3 +65,9 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
         raise AssertionError(
             f"{int((~same).sum())} of {same.numel()} differ, first at {where}: {a[where]} and {b[where]}"
         )
+
+
+def scales_of(quantized: Quantized) -> Tensor:
+    """The scales of a format that has some."""
+    assert quantized.scales is not None
+    return quantized.scales

@@ -2,21 +2,21 @@
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from probe import FORMATS, round_to
-from tests.numerics.tensors import adversarial_blocks, assert_same_bits, every
+from tests.numerics.tensors import TWINS, Twin, adversarial_blocks, assert_same_bits, every
 from tests.test_formats import ML_DTYPES
 
 FLOATS = tuple(ML_DTYPES)
 ELEMENTS = (*FLOATS, "mxint8")
-TWINS = pytest.mark.parametrize("implementation", ["reference", "eager"], ids=["reference", "fast"])
 INPUTS = pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=["every_bf16", "every_fp16"])
 ROUNDINGS = ("half_even", "half_away", "toward_zero", "floor")
 
 
-def exact(x: np.ndarray, name: str, rounding: str) -> np.ndarray:
+def exact(x: npt.NDArray[np.float64], name: str, rounding: str) -> npt.NDArray[np.float64]:
     """Rounding by comparing rationals: twice the input with the sum of its neighbours on the grid.
 
     Grid values have at most 11 bits within 2^5 binades of each other where they are neighbours, so their sum
@@ -45,9 +45,8 @@ def exact(x: np.ndarray, name: str, rounding: str) -> np.ndarray:
     else:
         magnitude = np.minimum(magnitude, fmt.max)
     magnitude = np.where(np.isnan(x), np.nan, magnitude)
-    if fmt.is_integer:
-        return np.where(magnitude == 0, 0.0, np.copysign(magnitude, x))
-    return np.copysign(magnitude, x)
+    signed: npt.NDArray[np.float64] = np.copysign(magnitude, x)
+    return np.where(magnitude == 0, 0.0, signed) if fmt.is_integer else signed
 
 
 @TWINS
@@ -55,7 +54,7 @@ def exact(x: np.ndarray, name: str, rounding: str) -> np.ndarray:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_every_16_bit_input_rounds_as_exact_rationals_do(
-    name: str, rounding: str, source: torch.dtype, implementation: str
+    name: str, rounding: str, source: torch.dtype, implementation: Twin
 ) -> None:
     x = every(source).double()
     ours = round_to(x, name, rounding=rounding, implementation=implementation)
@@ -66,7 +65,7 @@ def test_every_16_bit_input_rounds_as_exact_rationals_do(
 @INPUTS
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_16_bit_input_in_range_rounds_as_ml_dtypes_does(
-    name: str, source: torch.dtype, implementation: str
+    name: str, source: torch.dtype, implementation: Twin
 ) -> None:
     x = every(source).float()
     x = x[x.abs() <= FORMATS[name].max]  # beyond, ml_dtypes sends e4m3 to NaN where the quantizers saturate
@@ -100,7 +99,7 @@ def test_float64_is_cast_without_double_rounding() -> None:
 
 
 @TWINS
-def test_stochastic_rounding_is_unbiased_and_repeatable(implementation: str) -> None:
+def test_stochastic_rounding_is_unbiased_and_repeatable(implementation: Twin) -> None:
     x = torch.full((200_000,), 1.0 + 0.3 / 8)  # fp8_e4m3: 0.3 of the way from 1 to 1.125
     generator = torch.Generator().manual_seed(5)
     up = round_to(x, "fp8_e4m3", rounding="stochastic", generator=generator, implementation=implementation)

@@ -75,3 +75,18 @@ def test_values_of_many_tables_are_spread_over_their_buckets() -> None:
     assert np.array_equal(spread_evenly(counts, np.array([0, 0]), lows, highs), [-1.75, 0.0])
     assert np.array_equal(spread_evenly(counts, np.array([1, 1]), lows, highs), [-1.25, 1.25])
     assert np.array_equal(spread_evenly(counts, np.array([3, 4]), lows, highs), [2.5, 2.75])
+
+
+def test_quantiles_with_zeros_and_at_the_ends() -> None:
+    def quantile(values: list[float], share: float, *, high: float = 1.0) -> float:
+        counts = np.zeros(ALL_FLOAT32.size, np.int64)
+        ALL_FLOAT32.add(counts, np.array(values, np.float32))
+        return ALL_FLOAT32.quantile(counts, share, zeros=values.count(0.0), low=0.0, high=high)
+
+    assert quantile([], 0.5) == 0
+    some = [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert quantile(some, 0.5) == 0
+    assert quantile(some, 1.0) == 1
+    assert quantile(some, 2.5 / 4) == 0.5, "between the last zero and the first one"
+    largest = float(np.finfo(np.float32).max)
+    assert quantile([largest], 0.5, high=largest) == pytest.approx(largest, rel=0.01)

@@ -1,5 +1,6 @@
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +20,7 @@ from probe.numerics.integers import (
 
 BITS = range(2, 9)
 KINDS = pytest.mark.parametrize("symmetric", [True, False], ids=("symmetric", "asymmetric"))
-ROUNDINGS = {
+ROUNDINGS: dict[str, Callable[[Fraction], int]] = {
     "half_even": round,
     "half_away": lambda q: math.floor(abs(q) + Fraction(1, 2)) * (1 if q > 0 else -1),
     "toward_zero": math.trunc,
@@ -406,7 +407,7 @@ GRID = given_parameters(1.0)
         ),
         (
             {"parameters": GRID, "granularity": "token", "symmetric": True},
-            "parameters were given together with symmetric, granularity, which",
+            "parameters were given together with granularity, symmetric, which",
         ),
         ({"parameters": GRID, "axis": 0}, "parameters were given together with axis,"),
         ({"parameters": GRID, "group_size": 4}, "parameters were given together with group_size,"),
@@ -420,7 +421,7 @@ def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], message: str
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_a_wrong_dtype_is_one_clear_error(dtype: torch.dtype) -> None:
-    expected = rf"x is {dtype}. Integer quantization takes torch\.float64, .* Convert first, e.g. x\.float\(\)"
+    expected = rf"x is {dtype}. Integer grids take torch\.float64, .* Convert first, e.g. x\.float\(\)"
     for call in (fake_quantize_integer, lambda x: quantize_integer(x, GRID)):
         with pytest.raises(ValueError, match=expected):
             call(torch.ones(2).to(dtype))

@@ -11,7 +11,7 @@ import torch
 from gfloat import RoundMode
 
 from probe import FORMATS, fake_quantize, quantize
-from tests.numerics.tensors import MX, adversarial_blocks, assert_same_bits
+from tests.numerics.tensors import MX, TWINS, Twin, adversarial_blocks, assert_same_bits, scales_of
 from tests.test_formats import GFLOAT
 
 with warnings.catch_warnings():
@@ -21,7 +21,6 @@ with warnings.catch_warnings():
     from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
-TWINS = pytest.mark.parametrize("implementation", ["reference", "eager"], ids=["reference", "fast"])
 RULES = ("floor", "ceil", "even", "rceil")
 GFLOAT_ROUNDING = {
     "half_even": RoundMode.TiesToEven,
@@ -82,7 +81,7 @@ def by_gfloat(x: torch.Tensor, name: str, rule: str, rounding: str) -> torch.Ten
 @pytest.mark.parametrize("rounding", GFLOAT_ROUNDING)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", MX)
-def test_blocks_equal_gfloat(name: str, rule: str, rounding: str, implementation: str) -> None:
+def test_blocks_equal_gfloat(name: str, rule: str, rounding: str, implementation: Twin) -> None:
     x = adversarial_blocks(64)
     ours = fake_quantize(x, name, scale_rule=rule, rounding=rounding, implementation=implementation)
     assert_same_bits(ours, by_gfloat(x, name, rule, rounding))
@@ -90,7 +89,7 @@ def test_blocks_equal_gfloat(name: str, rule: str, rounding: str, implementation
 
 @TWINS
 @pytest.mark.parametrize("name", MX)
-def test_blocks_of_bfloat16_equal_gfloat(name: str, implementation: str) -> None:
+def test_blocks_of_bfloat16_equal_gfloat(name: str, implementation: Twin) -> None:
     x = adversarial_blocks(128, seed=2).bfloat16()
     assert_same_bits(fake_quantize(x, name, implementation=implementation), by_gfloat(x, name, "floor", "half_even"))
 
@@ -127,14 +126,14 @@ def where_torchao_is_right(x: torch.Tensor, rule: str) -> torch.Tensor:
 @TWINS
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", TORCHAO)
-def test_blocks_equal_torchao_where_torchao_is_right(name: str, rule: str, implementation: str) -> None:
+def test_blocks_equal_torchao_where_torchao_is_right(name: str, rule: str, implementation: Twin) -> None:
     x = adversarial_blocks(512, seed=4)
     x = x[where_torchao_is_right(x, rule)].contiguous()
     assert len(x) > 500
     theirs, bytes_ = torchao_mx(x, name, rule)
     assert_same_bits(fake_quantize(x, name, scale_rule=rule, implementation=implementation), theirs)
     ours = quantize(x, name, scale_rule=rule, implementation=implementation)
-    assert torch.equal(ours.scales.flatten(), bytes_.flatten())
+    assert torch.equal(scales_of(ours).flatten(), bytes_.flatten())
 
 
 def test_torchao_halves_values_at_scale_byte_0_and_the_quantizers_do_not() -> None:
@@ -150,15 +149,16 @@ def test_torchaos_rceil_misses_amax_just_above_a_power_of_two_times_max() -> Non
     amax = float(np.nextafter(np.float32(448 * 2.0**100), np.float32(np.inf)))
     x = torch.full((1, 32), amax)
     assert torchao_mx(x, "fp8_e4m3", "rceil")[1].item() == 127 + 100  # log2 rounded down: it saturates
-    assert quantize(x, "fp8_e4m3", scale_rule="rceil").scales.item() == 127 + 101
+    assert scales_of(quantize(x, "fp8_e4m3", scale_rule="rceil")).item() == 127 + 101
 
 
 @TWINS
-def test_nvfp4_equals_exact_arithmetic(implementation: str) -> None:
+def test_nvfp4_equals_exact_arithmetic(implementation: Twin) -> None:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(40, 64, generator=g) * torch.exp(2 * torch.randn(40, 1, generator=g))
     got = quantize(x, "nvfp4", implementation=implementation)
     tensor_scale = np.float32(x.abs().max().double().item() / (448 * 6))
+    assert got.tensor_scale is not None
     assert got.tensor_scale.item() == tensor_scale
     e4m3 = [FORMATS["fp8_e4m3"].decode(c) for c in range(127)]
     e2m1 = [FORMATS["nvfp4"].decode(c) for c in range(8)]
@@ -166,7 +166,7 @@ def test_nvfp4_equals_exact_arithmetic(implementation: str) -> None:
     def nearest(grid: list[float], value: Fraction) -> int:
         return min(range(len(grid)), key=lambda c: (abs(Fraction(grid[c]) - value), c % 2))
 
-    for row, codes, scales in zip(x, got.codes, got.scales, strict=True):
+    for row, codes, scales in zip(x, got.codes, scales_of(got), strict=True):
         for block in range(4):
             piece = row[16 * block : 16 * block + 16]
             wanted = Fraction(piece.abs().max().item()) / 6 / Fraction(float(tensor_scale))

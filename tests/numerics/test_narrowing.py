@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from probe.numerics.narrowing import narrow
+from probe.numerics.rounding import narrow
 
 # precision in bits, exponent of the smallest normal number, largest finite value
 SHAPES = {

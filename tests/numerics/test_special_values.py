@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from probe import FORMATS, fake_quantize, quantize
-from tests.numerics.tensors import MX, RULES, assert_same_bits, every
+from probe.numerics.quantize import Options
+from tests.numerics.tensors import MX, RULES, TWINS, Twin, assert_same_bits, every, scales_of
 
 FLOATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "nvfp4")
 INTEGERS = ("int8", "int4", "int2")
-TWINS = pytest.mark.parametrize("implementation", ["reference", "eager"], ids=["reference", "fast"])
 
 
 @TWINS
-def test_below_a_power_of_two(implementation: str) -> None:
+def test_below_a_power_of_two(implementation: Twin) -> None:
     x = torch.tensor([511.99997])
     assert math.log2(np.float32(511.99997)) < 9
     assert np.log2(np.float32(511.99997)) == 9  # what a float32 logarithm says
@@ -28,18 +28,19 @@ def test_below_a_power_of_two(implementation: str) -> None:
 @pytest.mark.parametrize("name", [*MX, "nvfp4"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @TWINS
-def test_nan_in_block(name: str, bad: float, implementation: str) -> None:
+def test_nan_in_block(name: str, bad: float, implementation: Twin) -> None:
     x = torch.linspace(-3, 3, 96)
     clean = quantize(x, name, implementation=implementation, tensor_scale=0.01 if name == "nvfp4" else None)
     x[40] = bad
     got = quantize(x, name, implementation=implementation, tensor_scale=0.01 if name == "nvfp4" else None)
     size = FORMATS[name].block_size
+    assert size is not None
     first = 40 // size * size
     spoiled = torch.zeros(96, dtype=torch.bool)
     spoiled[first : first + size] = True
     assert bool(got.dequantize()[spoiled].isnan().all())
     assert_same_bits(got.dequantize()[~spoiled], clean.dequantize()[~spoiled])
-    assert got.scales[40 // size].item() == (0x7F if name == "nvfp4" else 255)
+    assert scales_of(got)[40 // size].item() == (0x7F if name == "nvfp4" else 255)
     if name != "nvfp4":
         assert_same_bits(got.dequantize(), fake_quantize(x, name, implementation=implementation))
 
@@ -60,7 +61,7 @@ def test_nan_integer(name: str, bad: float) -> None:
 
 @pytest.mark.parametrize("name", [*FLOATS, "bf16", "fp16"])
 @TWINS
-def test_negative_zero(name: str, implementation: str) -> None:
+def test_negative_zero(name: str, implementation: Twin) -> None:
     x = torch.tensor([-0.0, 0.0, -1e-30, 1e-30, 1.0])
     got = fake_quantize(x, name, implementation=implementation)
     assert got[:2].tolist() == [0, 0]
@@ -71,7 +72,7 @@ def test_negative_zero(name: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxint8", *INTEGERS])
 @TWINS
-def test_negative_zero_integer(name: str, implementation: str) -> None:
+def test_negative_zero_integer(name: str, implementation: Twin) -> None:
     got = fake_quantize(torch.tensor([-0.0, -1e-30, 1.0]), name, implementation=implementation)
     assert not bool(torch.signbit(got).any())
 
@@ -79,45 +80,45 @@ def test_negative_zero_integer(name: str, implementation: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", MX)
 @TWINS
-def test_zero_block(name: str, rule: str, implementation: str) -> None:
+def test_zero_block(name: str, rule: str, implementation: Twin) -> None:
     x = torch.tensor([0.0, -0.0] * 16)
     got = quantize(x, name, scale_rule=rule, implementation=implementation)
-    assert got.scales.tolist() == [0]
+    assert scales_of(got).tolist() == [0]
     assert_same_bits(got.dequantize(), x.abs() if name == "mxint8" else x)
 
 
 @pytest.mark.parametrize("name", MX)
 @TWINS
-def test_byte_zero(name: str, implementation: str) -> None:
+def test_byte_zero(name: str, implementation: Twin) -> None:
     fmt = FORMATS[name]
     x = torch.tensor([fmt.decode(code) for code in range(2 ** (fmt.bits - 1))], dtype=torch.float64)
     x = (x[x.isfinite()] * 2.0**-127).float()  # the whole grid at scale 2^-127
     got = quantize(x, name, block_size=len(x), implementation=implementation)
-    assert got.scales.tolist() == [0]
+    assert scales_of(got).tolist() == [0]
     assert_same_bits(got.dequantize(), x)
     assert_same_bits(fake_quantize(x, name, block_size=len(x), implementation=implementation), x)
 
 
 @TWINS
-def test_byte_clamped_low(implementation: str) -> None:
+def test_byte_clamped_low(implementation: Twin) -> None:
     step = 2.0**-127 * FORMATS["fp4_e2m1"].min_subnormal
     x = torch.tensor([step, step / 2, step * 0.75, -step / 4])
     got = fake_quantize(x, "fp4_e2m1", implementation=implementation)
     assert got.tolist() == [step, 0.0, step, 0.0]
-    assert quantize(x, "fp4_e2m1", implementation=implementation).scales.tolist() == [0]
+    assert scales_of(quantize(x, "fp4_e2m1", implementation=implementation)).tolist() == [0]
 
 
 @TWINS
-def test_byte_clamped_high(implementation: str) -> None:
+def test_byte_clamped_high(implementation: Twin) -> None:
     x = torch.tensor([1e300, -1e300, 2.0**120], dtype=torch.float64)
     got = quantize(x, "fp8_e4m3", implementation=implementation)
-    assert got.scales.tolist() == [254]
+    assert scales_of(got).tolist() == [254]
     assert got.dequantize().tolist() == [448 * 2.0**127, -448 * 2.0**127, 2.0**120]
 
 
 @pytest.mark.parametrize("name", MX)
 @TWINS
-def test_subnormal_inputs(name: str, implementation: str) -> None:
+def test_subnormal_inputs(name: str, implementation: Twin) -> None:
     x = torch.arange(1, 33, dtype=torch.int32).mul(2**17).view(torch.float32)  # 2^-132 and up
     got = fake_quantize(x, name, implementation=implementation)
     expected = fake_quantize(x.double() * 2.0**20, name, implementation=implementation) * 2.0**-20
@@ -129,7 +130,7 @@ def test_subnormal_inputs(name: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("name", MX)
 @TWINS
-def test_saturation(name: str, implementation: str) -> None:
+def test_saturation(name: str, implementation: Twin) -> None:
     fmt = FORMATS[name]
     just_below = torch.tensor(2.0 ** (fmt.max_exponent + 1)).nextafter(torch.tensor(0.0))
     x = torch.stack([just_below, -just_below, torch.tensor(1.0)])
@@ -138,7 +139,7 @@ def test_saturation(name: str, implementation: str) -> None:
 
 
 @TWINS
-def test_output_overflow(implementation: str) -> None:
+def test_output_overflow(implementation: Twin) -> None:
     x = torch.tensor([65504.0, 1.0], dtype=torch.float16)
     got = quantize(x, "fp8_e4m3", scale_rule="ceil", implementation=implementation)
     assert got.dequantize(torch.float32)[0].item() == 65536
@@ -152,12 +153,13 @@ def test_output_overflow(implementation: str) -> None:
 def test_short_last_block(name: str) -> None:
     x = torch.randn(3, 70)
     x[:, 64:] *= 1000
-    scale = {"tensor_scale": 1.0} if name == "nvfp4" else {}
+    scale: Options = {"tensor_scale": 1.0} if name == "nvfp4" else {}
     whole = fake_quantize(x, name, **scale)
     parts = [fake_quantize(x[:, a:b], name, **scale) for a, b in ((0, 32), (32, 64), (64, 70))]
     assert_same_bits(whole, torch.cat(parts, -1))
     size = FORMATS[name].block_size
-    assert quantize(x, name, **scale).scales.shape == (3, math.ceil(70 / size))
+    assert size is not None
+    assert scales_of(quantize(x, name, **scale)).shape == (3, math.ceil(70 / size))
 
 
 @pytest.mark.parametrize("name", [*MX, "nvfp4"])
@@ -180,7 +182,7 @@ def test_non_contiguous(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(FORMATS))
 @TWINS
-def test_zero_dimensional(name: str, implementation: str) -> None:
+def test_zero_dimensional(name: str, implementation: Twin) -> None:
     x = torch.tensor(-3.3)
     got = fake_quantize(x, name, implementation=implementation)
     assert got.shape == ()
@@ -203,8 +205,9 @@ def test_no_double_rounding(name: str, source: torch.dtype) -> None:
     x = every(source)
     x = x[x.isfinite()]
     x = x[: len(x) // 32 * 32].reshape(-1, 32)
-    exact = fake_quantize(x.double(), name, **({"block_size": 32} if name.startswith("int") else {}))
-    got = fake_quantize(x, name, **({"block_size": 32} if name.startswith("int") else {}))
+    options: Options = {"block_size": 32} if name.startswith("int") else {}
+    exact = fake_quantize(x.double(), name, **options)
+    got = fake_quantize(x, name, **options)
     if source == torch.float16:  # numpy rounds float64 to float16 once
         with np.errstate(over="ignore"):
             once = torch.from_numpy(exact.numpy().astype(np.float16))
@@ -218,7 +221,7 @@ def test_no_double_rounding(name: str, source: torch.dtype) -> None:
 
 
 @TWINS
-def test_mxint8_symmetric(implementation: str) -> None:
+def test_mxint8_symmetric(implementation: Twin) -> None:
     x = torch.tensor([-1.999, 1.999, -1.0])
     got = quantize(x, "mxint8", implementation=implementation)
     assert got.codes.tolist() == [-127, 127, -64]
@@ -235,7 +238,7 @@ def test_int8_asymmetric_range() -> None:
 
 
 @TWINS
-def test_casts_follow_ieee(implementation: str) -> None:
+def test_casts_follow_ieee(implementation: Twin) -> None:
     x = torch.tensor([65519.0, 65520.0, -1e38, math.inf, math.nan])
     assert_same_bits(fake_quantize(x, "fp16", implementation=implementation), x.half().float())
     inward = fake_quantize(x, "fp16", rounding="toward_zero", implementation=implementation)
@@ -246,10 +249,10 @@ def test_casts_follow_ieee(implementation: str) -> None:
 
 
 @TWINS
-def test_nvfp4_tiny_block(implementation: str) -> None:
+def test_nvfp4_tiny_block(implementation: Twin) -> None:
     x = torch.cat([torch.full((16,), 1e4), torch.full((16,), 1e-6), torch.zeros(16)])
     got = quantize(x, "nvfp4", implementation=implementation)
-    assert got.scales.tolist() == [126, 1, 1]
+    assert scales_of(got).tolist() == [126, 1, 1]
     assert got.dequantize()[16:].tolist() == [0.0] * 32
 
 

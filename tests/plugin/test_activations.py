@@ -198,7 +198,9 @@ def test_two_tests_of_one_case_must_agree(run: Run, pytester: pytest.Pytester) -
     sys.modules.pop("test_another", None)
     result = run()
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*another test holds activations-layers.0* of activations-toy to the same baseline*"])
+    result.stdout.fnmatch_lines(
+        ["*another test compares activations-layers.0* of activations-toy with the same baseline*"]
+    )
 
 
 def test_the_lifecycle_under_xdist_is_that_of_one_process(run: Run, pytester: pytest.Pytester) -> None:
@@ -240,7 +242,7 @@ def test_a_test_that_never_checks_fails(run: Run) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("layers=3", "*probe_activations marker of test_activations: unknown key 'layers'. Known: config, overrides*"),
+        ("layers=3", "*probe_activations marker of test_activations: unknown key 'layers'.*Known: config, overrides*"),
         ("figures=['outlier']", "*unknown figure 'outlier'. Did you mean 'outliers'?*"),
         ("figures=3", "*figures is 3; expected some of outliers, amax*"),
         ("tolerances=3", "*tolerances is 3; expected a dict such as*"),

@@ -13,8 +13,6 @@ from tests.plugin.conftest import Run
 from tests.plugin.test_lifecycle import snapshot
 
 FIGURES = "cpu/coarse.json"
-VALUES = "cpu/coarse.safetensors"
-ENVIRONMENT = "environment.json"
 Damage = Callable[[Path], object]
 _made: dict[str, bytes] = {}  # the baselines of the project, made once for all tests of this file
 
@@ -89,6 +87,15 @@ def replace_mse(figure: str) -> Damage:
     return change
 
 
+def edit_values(file: Path) -> None:
+    """Another letter in the golden values of the first case."""
+    lines = file.read_text().splitlines(keepends=True)
+    index = next(i for i, line in enumerate(lines) if '"values":' in line)
+    head, _, values = lines[index].rpartition(":")
+    lines[index] = f"{head}:{'B' if values[0] == 'A' else 'A'}{values[1:]}"
+    file.write_text("".join(lines))
+
+
 #: The first figure of that name in the file.
 MSE = "cases.fp8_e4m3.layer_0.injected.mse"
 
@@ -97,14 +104,15 @@ MSE = "cases.fp8_e4m3.layer_0.injected.mse"
     ("name", "damage", "words"),
     [
         (FIGURES, cut, ["is not JSON"]),
-        (FIGURES, empty, ["line 1 is not JSON"]),
+        (FIGURES, empty, ["is not JSON that can be read (Expecting value: line 1"]),
         (FIGURES, make_folder, ["Is a directory"]),
-        (FIGURES, lambda file: file.write_bytes(b"\xff"), ["byte 0 is not UTF-8"]),
-        (FIGURES, lambda file: file.write_text("[]\n"), ["expected an object, found []"]),
-        (FIGURES, put('"version": 1', '"version": 2'), ["was written by a newer probe: version 2", "Upgrade probe"]),
-        (FIGURES, put('"version": 1', '"version": "1"'), ['version: expected 1, found "1"']),
+        (FIGURES, lambda file: file.write_bytes(b"\xff"), ["can't decode byte 0xff"]),
+        (FIGURES, lambda file: file.write_text("[]\n"), ["expected an object with named keys, found []"]),
+        (FIGURES, put('"version": 2', '"version": 3'), ["was written by a newer probe, 3", "Upgrade probe"]),
+        (FIGURES, put('"version": 2', '"version": "2"'), ['version: expected a whole number, 1 or more, found "2"']),
+        (FIGURES, put('"version": 2', '"version": 1'), ["were written by an older probe", "baselines.convert"]),
         (FIGURES, replace_mse("[NaN, 0.0]"), ["holds NaN, which is never stored"]),
-        (FIGURES, replace_mse('["low", 0.0]'), [f'{MSE}: expected a finite number, found "low"']),
+        (FIGURES, replace_mse('["low", 0.0]'), [f'{MSE}[0]: expected a finite number, found "low"']),
         (FIGURES, replace_mse("0.1"), [f"{MSE}: expected [value, spread]"]),
         (FIGURES, replace_mse("[0.1, -1]"), [f"{MSE}: the spread is -1.0, expected 0 or more"]),
         (FIGURES, twice, ["the key 'mse' is there twice"]),
@@ -115,19 +123,10 @@ MSE = "cases.fp8_e4m3.layer_0.injected.mse"
             ["models 'other' and 'network:make' would share"],
         ),
         (FIGURES, put('"device": "cpu"', '"device": "cuda"'), ["devices 'cuda' and 'cpu' would share"]),
-        (FIGURES, put('"layer_1":', '"layer_7":'), ["fp8_e4m3/layer_1: values without figures"]),
-        (FIGURES, Path.unlink, ["values without figures: there is no coarse.json beside it"]),
-        (VALUES, Path.unlink, ["No such file or directory"]),
-        (VALUES, make_folder, ["Is a directory"]),
-        (VALUES, cut, ["is not safetensors that can be read"]),
-        (VALUES, bend, ["these are not the values that belong to the figures"]),
-        (ENVIRONMENT, Path.unlink, ["has baselines of cpu but no environment.json"]),
-        (ENVIRONMENT, make_folder, ["Is a directory"]),
-        (ENVIRONMENT, cut, ["is not JSON"]),
-        (ENVIRONMENT, put('"version": 1', '"version": 3'), ["was written by a newer probe: version 3"]),
-        (ENVIRONMENT, put('"torch": "', '"torch": 2, "tor": "'), ["environment.torch: expected a text, found 2"]),
-        (ENVIRONMENT, put('"anchors": "anchors-', '"anchors": "../anchors-'), ["not a name of anchors"]),
-        (ENVIRONMENT, put('"anchors": "anchors-', '"anker": "anchors-'), ["anchors is '', not a name of anchors"]),
+        (FIGURES, edit_values, ["layer_0.values: the values do not have the digest", "damaged or were edited"]),
+        (FIGURES, put('"torch": "', '"torch": 2, "tor": "'), ["environment.torch: expected a text, found 2"]),
+        (FIGURES, put('"anchors": "anchors-', '"anchors": "../anchors-'), ["is not a name of anchors"]),
+        (FIGURES, put('"anchors": "anchors-', '"anker": "anchors-'), ["'' is not a name of anchors"]),
         ("anchors-*", Path.unlink, ["No such file or directory"]),
         ("anchors-*", make_folder, ["Is a directory"]),
         ("anchors-*", cut, ["does not hold what its name says: it is damaged or was edited"]),
@@ -159,7 +158,7 @@ def test_figures_that_nobody_knows_fail_their_recipe_by_name(
     put(old, new)(folder / FIGURES)
     before = snapshot(folder)
     where = "baselines/network_make/cpu/coarse.json: coarse-layer_0-cpu-fp8_e4m3: "
-    told(project(), where + words, "or delete baselines/network_make/cpu/coarse.* and make it again", recipes=1)
+    told(project(), where + words, "or delete baselines/network_make/cpu/coarse.json and make it again", recipes=1)
     told(project("--update-baselines"), where + words, "4 of 8 cases have nothing to store", recipes=1)
     assert snapshot(folder) == before
 
@@ -188,18 +187,39 @@ def test_a_damage_is_told_once_for_each_recipe_and_before_anything_is_measured(
 
 
 def test_what_the_message_advises_works(project: Run, folder: Path, pytester: pytest.Pytester) -> None:
-    """`delete ... and make it again`, for the file of a mode and for the whole folder."""
+    """`delete ... and make it again`, for the file of a mode, for anchors and for the whole folder."""
     before = snapshot(folder)
     cut(folder / FIGURES)
-    told(project(), f"delete {folder / 'cpu' / 'coarse.*'} and make it again with: pytest --update-baselines")
-    for file in (folder / "cpu").glob("coarse.*"):
-        file.unlink()
+    told(project(), f"delete {folder / FIGURES} and make it again with: pytest --update-baselines")
+    (folder / FIGURES).unlink()
     assert project("--update-baselines").ret == 0
     assert snapshot(folder) == before
-    (folder / ENVIRONMENT).unlink()
-    told(project(), f"delete {folder} and make all again with: pytest --update-baselines")
     shutil.rmtree(folder)
     assert project("--update-baselines").ret == 0
+    assert snapshot(folder) == before
+
+
+def test_a_case_under_another_name_is_missing_and_obsolete(project: Run, folder: Path) -> None:
+    put('"layer_1":', '"layer_7":')(folder / FIGURES)
+    result = project()
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=7, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*coarse-layer_1-cpu-fp8_e4m3 has no baseline*", "obsolete: coarse-layer_7-cpu-fp8_e4m3 of network:make*"]
+    )
+
+
+def test_baselines_of_an_older_probe_are_refused_once_before_anything_runs(
+    project: Run, folder: Path, pytester: pytest.Pytester
+) -> None:
+    (folder / "environment.json").write_text("{}")
+    before = snapshot(folder)
+    for arguments in ((), ("--update-baselines",)):
+        result = project(*arguments)
+        assert result.ret == pytest.ExitCode.INTERRUPTED
+        text = result.stdout.str()
+        assert text.count(f"python -m probe.gate.baselines.convert {pytester.path / 'baselines'}") == 1
+        assert "Traceback" not in text
     assert snapshot(folder) == before
 
 
@@ -212,7 +232,7 @@ def test_damage_beside_the_cases_that_ran_fails_the_run_too(project: Run, folder
         assert result.ret == pytest.ExitCode.TESTS_FAILED
         assert "INTERNALERROR" not in result.stdout.str()
         result.assert_outcomes(passed=8)
-        result.stdout.fnmatch_lines([f"{other / 'coarse.json'}: line 1 is not JSON*"])
+        result.stdout.fnmatch_lines([f"{other / 'coarse.json'}: is not JSON that can be read*"])
         shutil.rmtree(other)
     assert project().ret == 0
 

@@ -48,7 +48,7 @@ def test_without_a_report_nothing_is_drawn_and_nothing_is_written(
 ) -> None:
     project("--update-baselines")
     before = {path for path in pytester.path.rglob("*") if "__pycache__" not in path.parts}
-    monkeypatch.setattr("probe.plugin.reports.recipe_picture", lambda *_: pytest.fail("a picture was drawn"))
+    monkeypatch.setattr("probe.plugin.fixtures.recipe_picture", lambda *_: pytest.fail("a picture was drawn"))
     assert project(fault="scale").ret == pytest.ExitCode.TESTS_FAILED
     after = {path for path in pytester.path.rglob("*") if "__pycache__" not in path.parts}
     assert after == before

@@ -1,5 +1,6 @@
 """Scaling results as golden values: missing -> stored -> passed -> changed -> failed, in a pytest run of its own."""
 
+import html
 import json
 import sys
 from collections.abc import Callable
@@ -105,9 +106,9 @@ def test_another_number_of_levels_fails_though_the_figures_may_agree(run: Run, p
     pytester.makepyfile(test_scales=TEST.replace("num_levels=7", "num_levels=13"))
     failed = run("--html=report.html", "--self-contained-html")
     failed.assert_outcomes(failed=4)
-    page = Path("report.html").read_text()
-    assert "num_levels 7 -&gt; 13" in page
-    assert 'pytest -k "scaling- and fp4_e2m1" --update-baselines'.replace('"', "&quot;") in page
+    page = html.unescape(Path("report.html").read_text())
+    assert "num_levels 7 -> 13" in page
+    assert 'pytest -k "scaling- and fp4_e2m1" --update-baselines' in page
     assert "the baseline was made with other settings" in Path("summary.md").read_text()
     lines = lines_of(failed.outlines, "scaling-tensors/a.pt-cpu-fp8_e4m3 failed")
     assert "  changed        num_levels 7 -> 13" in lines
@@ -123,7 +124,7 @@ def test_two_tests_of_one_tensor_must_agree_on_the_levels(run: Run, pytester: py
     result = run()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["*another test holds scaling-tensors/a.pt-cpu-fp8_e4m3 of scaling*{'num_levels': '3'} there, *'7'} here*"]
+        ["*another test compares scaling-tensors/a.pt-cpu-fp8_e4m3 of scaling*{'num_levels': '3'} there, *'7'} here*"]
     )
 
 
@@ -183,7 +184,10 @@ def test_options_narrow_the_formats_and_blocks_have_cases_of_their_own(run: Run,
         ("tensors=[]", "expected a list of names"),
         ("", "tensors is None; expected a list of names"),
         ("tensors=['tensors'], formats=['fp9']", "unknown format 'fp9'"),
-        ("tensors=['tensors'], levels=3", "unknown key 'levels'. Known: tensors, formats, granularity, num_levels"),
+        (
+            "tensors=['tensors'], levels=3",
+            "unknown key 'levels'. Did you mean 'num_levels'? Known: tensors",
+        ),
         ("tensors=['tensors'], num_levels=0", "num_levels is 0"),
     ],
 )

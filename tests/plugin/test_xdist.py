@@ -7,19 +7,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import SafetensorError
 
-from probe.gate import sharing
-from probe.gate.baselines.anchors import read_anchors, render
-from probe.gate.baselines.format import rounded
-from probe.gate.baselines.store import Store
-from probe.gate.engine import Update, store_update
+from probe.gate import bench
+from probe.gate.baselines import Store
 from probe.plugin.scheduling import recipe_of
 from probe.running.anchors import Anchors
 from tests.plugin.conftest import UNUSED, Run
@@ -77,11 +72,10 @@ def pytest_runtest_call(item):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
-#: The process that writes dies after its second rename: the figures are in their place, their values are not yet.
+#: The process that writes dies before its third rename: anchors and the first mode are new, the second is not yet.
 KILL_CONTROLLER = """
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -89,16 +83,18 @@ import pytest
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session):
     if not hasattr(session.config, "workerinput"):
-        real, done = Path.replace, []
+        real, done = os.replace, []
 
         def replace(source, target):
-            if len(done) == 1:
+            if len(done) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             done.append(target)
             return real(source, target)
 
-        Path.replace = replace
+        os.replace = replace
 """
+#: Two files to write.
+TWO_MODES: dict[str, object] = {"modes": '["coarse", "linear_w"]', "formats": '["int8"]'}
 
 SHUFFLE = """
 import os
@@ -142,7 +138,7 @@ def test_update_under_xdist_is_byte_identical_and_nothing_is_computed_twice(
     assert project("--update-baselines", workers=4, formats=formats, hooks=WATCH).ret == 0
     assert stored(pytester) == serial
     (anchors,) = pytester.path.glob("baselines/*/anchors-*")
-    assert set(read_anchors(anchors.parent, anchors.name).places) == {"layer_0", "layer_1", "layer_2"}
+    assert set(Anchors.from_bytes(anchors.read_bytes()).places) == {"layer_0", "layer_1", "layer_2"}
 
     notes = [line.split(" ", 1) for line in (pytester.path / "notes").read_text().splitlines()]
     made = Counter(what for _, what in notes if what in ("run_reference", "calibrate_on"))
@@ -193,10 +189,10 @@ def test_processes_that_cannot_share_have_their_own(tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(sharing, "_save", full)
+    monkeypatch.setattr(bench, "_save_reference", full)
     made: Any = object()
-    assert sharing.shared_reference(tmp_path, "key", lambda: made) is made
-    assert sharing.shared_reference(tmp_path / "gone", "key", lambda: made) is made
+    assert bench.shared_reference(tmp_path, "key", lambda: made) is made
+    assert bench.shared_reference(tmp_path / "gone", "key", lambda: made) is made
 
 
 # ------------------------------------------------------------------------------------------------------- any order
@@ -263,72 +259,79 @@ def test_an_update_that_is_stopped_early_writes_nothing(project: Run, pytester: 
         assert stored(pytester) == before
 
 
-def test_a_killed_controller_leaves_baselines_that_are_whole(project: Run, pytester: pytest.Pytester) -> None:
-    project("--update-baselines")
+def test_a_killed_controller_leaves_modes_that_are_whole_and_the_next_update_completes_it(
+    project: Run, pytester: pytest.Pytester
+) -> None:
+    project("--update-baselines", **TWO_MODES)
     before = stored(pytester)
-    result = project("--update-baselines", "-n", "2", *UNUSED, subprocess=True, fault="better", hooks=KILL_CONTROLLER)
+    changed = {**TWO_MODES, "seqlen": 32}
+    update = ("--update-baselines", "--allow-worse", "longer samples now")
+    result = project(*update, "-n", "2", *UNUSED, subprocess=True, hooks=KILL_CONTROLLER, **changed)
     assert result.ret == -signal.SIGKILL
     after = stored(pytester)
-    assert after != before, "it was killed in the middle"
     assert {name for name in before if after[name] != before[name]} == {"network_make/cpu/coarse.json"}
-    assert project(fault="better").ret == 0, "the figures are the new ones, and their values are found"
-    assert project("--update-baselines", fault="better").ret == 0
-    assert not [name for name in stored(pytester) if name.endswith(".partial")], "the next update clears away"
+    assert len([name for name in after if "anchors-" in name]) == 2, "each mode has the anchors that it names"
+    result = project(**changed)
+    result.stdout.fnmatch_lines(
+        ["linear_w-*were made with another input: input.tokens*", "*1 failed, 4 passed, 3 failed in the same recipe*"]
+    )
+    assert project("-k", "linear_w", *update, **changed).ret == pytest.ExitCode.TESTS_FAILED, "not only some"
+    assert project(*update, **changed).ret == 0
+    assert project(**changed).ret == 0
+    assert len(stored(pytester)) == 3, "two modes and their anchors; the old anchors and what was unfinished is gone"
 
 
-def test_a_kill_at_any_moment_of_writing_leaves_old_or_new(
+def test_a_kill_at_any_moment_of_writing_leaves_each_mode_old_or_new(
     project: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project("--update-baselines")
+    project("--update-baselines", **TWO_MODES)
     root = pytester.path / "baselines"
     before = stored(pytester)
-    store, update = captured_update(project, monkeypatch)
-    old = store.read("network:make", "cpu")
-    new = {**old, **{case: rounded(entry) for case, entry in update.entries.items()}}
-    new_name, new_anchors = update.anchors
-    outcomes = set()
+    store = Store(root)
+    update = captured_update(project, monkeypatch)
+    old = {mode.mode: mode for mode in store.modes("network:make", "cpu")}
+    assert killed_at(10_000, store, update) is False
+    new, finished = {mode.mode: mode for mode in store.modes("network:make", "cpu")}, stored(pytester)
+    assert all(new[mode] != old[mode] for mode in old)
+    seen = set()
     for moment in range(1, 100):
         for file in stored(pytester):
             (root / file).unlink()
         for file, data in before.items():
             (root / file).write_bytes(data)
         killed = killed_at(moment, store, update)
-        found = store.read("network:make", "cpu")
-        facts = store.environment("network:make")
-        assert facts is not None
-        read_anchors(root / "network_make", facts["anchors"])
-        assert found in (old, new)
-        outcomes.add((found == old, facts["anchors"] == new_name))
+        found = {mode.mode: mode for mode in store.modes("network:make", "cpu")}
+        for name, mode in found.items():
+            assert mode in (old[name], new[name])
+            Anchors.from_bytes(store.anchors("network:make", mode.environment["anchors"]))
+        seen.add(tuple(name for name in found if found[name] == new[name]))
         if not killed:
             break
-        store_update(store, update)
-        assert sorted(stored(pytester)) == sorted(
-            [*(n for n in before if "anchors-" not in n), f"network_make/{new_name}"]
-        )
+        store.write("network:make", **update)
+        assert stored(pytester) == finished
     else:
         pytest.fail("the write never came to its end")
     assert moment > 8
-    assert outcomes == {(True, False), (False, False), (False, True)}, "the environment is written last"
-    assert (root / "network_make" / new_name).read_bytes() == new_anchors
+    assert seen == {(), ("coarse",), ("coarse", "linear_w")}
 
 
-def captured_update(project: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Update]:
+def captured_update(project: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What an update would have written, with other anchors as well."""
-    taken: list[tuple[Store, Update]] = []
+    taken: list[dict[str, Any]] = []
 
-    def take(store: Store, update: Update) -> list[str]:
-        taken.append((store, update))
+    def take(store: Store, model: str, entries: Any, **named: Any) -> list[str]:
+        taken.append({"entries": entries, **named})
         return []
 
     with monkeypatch.context() as patched:
-        patched.setattr("probe.gate.engine.store_update", take)
-        assert project("--update-baselines", fault="better").ret == 0
-    ((store, update),) = taken
-    more = Anchors({"layer_9": torch.tensor([3, 5]).int()}, {"layer_9": torch.ones(2).bfloat16()}, {"site": 1.0})
-    return store, replace(update, anchors=render(more))
+        patched.setattr("probe.gate.baselines.Store.write", take)
+        changed = {**TWO_MODES, "seqlen": 32}
+        assert project("--update-baselines", "--allow-worse", "longer samples now", **changed).ret == 0
+    (update,) = taken
+    return update
 
 
-def killed_at(moment: int, store: Store, update: Update) -> bool:
+def killed_at(moment: int, store: Store, update: dict[str, Any]) -> bool:
     """Write in a process that is killed before its call number `moment` to the file system."""
     child = os.fork()
     if not child:
@@ -344,10 +347,9 @@ def killed_at(moment: int, store: Store, update: Update) -> bool:
 
                 return call
 
-            os.fsync = deadly(os.fsync)
-            Path.replace = deadly(Path.replace)  # type: ignore[method-assign]
-            Path.unlink = deadly(Path.unlink)  # type: ignore[method-assign]
-            store_update(store, update)
+            for name in ("fsync", "replace", "unlink"):
+                setattr(os, name, deadly(getattr(os, name)))
+            store.write("network:make", **update)
         finally:
             os._exit(0)
     return os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -374,6 +376,6 @@ def test_a_full_disk_leaves_the_old_baselines_and_says_so_in_one_line(
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     told = [line for line in done.stdout.splitlines() if "cannot write" in line]
     assert len(told) == 1, done.stdout
-    assert told[0].endswith("coarse.json.partial: File too large. The old baselines are untouched.")
+    assert told[0].endswith("coarse.json: File too large. The old baselines are untouched.")
     assert_no_traceback(done.stdout)
     assert stored(pytester) == before

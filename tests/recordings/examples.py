@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from probe.data.batches import token_fingerprint
-from probe.gate.observations import Observation
-from probe.gate.recorded import observe_recording
+from probe.gate.observations import Observation, observe_recording
 from probe.models.loading import Loaded
 from probe.recordings import Recording, RecordingError, read_recording, write_recording
 from probe.running.calibration import Calibration

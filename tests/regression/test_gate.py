@@ -2,7 +2,7 @@
 
 import pytest
 
-from probe.plugin.taken import ProbeCase
+from probe.plugin.fixtures import ProbeCase
 
 
 def test_matches_baseline(probe_case: ProbeCase) -> None:

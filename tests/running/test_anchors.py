@@ -1,13 +1,9 @@
 """Anchors: what noise could decide is decided once; what really changed is left to be seen."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import probe
-from probe.gate.baselines.anchors import read_anchors, render, write_anchors
-from probe.gate.baselines.format import BaselineError
 from probe.running.anchors import NEAR, SAME_SCALE, Anchors, anchored, narrowed, near_ties
 from probe.running.calibration import Calibration
 
@@ -54,26 +50,28 @@ def test_a_scale_is_the_golden_one_only_within_noise() -> None:
     assert amax(2.0 * (1 + 1.1 * SAME_SCALE)) != 2.0
 
 
-def test_anchors_are_the_same_after_a_file_and_always_the_same_bytes(tmp_path: Path) -> None:
-    name, data = render(anchors())
-    assert render(anchors()) == (name, data)
-    write_anchors(tmp_path, name, data)
-    found = read_anchors(tmp_path, name)
+def test_anchors_are_the_same_after_a_file_and_always_the_same_bytes() -> None:
+    data = anchors().to_bytes()
+    assert anchors().to_bytes() == data
+    found = Anchors.from_bytes(data)
     assert torch.equal(found.places["layer_0"], anchors().places["layer_0"])
     assert torch.equal(found.values["layer_0"].view(torch.int16), anchors().values["layer_0"].view(torch.int16))
     assert found.amax == {"site": 2.0}
 
 
-def test_a_damaged_file_of_anchors_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:
-    name, data = render(anchors())
-    for place in range(0, len(data), 97):
-        (tmp_path / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(BaselineError, match=name):
-            read_anchors(tmp_path, name)
-    with pytest.raises(BaselineError, match="cannot be read"):
-        read_anchors(tmp_path / "nowhere", name)
-    with pytest.raises(BaselineError, match="not a name of anchors"):
-        read_anchors(tmp_path, "../anchors-1.safetensors")
+def test_what_is_no_file_of_anchors_is_refused() -> None:
+    for data in (b"", b"{}", anchors().to_bytes()[:100]):
+        with pytest.raises(ValueError, match="is not a file of anchors"):
+            Anchors.from_bytes(data)
+
+
+def test_united_anchors_are_those_of_all_and_of_two_the_first() -> None:
+    other = Anchors(
+        {"layer_1": torch.tensor([7]).int()}, {"layer_1": torch.ones(1).bfloat16()}, {"site": 3.0, "b": 1.0}
+    )
+    whole = Anchors.united([anchors(), other])
+    assert set(whole.places) == set(whole.values) == {"layer_0", "layer_1"}
+    assert whole.amax == {"site": 2.0, "b": 1.0}
 
 
 def test_with_anchors_a_jittered_model_is_fed_the_very_bits() -> None:

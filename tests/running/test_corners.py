@@ -6,7 +6,7 @@ import torch
 from probe.formats import FORMATS
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, SiteMixer
-from probe.numerics.corners import corner_values
+from probe.numerics.grids import corner_values
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.corners import SiteGrid, corner_answers
 from probe.running.modes import GROUPS

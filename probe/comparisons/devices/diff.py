@@ -185,7 +185,7 @@ def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
         return list(names)
     none = f"matches none of {', '.join(map(label_of, names))}. Give a glob such as 'layer_*', or a regular expression."
     try:
-        found = match_names(pattern, names, globs=True)
+        found = match_names(pattern, names)
     except ValueError as problem:
         raise ValueError(f"{problem} As a glob it {none}") from None
     if not found:

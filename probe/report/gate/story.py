@@ -8,7 +8,7 @@ from itertools import pairwise
 from urllib.parse import quote
 
 from probe.formats import FORMATS
-from probe.gate.cases import Figure, Outcome
+from probe.gate.cases import HEADINGS, NEXT, Figure, Outcome
 from probe.report.gate.recipes import Run, got_worse, is_inherited
 from probe.report.numbers import change, number, ranked, tolerance
 from probe.words import single_line
@@ -16,25 +16,6 @@ from probe.words import single_line
 MOST_LINES = 22
 MOST_COLUMNS = 118
 MOST_FIGURES = 5
-
-HEADINGS = {
-    "missing": "has no baseline",
-    "obsolete": "has a baseline, but the matrix no longer produces it",
-    "uncovered": "was not covered",
-    "not applied": "was not applied",
-    "not finite": "is not finite",
-    "over the limit": "is over its limit",
-    "drift": "drifted from its baseline",
-    "changed values": "gives other values than its baseline, though its figures agree",
-}
-
-#: What cannot be accepted, and what to do instead.
-NEXT = {
-    "uncovered": "cannot be stored as a baseline: select layers that run on both sides. List them with: probe layers",
-    "not applied": "cannot be stored as a baseline: first make the recipe change the output. See: probe modes",
-    "not finite": "cannot be stored as a baseline: mend the first layer that is not finite, then rerun",
-    "over the limit": "a new baseline lifts no limit: lower the error, or change the limit in [tool.probe]",
-}
 
 Row = tuple[str, str]
 
@@ -107,7 +88,7 @@ def one_line(outcome: Outcome, *, told_by: str = "") -> str:
 
 def heading(outcome: Outcome) -> str:
     """mode_2_1-layer_0-cpu-fp8_e4m3 drifted from its baseline."""
-    return f"{outcome.case} {HEADINGS.get(outcome.verdict or '', outcome.status)}"
+    return f"{outcome.case} {HEADINGS[outcome.verdict] if outcome.verdict else outcome.status}"
 
 
 def names_in_order(names: Sequence[str], order: Sequence[str], *, most: int) -> str:

@@ -60,7 +60,7 @@ def test_a_pattern_that_matches_nothing_is_refused(a: Recording) -> None:
     assert str(caught.value) == (
         f"layers 'block_*' matches none of {names}. Give a glob such as 'layer_*', or a regular expression."
     )
-    with pytest.raises(ValueError, match=r"is no regular expression \(missing \), unterminated") as caught:
+    with pytest.raises(ValueError, match=r"is not a regular expression \(missing \), unterminated") as caught:
         diff(a, a, layers="(")
     assert f"As a glob it matches none of {names}. Give a glob" in str(caught.value)
 

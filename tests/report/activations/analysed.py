@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from probe.activations.configuration import read_configuration
 from probe.activations.run import Analysis, analyze
+from probe.activations.settings import read_configuration
 
 TOY = {
     "model.path": "tests.activations.toys:make",

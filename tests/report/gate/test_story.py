@@ -5,13 +5,11 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, strategies as st
 
-from probe.gate.cases import Case, Figure, Outcome, Verdict
+from probe.gate.cases import HEADINGS, NEXT, Case, Figure, Outcome, Verdict
 from probe.report.gate.recipes import layer_names, runs, totals
 from probe.report.gate.story import (
-    HEADINGS,
     MOST_COLUMNS,
     MOST_LINES,
-    NEXT,
     case_selection,
     case_text,
     held_story,
@@ -60,7 +58,7 @@ mode_2_1-layer_0-cpu-fp8_e4m3 is not finite
   first seen     layer_0
   baseline       baselines/tiny-mamba/cpu/mode_2_1.json
   rerun          pytest -k "mode_2_1 and fp8_e4m3"
-  next           cannot be stored as a baseline: mend the first layer that is not finite, then rerun
+  next           cannot be stored as a baseline: fix the first layer that is not finite, then rerun
 """
 
 

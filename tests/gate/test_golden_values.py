@@ -5,7 +5,19 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from probe.gate.golden import CORNERS, KEPT, MOVED, SAMPLE, SKETCH, Golden, corner_sketch, flat, gap, parted, places_of
+from probe.gate.golden_values import (
+    CORNERS,
+    KEPT,
+    MOVED,
+    SAMPLE,
+    SKETCH,
+    Golden,
+    corner_sketch,
+    flat,
+    gap,
+    parted,
+    places_of,
+)
 
 COUNT = 5000
 G = torch.Generator().manual_seed(0)
