@@ -4,20 +4,17 @@ Reference and calibration are computed once for all processes of a run: the othe
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TypeVar
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
 from torch import Tensor
 
 from probe.data.batches import token_batches, token_fingerprint
 from probe.data.texts import text_of
-from probe.files.atomic import write
 from probe.files.lock import locked
 from probe.gate.baselines import BaselineError, Entry, ModeBaselines, Store
 from probe.gate.cases import Case
@@ -33,9 +30,11 @@ from probe.running.devices import is_recorded, recorded_folder
 from probe.running.environment import ANCHORS, differences
 from probe.running.modes import expand_modes, find_mode
 from probe.running.recipes import Recipe, check_recipes, recipes_of
-from probe.running.reference import Reference, run_reference
+from probe.running.reference import Reference, load_reference, run_reference, save_reference
 from probe.running.variations import Variation, under
 from probe.words import LOGITS
+
+T = TypeVar("T")
 
 #: What fits: the modes of a matrix that names none.
 MAMBA_MODES = ("all", "fp16", "bf16")
@@ -177,16 +176,22 @@ class Bench:
     def reference(self, variation: Variation | None = None) -> Reference:
         """The float run; with a variation, under that harmless change."""
         if variation not in self._references:
-            self._references[variation] = shared_reference(
-                self._folder, self._key("reference", variation), lambda: self._run_reference(variation)
+            name = f"{self._key('reference', variation)}.safetensors"
+            self._references[variation] = shared(
+                self._folder, name, lambda: self._run_reference(variation), save_reference, load_reference
             )
         return self._references[variation]
 
     def calibration(self, variation: Variation | None = None) -> Calibration:
         """The scales; with anchors, those that are the golden ones but for noise are the golden ones."""
         if variation not in self._calibrations:
-            self._calibrations[variation] = shared_calibration(
-                self._folder, self._key("calibration", variation), lambda: self._calibrate(variation)
+            model = self.loaded.fingerprint
+            self._calibrations[variation] = shared(
+                self._folder,
+                f"{self._key('calibration', variation)}.json",
+                lambda: self._calibrate(variation),
+                lambda made, file: made.save(file.with_suffix("")),
+                lambda file: load_calibration(file.with_suffix(""), model=model),
             )
         found = self._calibrations[variation]
         return found if self.anchors is None else anchored(found, self.anchors.amax)
@@ -259,73 +264,18 @@ def cases_of(recipe: Recipe, labels: Iterable[str], device: str) -> list[Case]:
     return [Case(find_mode(recipe.mode).id, label, device, recipe.format or "") for label in (*labels, LOGITS)]
 
 
-def shared_reference(folder: Path | None, key: str, make: Callable[[], Reference]) -> Reference:
-    """The reference of that key: read if another process has made it, else made, and left for the others."""
+def shared(
+    folder: Path | None, name: str, make: Callable[[], T], save: Callable[[T, Path], None], load: Callable[[Path], T]
+) -> T:
+    """What another process of this run has saved as `folder / name`; else what `make` makes, left for the others."""
     if folder is None:
         return make()
-    file, made = folder / f"{key}.safetensors", None
+    file, made = folder / name, None
     try:
-        with locked(folder / f"{key}.lock"):
+        with locked(folder / f"{name}.lock"):
             if not file.exists():
                 made = make()
-                _save_reference(made, file)
+                save(made, file)
     except NO_ROOM:
         return made or make()
-    return _load_reference(file)
-
-
-def shared_calibration(folder: Path | None, key: str, make: Callable[[], Calibration]) -> Calibration:
-    """The calibration of that key, likewise."""
-    if folder is None:
-        return make()
-    base, made = folder / key, None
-    try:
-        with locked(folder / f"{key}.lock"):
-            if not base.with_name(f"{key}.json").exists():
-                made = make()
-                made.save(base)
-    except NO_ROOM:
-        return made or make()
-    model = json.loads(base.with_name(f"{key}.json").read_text())["model"]
-    return load_calibration(base, model=model)
-
-
-def _save_reference(reference: Reference, file: Path) -> None:
-    tensors = {
-        **{f"tensor {name} {i}": x for name, parts in reference.tensors.items() for i, x in enumerate(parts)},
-        **{f"batch {i}": x for i, x in enumerate(reference.batches)},
-        **{f"logits {i}": x for i, x in enumerate(reference.logits)},
-        **{f"places {label}": places for label, (places, _) in reference.ties.items()},
-        **{f"values {label}": values for label, (_, values) in reference.ties.items()},
-    }
-    facts = {
-        "model": reference.model,
-        "layers": list(reference.layers),
-        "wanted": list(reference.wanted),
-        "modules": reference.modules,
-        "tensors": {name: len(parts) for name, parts in reference.tensors.items()},
-        "batches": len(reference.batches),
-        "ties": list(reference.ties),
-    }
-    write(file, save({name: x.contiguous().clone() for name, x in tensors.items()}, {"facts": json.dumps(facts)}))
-
-
-def _load_reference(file: Path) -> Reference:
-    with safe_open(file, framework="pt") as opened:
-        facts = json.loads(opened.metadata()["facts"])
-
-        def get(name: str) -> torch.Tensor:
-            found: torch.Tensor = opened.get_tensor(name)
-            return found
-
-        count = range(facts["batches"])
-        return Reference(
-            facts["model"],
-            tuple(get(f"batch {i}") for i in count),
-            tuple(facts["layers"]),
-            tuple(facts["wanted"]),
-            facts["modules"],
-            {name: [get(f"tensor {name} {i}") for i in range(n)] for name, n in facts["tensors"].items()},
-            tuple(get(f"logits {i}") for i in count),
-            {label: (get(f"places {label}"), get(f"values {label}")) for label in facts["ties"]},
-        )
+    return load(file)

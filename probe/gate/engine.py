@@ -68,7 +68,7 @@ class Gate:
         return list(self._benches.values())
 
     def judge_recipe(self, settings: Settings, case: Case) -> Judged:
-        """The whole recipe of a case, all its layers; it is run when the first of its cases is asked for."""
+        """The whole recipe of a case, all its layers; it runs with the first of its cases."""
         key = (settings.key, case.device, case.recipe)
         if key not in self._judged:
             self._judged[key] = self._run(self.bench(settings), case)

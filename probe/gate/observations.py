@@ -132,7 +132,7 @@ def layer_observation(
     strays: dict[str, str],
     uncovered: list[str],
 ) -> Observation:
-    """A layer from its measurements; whether the recipe was applied is told by the injected one, if it is there."""
+    """A layer from its measurements; the injected one, if there is one, shows whether the recipe was applied."""
     judged = "injected" if "injected" in streams else "propagated"
     figures: dict[str, float | None] = {}
     values: dict[str, tuple[float, ...]] = {}

@@ -12,7 +12,7 @@ from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import OF_VALUES, RULES, Rule, tolerance
 from probe.words import look_up
 
-#: Which of several verdicts a case is told by: the first.
+#: The verdict of a case with several findings is the first of these.
 ORDER: tuple[Verdict, ...] = (
     "uncovered",
     "not finite",
@@ -26,7 +26,7 @@ ORDER: tuple[Verdict, ...] = (
 
 @dataclass(frozen=True)
 class Standards:
-    """What is asked of every case beside its baseline: rules of tolerance, and absolute limits by recipe pattern."""
+    """What every case must meet beside its baseline: rules of tolerance, and absolute limits by recipe pattern."""
 
     rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
     limits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -50,7 +50,7 @@ GOLDEN_FIGURES = {
 }
 #: In the place of the cases of a test that has none.
 LEFT_OUT = "left out"
-#: The category of cases that failed in a recipe whose story is told already; failures of the run all the same.
+#: The category of further failures of a recipe, which is explained once; they fail the run all the same.
 FOLLOWS = "failed in the same recipe"
 
 
@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check what was asked for; nothing is loaded yet."""
+    """Check settings and options; nothing is loaded yet."""
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     from probe.gate.session import Options, Session

@@ -67,9 +67,9 @@ class Controller:
 
         facts = self._facts()
         try:
-            text = json.dumps(summary(self._outcomes(), **facts, exit_status=exit_status), indent=1)
+            text = json.dumps(summary(self.session.ordered(), **facts, exit_status=exit_status), indent=1)
             self.written.append(str(write(folder / "summary.json", text + "\n")))
-            page = markdown(self._outcomes(), **facts, exit_status=exit_status)
+            page = markdown(self.session.ordered(), **facts, exit_status=exit_status)
             self.written.append(str(write(folder / "summary.md", page)))
         except OSError as problem:
             self.session.problems.append(f"the summary could not be written: {problem}")
@@ -79,9 +79,6 @@ class Controller:
         if given:
             return Path(given)
         return Path(report).parent if report else None
-
-    def _outcomes(self) -> list[Outcome]:
-        return self.session.ordered()
 
     def _facts(self) -> dict[str, Any]:
         from probe.gate.baselines import Store
@@ -100,7 +97,7 @@ class Controller:
         if self._finished and self.session.outcomes:
             from probe.report.gate.page import front
 
-            prefix.append(front(self._outcomes(), **self._facts()))
+            prefix.append(front(self.session.ordered(), **self._facts()))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Counts, what is obsolete, what an update changed, where the reports are."""
@@ -111,7 +108,7 @@ class Controller:
                 write("probe: no case was measured, so no baseline was written.", red=True)
             return
         terminalreporter.section("probe")
-        for line in _counts(self._outcomes()):
+        for line in _counts(self.session.ordered()):
             write(line)
         for line in ours.update_lines:
             write(line)

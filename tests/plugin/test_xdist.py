@@ -183,16 +183,15 @@ def test_the_cases_of_a_recipe_are_known_by_their_ids(nodeid: str, recipe: str) 
     assert recipe_of(nodeid) == recipe
 
 
-def test_processes_that_cannot_share_have_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_share_have_their_own(tmp_path: Path) -> None:
     """A full disk costs time, not the run."""
 
     def full(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(bench, "_save_reference", full)
-    made: Any = object()
-    assert bench.shared_reference(tmp_path, "key", lambda: made) is made
-    assert bench.shared_reference(tmp_path / "gone", "key", lambda: made) is made
+    made = object()
+    for folder in (tmp_path, tmp_path / "gone", None):
+        assert bench.shared(folder, "key", lambda: made, full, lambda file: file) is made
 
 
 # ------------------------------------------------------------------------------------------------------- any order

@@ -37,7 +37,7 @@ from probe.words import natural_key
 
 __all__ = ["MAX_BYTES_PER_CASE", "BaselineError", "Entry", "ModeBaselines", "Store", "Stored", "changes", "path_part"]
 
-#: What a case may take on disk. The default set is held to it by a test.
+#: What a case may take on disk; a test checks the default set.
 MAX_BYTES_PER_CASE = 2048
 UNTOUCHED = "The old baselines are untouched."
 HALF_WAY = "Every mode is wholly old or wholly new; run the update again once the cause is gone."
@@ -141,7 +141,7 @@ class Store:
         folder = self.root / path_part(model)
         if not new and not (drop and _exists(folder)):
             return []
-        with _writing(folder):
+        with atomic.writing(folder, BaselineError):
             atomic.make_folder(folder)
         with self._locked(folder):
             stored = {file: self._load(file) for device in _folders_in(folder) for file in self._files(device)}
@@ -185,7 +185,7 @@ class Store:
         finally:
             for file in folder.glob("anchors-*.safetensors"):
                 if file.name not in used:
-                    with _writing(file, state="No baseline needs it any more; delete it."):
+                    with atomic.writing(file, BaselineError):
                         file.unlink()
 
     def _files_of(self, model: str, cases: Iterable[Case]) -> dict[Path, tuple[str, str]]:
@@ -333,15 +333,6 @@ def _reading(file: Path) -> Iterator[None]:
     )
     with defects.reading(file, BaselineError, remedy=remedy):
         yield
-
-
-@contextmanager
-def _writing(file: Path, *, state: str = UNTOUCHED) -> Iterator[None]:
-    """What the system refuses in the block is a BaselineError that says what became of the baselines."""
-    try:
-        yield
-    except OSError as problem:
-        raise BaselineError(f"cannot write {problem.filename or file}: {problem.strerror}. {state}") from None
 
 
 def _check_names(file: Path, stored: ModeBaselines, **expected: str) -> None:
