@@ -82,7 +82,7 @@ def _analyze(options: argparse.Namespace) -> int:
 
         analysis = run(prepared, progress=progress)
         written = write_analysis(analysis, progress=progress)
-    print(summary_text(analysis, written, told=lines))
+    print(summary_text(analysis, written, printed=lines))
     return 0
 
 

@@ -17,7 +17,7 @@ from probe.gate.engine import Judged
 from probe.gate.session import Session
 from probe.report.gate.page import figure_table
 from probe.report.gate.plots import recipe_picture
-from probe.report.gate.story import case_text, held_story, one_line, story
+from probe.report.gate.text import case_text, golden_text, one_line, story
 from probe.running.environment import comparable, differences, environment
 
 #: How many failing layers of one recipe carry a picture of their own.
@@ -112,7 +112,7 @@ def _describe_judged(
         if given.refusal:
             lines = [given.refusal]
         elif not given.request.has_recipe:
-            lines = held_story(outcome)
+            lines = golden_text(outcome)
         elif teller == str(given):
             lines = story(given.recipe, report=str(html) if html else None, environment=_changed_environment(given))
         else:

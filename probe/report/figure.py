@@ -269,12 +269,14 @@ def count_ticks(axis: Any) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
 
 
-def shade_map(axes: Any, values: npt.NDArray[Any], *, colours: str = "viridis", **options: Any) -> Any:
-    """Values as shades, rows down; what is not finite is red. `options` are those of imshow; for a bar of colours."""
+def shade_map(
+    axes: Any, values: npt.NDArray[Any], *, colours: str = "viridis", empty: str = BAD, **options: Any
+) -> Any:
+    """Values as shades, rows down; NaN is `empty`. `options` are those of imshow. Returned for a bar of colours."""
     import matplotlib
 
     axes.grid(False)
-    shades = matplotlib.colormaps[colours].with_extremes(bad=BAD)
+    shades = matplotlib.colormaps[colours].with_extremes(bad=empty)
     return axes.imshow(values, aspect="auto", interpolation="nearest", cmap=shades, **options)
 
 

@@ -11,23 +11,8 @@ from probe.comparisons.health import Health, LayerHealth
 from probe.comparisons.samples import DrawnLayer
 from probe.files.atomic import write
 from probe.files.paths import safe_name
+from probe.report import figure
 from probe.report.document import Document
-from probe.report.figure import (
-    BAD,
-    BLUE,
-    DASHED,
-    GREY,
-    VERMILION,
-    corner_note,
-    histogram,
-    label,
-    layer_axis,
-    log_axis,
-    note,
-    positives,
-    shade_map,
-    sheet,
-)
 from probe.words import printable
 
 
@@ -101,59 +86,63 @@ def health_by_layer(health: Health) -> bytes:
     """Mean and spread of every tensor; how far adjacent layers differ, with what is usual."""
     layers = health.layers
     names = [layer.name for layer in layers]
-    with sheet(2, columns=2, size=(6.25, 3.8)) as page:
+    with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
         left, right = page.panels
         left.set_title("mean, and one standard deviation around it")
         means = np.array([math.nan if layer.mean is None else layer.mean for layer in layers])
         spreads = np.array([math.nan if layer.std is None else layer.std for layer in layers])
-        left.fill_between(range(len(layers)), means - spreads, means + spreads, color=BLUE, alpha=0.18, linewidth=0)
-        left.plot(means, color=BLUE, marker="o", markersize=4 if len(layers) <= 32 else 2.5, linewidth=1.3)
+        left.fill_between(
+            range(len(layers)), means - spreads, means + spreads, color=figure.BLUE, alpha=0.18, linewidth=0
+        )
+        left.plot(means, color=figure.BLUE, marker="o", markersize=4 if len(layers) <= 32 else 2.5, linewidth=1.3)
         _mark_suspicious(left, layers)
-        layer_axis(left, names)
+        figure.layer_axis(left, names)
         right.set_title("change from the layer before")
-        changes = positives([layer.mean_change for layer in layers])
+        changes = figure.positives([layer.mean_change for layer in layers])
         if not np.isfinite(changes).any():
-            note(right, "no two adjacent layers of one shape were recorded")
+            figure.note(right, "no two adjacent layers of one shape were recorded")
             return page.png()
-        right.plot(changes, color=BLUE, marker="o", markersize=4, linewidth=1.3, label="mean |change|")
-        most = positives([layer.max_change for layer in layers])
-        right.plot(most, color=VERMILION, marker="s", markersize=4, linewidth=1.3, label="max |change|")
+        right.plot(changes, color=figure.BLUE, marker="o", markersize=4, linewidth=1.3, label="mean |change|")
+        most = figure.positives([layer.max_change for layer in layers])
+        right.plot(most, color=figure.VERMILION, marker="s", markersize=4, linewidth=1.3, label="max |change|")
         if health.median_change:
             usual = health.factor * health.median_change
-            right.axhline(usual, color=GREY, linestyle=DASHED, label=f"{health.factor:g} x median of the mean")
-        log_axis(right)
+            right.axhline(
+                usual, color=figure.GREY, linestyle=figure.DASHED, label=f"{health.factor:g} x median of the mean"
+            )
+        figure.log_axis(right)
         right.legend(loc="best")
         _mark_suspicious(right, layers)
-        layer_axis(right, names)
+        figure.layer_axis(right, names)
         return page.png()
 
 
 def _mark_suspicious(axes: Any, layers: Sequence[LayerHealth]) -> None:
     for place, layer in enumerate(layers):
         if layer.problems:
-            axes.axvspan(place - 0.5, place + 0.5, color=BAD, alpha=0.15, linewidth=0)
+            axes.axvspan(place - 0.5, place + 0.5, color=figure.BAD, alpha=0.15, linewidth=0)
 
 
 def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:
     """A layer by itself: a histogram of all values, the first of them, and a map of the first features."""
-    with sheet(3, size=(5, 4.2)) as page:
+    with figure.sheet(3, size=(5, 4.2)) as page:
         left, middle, right = page.panels
-        left.set_title(f"{label(layer.name, most=30)} output distribution")
+        left.set_title(f"{figure.label(layer.name, most=30)} output distribution")
         if layer.min is None:
-            note(left, "not one value is finite")
+            figure.note(left, "not one value is finite")
         else:
-            histogram(left, drawn.counts, drawn.edges)
+            figure.histogram(left, drawn.counts, drawn.edges)
             left.set_xlabel("value")
             left.set_ylabel("frequency")
             if layer.nan or layer.inf:
-                corner_note(left, f"left out: {layer.nan} NaN, {layer.inf} Inf", colour=BAD)
+                figure.corner_note(left, f"left out: {layer.nan} NaN, {layer.inf} Inf", colour=figure.BAD)
         _first_values(middle, drawn)
         right.set_title(f"first {drawn.features.shape[1]} features of the first sample")
         if drawn.feature_scale is None:
-            note(right, "not one value is finite")
+            figure.note(right, "not one value is finite")
             return page.png()
         low, high = drawn.feature_scale
-        shown = shade_map(right, np.ma.masked_invalid(drawn.features), vmin=low, vmax=high)
+        shown = figure.shade_map(right, np.ma.masked_invalid(drawn.features), vmin=low, vmax=high)
         right.set_xlabel("feature" + ("" if np.isfinite(drawn.features).all() else "  (red: not finite)"))
         right.set_ylabel("position")
         page.figure.colorbar(shown, ax=right, extend="both")
@@ -164,9 +153,11 @@ def _first_values(axes: Any, drawn: DrawnLayer) -> None:
     values = drawn.first_values
     lost = np.flatnonzero(~np.isfinite(values))
     axes.set_title(f"first {len(values)} values")
-    axes.plot(np.where(np.isfinite(values), values, np.nan), color=BLUE, linewidth=0.7)
+    axes.plot(np.where(np.isfinite(values), values, np.nan), color=figure.BLUE, linewidth=0.7)
     if len(lost):
-        axes.plot(lost, [0.02] * len(lost), "|", color=BAD, transform=axes.get_xaxis_transform(), label="not finite")
+        axes.plot(
+            lost, [0.02] * len(lost), "|", color=figure.BAD, transform=axes.get_xaxis_transform(), label="not finite"
+        )
         axes.legend()
     axes.set_xlabel("index")
     axes.set_ylabel("value")

@@ -16,6 +16,13 @@ from probe.sensitivity.results import Effect, Sensitivity
 KEPT = "#fbe9cf"
 #: The two figures of every layer or site: colour, marker and what is quantized.
 SIDES = {"alone": (BLUE, "o", "only this {} quantized"), "without": (VERMILION, "s", "all but this {} quantized")}
+#: How figures are printed, and what is printed where there is none.
+FORMS = {
+    **dict.fromkeys(("kl alone", "mse alone", "kl without"), (".3e", "not finite")),
+    "top-1 alone": (".4f", "-"),
+    "bits alone": ("+.4f", "-"),
+    "gain": ("+.1%", "-"),
+}
 #: Bars or rows of a picture; of more the most sensitive are drawn.
 MOST = 40
 
@@ -34,29 +41,38 @@ def describe(found: Sensitivity, model: str) -> str:
 
 
 def table_rows(found: Sensitivity, *, top: int | None = None) -> list[dict[str, object]]:
-    """The most sensitive first, by KL alone."""
+    """The figures as text, the most sensitive first, by KL alone."""
+    rows = []
+    for row, effect in list(zip(_rows(found), found.by_kl(), strict=True))[:top]:
+        texts = {name: _text(name, value) for name, value in row.items() if name != "mse without"}
+        rows.append({**texts, "keep": "keep" if effect.name in found.advice.keep else ""})
+    return rows
+
+
+def _text(name: str, value: Any) -> object:
+    if name not in FORMS:
+        return value
+    form, none = FORMS[name]
+    return none if value is None else format(value, form)
+
+
+def _rows(found: Sensitivity) -> list[dict[str, object]]:
     by_mse = {effect.name: place for place, effect in enumerate(found.by_mse(), 1)}
-    kept = set(found.advice.keep)
-    rows: list[dict[str, object]] = [
+    return [
         {
             "rank": place,
             found.kind.removesuffix("s"): effect.name,
-            "kl alone": _text(effect.alone.kl, ".3e", "not finite"),
-            "mse alone": _text(effect.alone.mse, ".3e", "not finite"),
+            "kl alone": effect.alone.kl,
+            "mse alone": effect.alone.mse,
             "by mse": by_mse[effect.name],
-            "top-1 alone": _text(effect.alone.top1_agreement, ".4f"),
-            "bits alone": _text(effect.alone.change_in_bits, "+.4f"),
-            "kl without": _text(effect.without.kl, ".3e", "not finite"),
-            "gain": _text(found.gain(effect), "+.1%"),
-            "keep": "keep" if effect.name in kept else "",
+            "top-1 alone": effect.alone.top1_agreement,
+            "bits alone": effect.alone.change_in_bits,
+            "kl without": effect.without.kl,
+            "mse without": effect.without.mse,
+            "gain": found.gain(effect),
         }
         for place, effect in enumerate(found.by_kl(), 1)
     ]
-    return rows[:top]
-
-
-def _text(value: float | None, form: str, none: str = "-") -> str:
-    return none if value is None else format(value, form)
 
 
 def write_report(found: Sensitivity, folder: str | Path, *, model: str) -> Path:
@@ -76,28 +92,10 @@ def page(found: Sensitivity, *, model: str) -> Document:
     document.picture(picture(found), alt=f"KL of each of the {found.kind}", caption=_caption(found))
     document.heading("Every figure")
     kept = [effect.name in found.advice.keep for effect in found.by_kl()]
-    document.table(_page_rows(found), EXPLAINED, bad=kept)
+    rows = [{"rank by mse" if name == "by mse" else name: value for name, value in row.items()} for row in _rows(found)]
+    document.table(rows, EXPLAINED, bad=kept)
     document.text("Marked rows are those to keep.")
     return document
-
-
-def _page_rows(found: Sensitivity) -> list[dict[str, object]]:
-    by_mse = {effect.name: place for place, effect in enumerate(found.by_mse(), 1)}
-    return [
-        {
-            "rank": place,
-            found.kind.removesuffix("s"): effect.name,
-            "kl alone": effect.alone.kl,
-            "mse alone": effect.alone.mse,
-            "rank by mse": by_mse[effect.name],
-            "top-1 alone": effect.alone.top1_agreement,
-            "bits alone": effect.alone.change_in_bits,
-            "kl without": effect.without.kl,
-            "mse without": effect.without.mse,
-            "gain": found.gain(effect),
-        }
-        for place, effect in enumerate(found.by_kl(), 1)
-    ]
 
 
 def _caption(found: Sensitivity) -> str:

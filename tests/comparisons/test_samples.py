@@ -71,3 +71,39 @@ def test_first_values_and_features_are_those_in_front(tmp_path: Path) -> None:
     side, _ = pair(tmp_path, x, x)
     assert samples.first_values("layer_0", side, 5).tolist() == [0, 1, 2, 3, 4]
     assert samples.first_features("layer_0", side, 3).tolist() == x[0, :, :3].tolist()
+
+
+def test_modes_share_the_axis_of_their_histograms_unless_one_is_far_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 40, 16)
+    noise = torch.randn(2, 40, 16)
+    sides = {name: pair(tmp_path / name, x + size * noise, x) for name, size in (("a", 0.1), ("b", 0.2), ("c", 0.3))}
+    shared = samples.drawn_tensors("layer_0", sides)
+    assert len({float(one.differences.edges[-1]) for one in shared.values() if one.differences}) == 1
+    sides["d"] = pair(tmp_path / "d", x + 1000 * noise, x)
+    apart = samples.drawn_tensors("layer_0", sides)
+    assert len({float(one.differences.edges[-1]) for one in apart.values() if one.differences}) == 4
+    for one in apart.values():
+        assert one.differences is not None
+        assert one.differences.counts.sum() + one.differences.beyond == len(one.pairs.output)
+        assert one.differences.mean == pytest.approx(one.pairs.difference.mean())
+        assert one.scale is not None
+        assert one.scale[0] < one.scale[1]
+
+
+def test_of_equal_tensors_there_is_neither_a_histogram_nor_a_scale(tmp_path: Path) -> None:
+    x = torch.randn(2, 6, 8)
+    drawn = samples.drawn_tensors("layer_0", {"a": pair(tmp_path, x, x.clone())})["a"]
+    assert (drawn.differences, drawn.scale) == (None, None)
+    assert (drawn.errors == 0).all()
+
+
+def test_a_layer_is_drawn_without_the_values_that_are_not_finite(tmp_path: Path) -> None:
+    x = torch.arange(48, dtype=torch.float32).reshape(1, 6, 8)
+    x[0, 0, 1] = math.nan
+    drawn = samples.drawn_layer("layer_0", pair(tmp_path, x, x)[0], 0.0, 47.0)
+    assert drawn.counts.sum() == 47
+    assert drawn.feature_scale is not None
+    assert 0 <= drawn.feature_scale[0] < drawn.feature_scale[1] <= 47
+    lost = torch.full((1, 6, 8), math.nan)
+    assert samples.drawn_layer("layer_0", pair(tmp_path / "b", lost, lost)[0], None, None).feature_scale is None

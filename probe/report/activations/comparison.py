@@ -9,11 +9,12 @@ from probe.activations.compare import Comparison, compare_runs, ranked
 from probe.files.atomic import write
 from probe.files.checked_json import finite
 from probe.report.activations.layer_plots import MIXED, families, family_sheet
-from probe.report.activations.page import MOST_ROWS, Picture, rows_said
+from probe.report.activations.page import MOST_ROWS, Picture, shown_rows
 from probe.report.activations.tensor_plots import MOST_PANELS
 from probe.report.document import Document
 from probe.report.figure import GREY, VERMILION, label, layer_axis, line, log_axis, mark_below
 from probe.report.numbers import csv_text
+from probe.words import columns
 
 _DPI = 150
 #: Tensors are ranked by its change.
@@ -35,7 +36,7 @@ def write_comparison(a: str, b: str, *, folder: str | None = None) -> tuple[str,
 
 def comparison_text(comparison: Comparison) -> str:
     """The tensors that changed most."""
-    lines = [f"A {_said(comparison.a)}", f"B {_said(comparison.b)}", *_warned(comparison), ""]
+    lines = [f"A {_run_line(comparison.a)}", f"B {_run_line(comparison.b)}", *_note_lines(comparison), ""]
     rows = ranked(comparison, FIGURE)
     if rows:
         lines += _changes(rows[:MOST_LINES])
@@ -48,17 +49,13 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def _changes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    width = max(len(f"{row['module']} {row['kind']}") for row in rows)
-    lines = [f"{'tensor'.ljust(width)}  {'max/median A':>14} {'B':>12} {'B/A':>9}  {'kurtosis A':>12} {'B':>12}"]
+    texts = []
     for row in rows:
-        cells = [row.get(f"{FIGURE} {side}") for side in ("A", "B", "B/A")]
-        more = [row.get(f"kurtosis {side}") for side in ("A", "B")]
-        name = f"{row['module']} {row['kind']}".ljust(width)
-        lines.append(
-            f"{name}  {_cell(cells[0]):>14} {_cell(cells[1]):>12} {_cell(cells[2]):>9}  "
-            f"{_cell(more[0]):>12} {_cell(more[1]):>12}"
-        )
-    return lines
+        figures = {"max/median A": f"{FIGURE} A", "B": f"{FIGURE} B", "B/A": f"{FIGURE} B/A"}
+        figures |= {"kurtosis A": "kurtosis A", "kurtosis B": "kurtosis B"}
+        cells = {name: _cell(row.get(key)) for name, key in figures.items()}
+        texts.append({"tensor": f"{row['module']} {row['kind']}", **cells})
+    return columns(texts, left=["tensor"])
 
 
 def _same(comparison: Comparison, changed: int) -> str:
@@ -75,14 +72,14 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _said(run: Any) -> str:
+def _run_line(run: Any) -> str:
     facts = run.facts
     return (
         f"{run.folder}: {facts['model']} ({facts['model_fingerprint']}), {facts['samples']} samples of {facts['data']}"
     )
 
 
-def _warned(comparison: Comparison) -> list[str]:
+def _note_lines(comparison: Comparison) -> list[str]:
     notes = [f"note: {one}" for one in comparison.warnings]
     for side, names in zip("AB", comparison.only, strict=True):
         if names:
@@ -124,7 +121,7 @@ class Panel:
 def _drawn(panels: Sequence[Panel], figure: str) -> bytes:
     groups = {f"{one.family} {one.kind}": [row["module"] for row in one.rows] for one in panels}
     with family_sheet(groups, dpi=_DPI) as page:
-        for axes, one, (said, names) in zip(page.panels, panels, groups.items(), strict=True):
+        for axes, one, (title, names) in zip(page.panels, panels, groups.items(), strict=True):
             a, b = ([row[f"{figure} {side}"] for row in one.rows] for side in "AB")
             for values, colour, name, width in ((a, GREY, "A", 3.5), (b, VERMILION, "B", 1.2)):
                 line(axes, values, colour=colour, label=name, width=width, joined=one.family != MIXED)
@@ -132,7 +129,7 @@ def _drawn(panels: Sequence[Panel], figure: str) -> bytes:
             mark_below(axes, a, colour=GREY, size=8)
             mark_below(axes, b, colour=VERMILION, size=4)
             layer_axis(axes, names)
-            axes.set_title(label(said, most=44))
+            axes.set_title(label(title, most=44))
             axes.set_ylabel(figure)
         page.legend()
         return page.png()
@@ -144,9 +141,9 @@ def _has(row: dict[str, Any], figure: str) -> bool:
 
 def comparison_page(comparison: Comparison, pictures: Sequence[Picture]) -> Document:
     """The page."""
-    page = Document("Activations of two runs", f"A: {_said(comparison.a)}. B: {_said(comparison.b)}.")
+    page = Document("Activations of two runs", f"A: {_run_line(comparison.a)}. B: {_run_line(comparison.b)}.")
     page.heading("What changed most")
-    for note in _warned(comparison):
+    for note in _note_lines(comparison):
         page.text(note)
     rows = ranked(comparison, FIGURE)
     if rows:
@@ -160,5 +157,5 @@ def comparison_page(comparison: Comparison, pictures: Sequence[Picture]) -> Docu
                 page.picture(one.png, alt=f"{one.file} of both runs by layer", caption=one.caption)
     page.heading("All tensors")
     shown = list(comparison.rows[:MOST_ROWS])
-    page.table(shown, caption=f"Both runs and their ratio{rows_said(len(comparison.rows), 'comparison')}.")
+    page.table(shown, caption=f"Both runs and their ratio{shown_rows(len(comparison.rows), 'comparison')}.")
     return page

@@ -47,17 +47,17 @@ def write_analysis(analysis: Analysis, *, progress: Callable[[str], Any] = print
 
 def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) -> Iterator[Picture]:
     """The pictures of all that is enabled and has data."""
-    seen = analysis.settings.visualization
-    dpi = seen.dpi
+    drawing = analysis.settings.visualization
+    dpi = drawing.dpi
     if rows := tables.get("predicted_error"):
         png = layer_plots.noise_picture(rows, dpi=dpi)
         yield Picture("predicted_error", PREDICTED, "Predicted noise / signal of every layer in each format.", png)
     for kind in ("input", "output", "weight"):
         if rows := tables.get(f"magnitude_{kind}"):
-            png = layer_plots.magnitude_picture(rows, reduce_dim=seen.magnitude.reduce_dim, dpi=dpi)
+            png = layer_plots.magnitude_picture(rows, reduce_dim=drawing.magnitude.reduce_dim, dpi=dpi)
             yield Picture(f"magnitude_{kind}", MAGNITUDES, f"Magnitudes of {kind}s.", png)
     if rows := tables.get("outlier_layer_wise"):
-        png = layer_plots.outlier_picture(rows, threshold=seen.outlier.threshold, dpi=dpi)
+        png = layer_plots.outlier_picture(rows, threshold=drawing.outlier.threshold, dpi=dpi)
         yield Picture("outlier_layer_wise", OUTLIERS, "Outliers by layer.", png)
     if rows := tables.get("outlier_position"):
         length, names = analysis.facts["longest"], list(analysis.outliers)
@@ -73,7 +73,7 @@ def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) 
         yield Picture("distribution_histogram", DISTRIBUTIONS, f"|x| of {rows[0]['kind']}s, histograms.", png)
     heats = drawn_heat(analysis)
     for index, heat in enumerate(heats):
-        png = tensor_plots.heat_picture(heat, view_angle=seen.heatmap_3d.view_angle, dpi=dpi)
+        png = tensor_plots.heat_picture(heat, view_angle=drawing.heatmap_3d.view_angle, dpi=dpi)
         some = f" {len(heats)} of {len(analysis.heat)} layers are drawn: largest max / median." * (
             len(heats) < len(analysis.heat)
         )
@@ -94,11 +94,11 @@ def heat_file(index: int, module: str) -> str:
 
 def planned_files(settings: Settings, plan: Plan) -> list[str]:
     """The names of the files that a run with this plan writes, as far as they are known beforehand."""
-    enabled, seen = settings.visualization.enabled, settings.visualization
+    enabled, drawing = settings.visualization.enabled, settings.visualization
     drawn = ["predicted_error", *(f"magnitude_{kind}" for kind, names in plan.magnitude.items() if names)]
     drawn += ["outlier_layer_wise"] * enabled.outlier_layer_wise
     found = [name for name in ("outlier_position", "outlier_token") if getattr(enabled, name)]
-    drawn += [f"distribution_{kind}" for kind in seen.distribution.plot_types if enabled.distribution]
+    drawn += [f"distribution_{kind}" for kind in drawing.distribution.plot_types if enabled.distribution]
     bands = ["percentile_range"] * enabled.percentile_range
     maps = [heat_file(i, name) for i, name in enumerate(plan.heat[1])]
     if len(maps) > MOST_HEAT:

@@ -1,60 +1,40 @@
 """Pictures of an analysis with the layers across: magnitudes, predicted noise, boxes, and outlier tokens."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from probe.formats import GATE_FORMATS
-from probe.report.figure import (
-    BLUE,
-    GREEN,
-    GREY,
-    MOST_MARKS,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Sheet,
-    bins,
-    count_ticks,
-    label,
-    layer_axis,
-    layer_axis_height,
-    line,
-    log_axis,
-    mark_below,
-    middles,
-    positives,
-    sheet,
-    sheet_width,
-)
+from probe.report import figure
 
-#: Key, label, colour and width; the wide ones lie below, so that curves that meet are all seen.
-_CURVES = (
-    ("top1", "Top-1", VERMILION, 4.0),
-    ("top2", "Top-2", ORANGE, 2.4),
-    ("top3", "Top-3", GREEN, 1.0),
-    ("median", "median", BLUE, 1.3),
-    ("min", "min", GREY, 1.0),
+#: A colour more than the palette of the style has.
+BROWN = "#a6761d"
+
+Rows = Sequence[Mapping[str, Any]]
+#: The key of the values in their rows, label, colour and width.
+Curve = tuple[str, str, str, float]
+
+#: The wide ones lie below, so that curves that meet are all seen.
+MAGNITUDES: tuple[Curve, ...] = (
+    ("top1", "Top-1", figure.VERMILION, 4.0),
+    ("top2", "Top-2", figure.ORANGE, 2.4),
+    ("top3", "Top-3", figure.GREEN, 1.0),
+    ("median", "median", figure.BLUE, 1.3),
+    ("min", "min", figure.GREY, 1.0),
 )
 #: Colour and width by format. Of two with equal mantissas the curves meet: the first is wide, so that both are seen.
-_FORMAT_STYLES = (
-    (GREY, 3.5),
-    (BLUE, 3.5),
-    (SKY, 3.5),
-    (GREEN, 1.2),
-    ("#a6761d", 1.2),
-    (VERMILION, 1.2),
-    (ORANGE, 1.2),
-    (PURPLE, 1.2),
+FORMAT_STYLES = (
+    *((figure.GREY, 3.5), (figure.BLUE, 3.5), (figure.SKY, 3.5)),
+    *((figure.GREEN, 1.2), (BROWN, 1.2), (figure.VERMILION, 1.2), (figure.ORANGE, 1.2), (figure.PURPLE, 1.2)),
 )
-_OF = {None: "|x|", -1: "max |x| of a token", -2: "max |x| of a channel"}
+#: What the magnitudes are of, by the axis that is reduced.
+UNITS = {None: "|x|", -1: "max |x| of a token", -2: "max |x| of a channel"}
 #: Boxes across a panel, above which percentiles are drawn as bands.
 MOST_BOXES = 40
-
 #: Panels of families of modules on a sheet; of more, all layers share one.
 MOST_FAMILIES = 24
 #: Title of a panel of modules that are no family.
@@ -62,16 +42,14 @@ MIXED = "all layers"
 #: Inches of the narrowest sheet: a legend has to fit.
 NARROWEST = 8.0
 
-Rows = Sequence[Mapping[str, Any]]
-
 
 @contextmanager
-def family_sheet(groups: Mapping[str, Sequence[str]], *, dpi: int) -> Iterator[Sheet]:
+def family_sheet(groups: Mapping[str, Sequence[str]], *, dpi: int) -> Iterator[figure.Sheet]:
     """A panel for each family, high enough for the names of its layers and the plot above them."""
     across = min(3, len(groups))
-    width = sheet_width(across, 3, 4.0, NARROWEST) / across
-    room = max(layer_axis_height(names, width) for names in groups.values())
-    with sheet(len(groups), dpi=dpi, size=(4.0, 2.6 + room), narrowest=NARROWEST) as page:
+    width = figure.sheet_width(across, 3, 4.0, NARROWEST) / across
+    room = max(figure.layer_axis_height(names, width) for names in groups.values())
+    with figure.sheet(len(groups), dpi=dpi, size=(4.0, 2.6 + room), narrowest=NARROWEST) as page:
         yield page
 
 
@@ -85,60 +63,49 @@ def families(names: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def magnitude_picture(rows: Rows, *, reduce_dim: int | None, dpi: int) -> bytes:
-    """Top-1/2/3, median and min by layer; a panel for each family of modules."""
+def _family_picture(rows: Rows, draw: Callable[[Any, Rows, bool], None], *, unit: str, dpi: int) -> bytes:
+    """A panel for each family of modules; `draw` is given the axes, the rows, and whether they are a family."""
     by_name = {row["module"]: row for row in rows}
     groups = families(list(by_name))
     with family_sheet(groups, dpi=dpi) as page:
         for axes, (family, names) in zip(page.panels, groups.items(), strict=True):
-            for key, name, colour, width in _CURVES:
-                values = [by_name[name][key] for name in names]
-                line(axes, values, colour=colour, label=name, width=width, joined=family != MIXED)
-            log_axis(axes, [by_name[name][key] for name in names for key, *_ in _CURVES])
-            for key, _, colour, _ in _CURVES:
-                mark_below(axes, [by_name[name][key] for name in names], colour=colour)
-            layer_axis(axes, names)
-            axes.set_title(label(family, most=34))
-            axes.set_ylabel(_OF[reduce_dim])
+            draw(axes, [by_name[name] for name in names], family != MIXED)
+            figure.layer_axis(axes, names)
+            axes.set_title(figure.label(family, most=34))
+            axes.set_ylabel(unit)
         page.legend()
         return page.png()
+
+
+def _draw_curves(axes: Any, rows: Rows, joined: bool, curves: Sequence[Curve]) -> None:
+    for key, name, colour, width in curves:
+        figure.line(axes, [row[key] for row in rows], colour=colour, label=name, width=width, joined=joined)
+    figure.log_axis(axes, [row[key] for row in rows for key, *_ in curves])
+    for key, _, colour, _ in curves:
+        figure.mark_below(axes, [row[key] for row in rows], colour=colour)
+
+
+def magnitude_picture(rows: Rows, *, reduce_dim: int | None, dpi: int) -> bytes:
+    """Top-1/2/3, median and min by layer; a panel for each family of modules."""
+    return _family_picture(rows, partial(_draw_curves, curves=MAGNITUDES), unit=UNITS[reduce_dim], dpi=dpi)
 
 
 def noise_picture(rows: Rows, *, dpi: int) -> bytes:
     """Predicted noise / signal by layer, a line for each format; a panel for each family of modules."""
-    by_name = {row["module"]: row for row in rows}
-    groups = families(list(by_name))
-    keys = [key for key in rows[0] if key.startswith("noise ")]
-    styles = dict(zip(GATE_FORMATS, _FORMAT_STYLES, strict=True))
-    with family_sheet(groups, dpi=dpi) as page:
-        for axes, (family, names) in zip(page.panels, groups.items(), strict=True):
-            for key in keys:
-                format = key.removeprefix("noise ")
-                colour, width = styles[format]
-                values = [by_name[name][key] for name in names]
-                line(axes, values, colour=colour, label=format, width=width, joined=family != MIXED)
-            log_axis(axes, [by_name[name][key] for name in names for key in keys])
-            layer_axis(axes, names)
-            axes.set_title(label(family, most=34))
-            axes.set_ylabel("noise / signal")
-        page.legend()
-        return page.png()
+    styles = dict(zip(GATE_FORMATS, FORMAT_STYLES, strict=True))
+    formats = [key.removeprefix("noise ") for key in rows[0] if key.startswith("noise ")]
+    curves = [(f"noise {format}", format, *styles[format]) for format in formats]
+    return _family_picture(rows, partial(_draw_curves, curves=curves), unit="noise / signal", dpi=dpi)
 
 
 def box_picture(rows: Rows, *, dpi: int) -> bytes:
     """|x| by layer: box 25 to 75 %, whiskers 1 to 99 %, points 99.99 % and max; bands where there are many layers."""
-    by_name = {row["module"]: row for row in rows}
-    groups = families(list(by_name))
-    with family_sheet(groups, dpi=dpi) as page:
-        for axes, (family, names) in zip(page.panels, groups.items(), strict=True):
-            some = [by_name[name] for name in names]
-            (_boxes if len(names) <= MOST_BOXES else _bands)(axes, some)
-            log_axis(axes, [row[key] for row in some for key in ("p1", "p25", "p50", "p99", "p99.99", "max")])
-            layer_axis(axes, names)
-            axes.set_title(label(family, most=34))
-            axes.set_ylabel("|x|")
-        page.legend()
-        return page.png()
+    return _family_picture(rows, _draw_boxes, unit="|x|", dpi=dpi)
+
+
+def _draw_boxes(axes: Any, rows: Rows, _: bool) -> None:
+    (_boxes if len(rows) <= MOST_BOXES else _bands)(axes, rows)
+    figure.log_axis(axes, [row[key] for row in rows for key in ("p1", "p25", "p50", "p99", "p99.99", "max")])
 
 
 def _boxes(axes: Any, rows: Rows) -> None:
@@ -146,44 +113,50 @@ def _boxes(axes: Any, rows: Rows) -> None:
         {"whislo": row["p1"], "q1": row["p25"], "med": row["p50"], "q3": row["p75"], "whishi": row["p99"], "fliers": []}
         for row in rows
     ]
-    style = {"boxprops": {"facecolor": SKY, "edgecolor": BLUE}, "medianprops": {"color": BLUE}}
-    lines = {"whiskerprops": {"color": BLUE}, "capprops": {"color": BLUE}}
+    style = {"boxprops": {"facecolor": figure.SKY, "edgecolor": figure.BLUE}, "medianprops": {"color": figure.BLUE}}
+    lines = {"whiskerprops": {"color": figure.BLUE}, "capprops": {"color": figure.BLUE}}
     places = list(range(len(rows)))
     axes.bxp(
         stats, positions=places, widths=0.6, patch_artist=True, showfliers=False, manage_ticks=False, **style, **lines
     )
-    for key, name, colour in (("p99.99", "99.99 %", ORANGE), ("max", "max", VERMILION)):
-        axes.plot(places, positives([row[key] for row in rows]), "o", color=colour, markersize=3, label=name)
-    axes.plot([], [], "s", color=SKY, markeredgecolor=BLUE, label="25 to 75 %, whiskers 1 to 99 %")
+    for key, name, colour in (("p99.99", "99.99 %", figure.ORANGE), ("max", "max", figure.VERMILION)):
+        axes.plot(places, figure.positives([row[key] for row in rows]), "o", color=colour, markersize=3, label=name)
+    axes.plot([], [], "s", color=figure.SKY, markeredgecolor=figure.BLUE, label="25 to 75 %, whiskers 1 to 99 %")
 
 
 def _bands(axes: Any, rows: Rows) -> None:
-    parts = bins(len(rows))
-    x = middles(parts)
+    parts = figure.bins(len(rows))
+    x = figure.middles(parts)
 
     def of(key: str, reduce: Any) -> list[float]:
-        points = np.nan_to_num(positives([row[key] for row in rows]), nan=1e-45)
+        points = np.nan_to_num(figure.positives([row[key] for row in rows]), nan=1e-45)
         return [float(reduce(points[part])) for part in parts]
 
-    axes.fill_between(x, of("p1", np.min), of("p99", np.max), color=SKY, alpha=0.35, linewidth=0, label="1 to 99 %")
-    axes.fill_between(x, of("p25", np.min), of("p75", np.max), color=BLUE, alpha=0.45, linewidth=0, label="25 to 75 %")
-    axes.plot(x, of("p50", np.median), color=BLUE, linewidth=1.2, label="median")
-    axes.plot(x, of("p99.99", np.max), color=ORANGE, linewidth=1, label="99.99 %")
-    axes.plot(x, of("max", np.max), color=VERMILION, linewidth=1, label="max")
+    axes.fill_between(
+        x, of("p1", np.min), of("p99", np.max), color=figure.SKY, alpha=0.35, linewidth=0, label="1 to 99 %"
+    )
+    axes.fill_between(
+        x, of("p25", np.min), of("p75", np.max), color=figure.BLUE, alpha=0.45, linewidth=0, label="25 to 75 %"
+    )
+    axes.plot(x, of("p50", np.median), color=figure.BLUE, linewidth=1.2, label="median")
+    axes.plot(x, of("p99.99", np.max), color=figure.ORANGE, linewidth=1, label="99.99 %")
+    axes.plot(x, of("max", np.max), color=figure.VERMILION, linewidth=1, label="max")
 
 
 def outlier_picture(rows: Rows, *, threshold: float, dpi: int) -> bytes:
     """How many outliers each layer has, if there are any, and how far out the farthest token is."""
     names = [row["module"] for row in rows]
-    parts = bins(len(rows))
+    parts = figure.bins(len(rows))
     any_outlier = any(row["outliers"] for row in rows)
     width = 5.5 if any_outlier else 11.0
-    with sheet(1 + any_outlier, dpi=dpi, columns=2, size=(width, 2.8 + layer_axis_height(names, width))) as page:
+    with figure.sheet(
+        1 + any_outlier, dpi=dpi, columns=2, size=(width, 2.8 + figure.layer_axis_height(names, width))
+    ) as page:
         if any_outlier:
             _counts(page.panels[0], rows, parts)
         _ratios(page.panels[-1], rows, parts, threshold)
         for axes in page.panels:
-            layer_axis(axes, names)
+            figure.layer_axis(axes, names)
         return page.png()
 
 
@@ -191,11 +164,13 @@ def _counts(axes: Any, rows: Rows, parts: Sequence[slice]) -> None:
     counts = np.array([row["outliers"] for row in rows])
     heights = [int(counts[part].max()) for part in parts]
     if len(parts) <= 60:
-        axes.bar(middles(parts), heights, width=0.8, color=VERMILION)
+        axes.bar(figure.middles(parts), heights, width=0.8, color=figure.VERMILION)
     else:
-        axes.stairs(heights, [part.start - 0.5 for part in parts] + [len(rows) - 0.5], fill=True, color=VERMILION)
+        axes.stairs(
+            heights, [part.start - 0.5 for part in parts] + [len(rows) - 0.5], fill=True, color=figure.VERMILION
+        )
     axes.set_ylim(0, 1.1 * max(heights))
-    count_ticks(axes.yaxis)
+    figure.count_ticks(axes.yaxis)
     gathered = f", the most of {parts[0].stop} layers" if len(parts) < len(rows) else ""
     axes.set_title(f"outlier tokens{gathered}: {sum(counts)} of {sum(row['tokens'] for row in rows)}")
 
@@ -203,18 +178,12 @@ def _counts(axes: Any, rows: Rows, parts: Sequence[slice]) -> None:
 def _ratios(axes: Any, rows: Rows, parts: Sequence[slice], threshold: float) -> None:
     ratios = [row["largest_ratio"] for row in rows]
     tops = [max((r for r in ratios[part] if math.isfinite(r)), default=math.nan) for part in parts]
-    marks: dict[str, Any] = {"marker": "o", "markersize": 3} if len(parts) <= MOST_MARKS else {}
-    x = middles(parts)
-    axes.plot(x, positives(tops), color=BLUE, linewidth=1.3, **marks)
-    axes.axhline(threshold, color=VERMILION, linewidth=1, linestyle="--")
-    axes.text(
-        0.01,
-        threshold,
-        f"threshold {threshold:g}",
-        transform=axes.get_yaxis_transform(),
-        color=VERMILION,
-        va="bottom",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
-    )
-    log_axis(axes, [*tops, threshold])
+    marks: dict[str, Any] = {"marker": "o", "markersize": 3} if len(parts) <= figure.MOST_MARKS else {}
+    x = figure.middles(parts)
+    axes.plot(x, figure.positives(tops), color=figure.BLUE, linewidth=1.3, **marks)
+    axes.axhline(threshold, color=figure.VERMILION, linewidth=1, linestyle="--")
+    behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+    place = {"transform": axes.get_yaxis_transform(), "va": "bottom"}
+    axes.text(0.01, threshold, f"threshold {threshold:g}", color=figure.VERMILION, bbox=behind, **place)
+    figure.log_axis(axes, [*tops, threshold])
     axes.set_title("largest max |x| of a token / median of its sample")

@@ -141,11 +141,11 @@ _CAPTIONS = {
 
 def _table(page: Document, name: str, rows: Rows, *, csv: bool) -> None:
     if rows:
-        caption = f"{_CAPTIONS[name]}{rows_said(len(rows), name if csv else None)}."
+        caption = f"{_CAPTIONS[name]}{shown_rows(len(rows), name if csv else None)}."
         page.table([_shown(row) for row in rows[:MOST_ROWS]], caption=caption)
 
 
-def rows_said(count: int, file: str | None) -> str:
+def shown_rows(count: int, file: str | None) -> str:
     """Which rows the page shows of how many, and the file that has them all, if one is written."""
     if count <= MOST_ROWS:
         return f" ({file}.csv)" if file else ""

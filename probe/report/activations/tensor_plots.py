@@ -9,28 +9,13 @@ import numpy.typing as npt
 
 from probe.activations.collecting import HeatGrid, pooled
 from probe.activations.statistics import BANDS, ChannelBands
+from probe.report import figure
 from probe.report.activations.layer_plots import families
-from probe.report.figure import (
-    BLUE,
-    GREY,
-    ORANGE,
-    SKY,
-    VERMILION,
-    Values,
-    bins,
-    count_ticks,
-    label,
-    log_colour_ticks,
-    log_ticks,
-    middles,
-    shade_map,
-    sheet,
-)
 from probe.words import short_names
 
 #: Fields of the surface: more are slow to draw and hide one another.
 SURFACE = (64, 96)
-_BANDS = ((0, 6, SKY, "0.01 to 99.99 %"), (1, 5, BLUE, "1 to 99 %"), (2, 4, ORANGE, "25 to 75 %"))
+_BANDS = ((0, 6, figure.SKY, "0.01 to 99.99 %"), (1, 5, figure.BLUE, "1 to 99 %"), (2, 4, figure.ORANGE, "25 to 75 %"))
 #: Panels of single tensors on a sheet.
 MOST_PANELS = 12
 #: Tokens that are listed by name.
@@ -43,7 +28,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -> bytes:
     """|x| of one sample by token and channel: a surface, and a map."""
-    with sheet(2, columns=2, size=(5.5, 4.2), dpi=dpi) as page:
+    with figure.sheet(2, columns=2, size=(5.5, 4.2), dpi=dpi) as page:
         left, right = page.panels
         left.remove()
         surface: Any = page.figure.add_subplot(1, 2, 1, projection="3d")
@@ -55,46 +40,41 @@ def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -
             counts = {"rcount": SURFACE[0], "ccount": SURFACE[1]}
             surface.plot_surface(across, down, coarse, cmap="viridis", linewidth=0, antialiased=False, **counts)
         else:
-            surface.plot(across.reshape(-1), down.reshape(-1), coarse.reshape(-1), color=BLUE)
+            surface.plot(across.reshape(-1), down.reshape(-1), coarse.reshape(-1), color=figure.BLUE)
         surface.view_init(*view_angle)
         surface.set_xlabel("channel")
         surface.set_ylabel("token")
         surface.set_zlabel("|x|")
         edges = (-0.5, heat.channels - 0.5, heat.tokens - 0.5, -0.5)
-        image = shade_map(right, heat.values, norm=_norm(heat.values), extent=edges)
+        image = figure.shade_map(right, heat.values, norm=_norm(heat.values), extent=edges)
         right.set_xlabel("channel")
         right.set_ylabel("token")
         bar = page.figure.colorbar(image, ax=right, label="|x|")
         if bar.ax.get_yscale() == "log":
-            log_colour_ticks(bar)
-        title = f"{label(heat.module, most=80)} {heat.kind}, sample {heat.sample}"
+            figure.log_colour_ticks(bar)
+        title = f"{figure.label(heat.module, most=80)} {heat.kind}, sample {heat.sample}"
         page.figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         return page.png()
 
 
 def band_picture(bands: Sequence[ChannelBands], *, dpi: int) -> bytes:
     """The percentiles of every channel; of many channels, the outermost of neighbours."""
-    with sheet(len(bands), dpi=dpi, columns=2, size=(6, 2.4)) as page:
+    with figure.sheet(len(bands), dpi=dpi, columns=2, size=(6, 2.4)) as page:
         for axes, band in zip(page.panels, bands, strict=True):
             found = band.percentiles()
-            parts = bins(found.shape[1])
-            x = middles(parts)
+            parts = figure.bins(found.shape[1])
+            x = figure.middles(parts)
             for low, high, colour, name in _BANDS:
                 lower = [found[low, part].min() for part in parts]
                 upper = [found[high, part].max() for part in parts]
                 axes.fill_between(x, lower, upper, color=colour, linewidth=0, label=name, step="mid")
-            axes.plot(
-                x,
-                [np.median(found[BANDS.index(50.0), part]) for part in parts],
-                color=VERMILION,
-                linewidth=0.8,
-                label="median",
-            )
+            medians = [np.median(found[BANDS.index(50.0), part]) for part in parts]
+            axes.plot(x, medians, color=figure.VERMILION, linewidth=0.8, label="median")
             _outliers_beside_the_rest(axes, found)
             axes.set_xlim(-0.5, found.shape[1] - 0.5)
             axes.set_xlabel("channel" + (f", {parts[0].stop} at a time" if len(parts) < found.shape[1] else ""))
             axes.set_ylabel("x")
-            axes.set_title(label(f"{band.module} {band.kind}", most=60))
+            axes.set_title(figure.label(f"{band.module} {band.kind}", most=60))
         page.legend()
         return page.png()
 
@@ -107,7 +87,7 @@ def _norm(values: npt.NDArray[np.float32]) -> Any:
     return LogNorm(max(high * 1e-4, 1e-38), high, clip=True) if high > 50 * usual and high > 1e-30 else None
 
 
-def _outliers_beside_the_rest(axes: Any, found: Values) -> None:
+def _outliers_beside_the_rest(axes: Any, found: figure.Values) -> None:
     """A linear axis; where a channel is far out, linear up to twice what is usual and logarithmic beyond."""
     usual = 2 * float(np.median(np.abs(found[[0, -1]]).max(0)))
     high = float(np.abs(found).max())
@@ -127,21 +107,21 @@ def histogram_picture(rows: Rows, *, dpi: int) -> bytes:
         by_name.setdefault(row["module"], []).append(row)
     if len(by_name) > MOST_PANELS:
         return _histogram_map(by_name, dpi)
-    with sheet(len(by_name), dpi=dpi) as page:
+    with figure.sheet(len(by_name), dpi=dpi) as page:
         for axes, (name, some) in zip(page.panels, by_name.items(), strict=True):
             zeros, counted = some[0]["count"], some[1:]
             total = max(1, sum(row["count"] for row in some))
-            axes.set_title(label(name, most=34))
+            axes.set_title(figure.label(name, most=34))
             if not counted:
-                axes.text(0.5, 0.5, "all values are 0", transform=axes.transAxes, ha="center", color=GREY)
+                axes.text(0.5, 0.5, "all values are 0", transform=axes.transAxes, ha="center", color=figure.GREY)
                 continue
             ends = [max(row["low"], 2.0**-149) for row in counted] + [counted[-1]["high"]]
             shares = [row["count"] / total for row in counted]
-            axes.stairs(shares, ends, fill=True, color=BLUE)
+            axes.stairs(shares, ends, fill=True, color=figure.BLUE)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             octave_ticks(axes.xaxis)
-            log_ticks(axes.yaxis)
+            figure.log_ticks(axes.yaxis)
             axes.set_xlim(max(ends[0], ends[-1] * 2.0**-30), ends[-1])
             axes.set_ylim(0.5 / total, 1)
             axes.set_ylabel("share")
@@ -162,17 +142,14 @@ def _histogram_map(by_name: Mapping[str, Sequence[Mapping[str, Any]]], dpi: int)
             place = round(np.log2(max(row["low"], 2.0**-149)) * 4 - low * 4 - 0.49)
             if 0 <= place < shares.shape[1]:
                 shares[i, place] += row["count"] / total
-    parts = bins(len(names), 160)
+    parts = figure.bins(len(names), 160)
     drawn = np.stack([shares[part].max(0) for part in parts])
     height = min(9.0, 2.0 + 0.16 * len(parts))
-    with sheet(1, dpi=dpi, size=(11, height)) as page:
+    with figure.sheet(1, dpi=dpi, size=(11, height)) as page:
         axes = page.panels[0]
-        axes.grid(False)
-        shares_map = {"norm": "log", "extent": (low, high, len(parts) - 0.5, -0.5)}
-        empty = np.where(drawn > 0, drawn, np.nan)
-        image = axes.imshow(empty, aspect="auto", cmap="viridis", interpolation="nearest", **shares_map)
-        bar = page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9)
-        log_colour_ticks(bar)
+        values, edges = np.where(drawn > 0, drawn, np.nan), (low, high, len(parts) - 0.5, -0.5)
+        image = figure.shade_map(axes, values, empty="none", norm="log", extent=edges)
+        figure.log_colour_ticks(page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9))
         step = -(-len(parts) // 50)
         texts = short_names(names, most=40)
         axes.set_yticks(range(0, len(parts), step), [texts[parts[i].start] for i in range(0, len(parts), step)])
@@ -197,30 +174,23 @@ def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int
     counts = np.zeros((len(layers), length), np.int64)
     for row in rows:
         counts[places[row["module"]], row["position"]] += row["outliers"]
-    across, down = bins(length, COLUMNS), bins(len(layers), LINES)
-    with sheet(2, dpi=dpi, columns=1, size=(11, 1.9 + min(2.4, 0.06 * len(down)))) as page:
+    across, down = figure.bins(length, COLUMNS), figure.bins(len(layers), LINES)
+    with figure.sheet(2, dpi=dpi, columns=1, size=(11, 1.9 + min(2.4, 0.06 * len(down)))) as page:
         upper, lower = page.panels
         by_place = [int(counts[:, part].sum()) for part in across]
         ends = [part.start - 0.5 for part in across] + [length - 0.5]
-        upper.stairs(by_place, ends, fill=True, color=VERMILION)
+        upper.stairs(by_place, ends, fill=True, color=figure.VERMILION)
         upper.set_xlim(-0.5, length - 0.5)
         upper.set_ylim(0, max(1.0, 1.1 * max(by_place)))
-        count_ticks(upper.yaxis)
+        figure.count_ticks(upper.yaxis)
         width = across[0].stop
         upper.set_title("outliers by position, all layers" + (f", {width} positions in a column" if width > 1 else ""))
         grid = np.stack([np.stack([counts[d, a].sum() for a in across]) for d in down])
-        lower.grid(False)
-        image = lower.imshow(
-            np.where(grid > 0, grid, np.nan),
-            aspect="auto",
-            cmap="viridis_r",
-            interpolation="nearest",
-            extent=(-0.5, length - 0.5, len(down) - 0.5, -0.5),
-            vmin=0,
-            vmax=max(2, int(grid.max())),
-        )
+        values, edges = np.where(grid > 0, grid, np.nan), (-0.5, length - 0.5, len(down) - 0.5, -0.5)
+        scale = {"vmin": 0, "vmax": max(2, int(grid.max()))}
+        image = figure.shade_map(lower, values, colours="viridis_r", empty="none", extent=edges, **scale)
         bar = page.figure.colorbar(image, ax=lower, label="outliers", shrink=0.9)
-        count_ticks(bar.ax.yaxis)
+        figure.count_ticks(bar.ax.yaxis)
         texts, step = short_names(layers, most=24), -(-len(down) // 16)
         lower.set_yticks(range(0, len(down), step), [texts[down[i].start] for i in range(0, len(down), step)])
         lower.set_xlabel("position in the sample")
@@ -237,16 +207,16 @@ def token_picture(rows: Rows, *, dpi: int) -> bytes:
     if rest:
         labels.append(f"{len(rows) - MOST_TOKENS} others")
         counts.append(rest)
-    with sheet(1, dpi=dpi, size=(11, 0.8 + 0.19 * len(labels))) as page:
+    with figure.sheet(1, dpi=dpi, size=(11, 0.8 + 0.19 * len(labels))) as page:
         axes = page.panels[0]
-        colours = [VERMILION] * len(shown) + [GREY] * (len(labels) - len(shown))
+        colours = [figure.VERMILION] * len(shown) + [figure.GREY] * (len(labels) - len(shown))
         axes.barh(range(len(labels)), counts, color=colours, height=0.75)
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.12 * max(counts))
-        count_ticks(axes.xaxis)
+        figure.count_ticks(axes.xaxis)
         for place, count in enumerate(counts):
-            axes.text(count, place, f" {count}", va="center", color=GREY)
+            axes.text(count, place, f" {count}", va="center", color=figure.GREY)
         axes.set_title("outliers by token, all layers")
         return page.png()
 

@@ -72,12 +72,12 @@ def _listed(title: str, names: Sequence[str], *, most: int = MOST_NAMES) -> str:
     return "\n  ".join([f"{title}:", *(names[:most] or ["none"]), *more])
 
 
-def summary_text(analysis: Analysis, written: Sequence[Path], *, told: Collection[str] = ()) -> str:
-    """What stands out, in a few lines, the notes that were not `told` before, and where the report is."""
+def summary_text(analysis: Analysis, written: Sequence[Path], *, printed: Collection[str] = ()) -> str:
+    """What stands out, in a few lines, the notes that were not `printed` before, and where the report is."""
     facts = analysis.facts
     samples, tokens = _counted(facts["samples"], "sample"), _counted(facts["tokens"], "token")
     lines = [f"{analysis.name}: {samples}, {tokens} of {facts['data']}"]
-    lines += [f"  {s.module} {s.kind}: {_said(s)}" for s in analysis.hardest()[:5]]
+    lines += [f"  {s.module} {s.kind}: {_sizes(s)}" for s in analysis.hardest()[:5]]
     if analysis.outliers:
         count = sum(one.count for one in analysis.outliers.values())
         having = sum(one.count > 0 for one in analysis.outliers.values())
@@ -85,13 +85,13 @@ def summary_text(analysis: Analysis, written: Sequence[Path], *, told: Collectio
         lines.append(
             f"  outlier tokens (above {threshold:g} x median): {count} in {having} of {len(analysis.outliers)} layers"
         )
-    lines += [line for note in analysis.notes if (line := f"note: {note}") not in told]
+    lines += [line for note in analysis.notes if (line := f"note: {note}") not in printed]
     last = [str(path) for path in written if path.suffix == ".html"] or [str(path) for path in written[-1:]]
     lines.append(f"{_counted(len(written), 'file')}, the last: {last[0]}" if last else "no file was written")
     return "\n".join(lines)
 
 
-def _said(s: LayerStatistics) -> str:
+def _sizes(s: LayerStatistics) -> str:
     """The largest magnitude as a multiple of what is usual, where that is not 0."""
     ratios = ((s.max_to_median, "median"), (s.max_to_p99, "99th percentile"))
     parts = [f"the {name} is 0" if ratio is None else f"{ratio:.4g} x the {name}" for ratio, name in ratios]

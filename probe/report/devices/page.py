@@ -25,7 +25,7 @@ def write_device_page(folder: Path | str, found: DeviceComparison, drawn: DrawnT
     page.heading("Verdict")
     page.text(headline(found))
     page.text("Passed." if found.passed else "Failed.")
-    page.pre("\n".join(f"- {said}" for said in found.verdict.evidence))
+    page.pre("\n".join(f"- {reason}" for reason in found.verdict.evidence))
     page.text(f"Inputs: {found.inputs.reason}. Limits: {limits_text(found)}.")
     for note in found.notes:
         page.text(f"Note: {note}.")
@@ -95,7 +95,7 @@ def headline(found: DeviceComparison) -> str:
 
 def verdict_text(found: DeviceComparison) -> str:
     """The verdict, and the figures that led to it."""
-    lines = [f"Verdict: {headline(found)}", *(f"  - {said}" for said in found.verdict.evidence)]
+    lines = [f"Verdict: {headline(found)}", *(f"  - {reason}" for reason in found.verdict.evidence)]
     return "\n".join([*lines, *(f"  note: {note}" for note in found.notes)])
 
 
@@ -174,12 +174,12 @@ def _likeness(value: float) -> str:
 
 
 def _worst(found: DeviceComparison) -> str:
-    def told(layers: Sequence[LayerDifference], key: str) -> str:
+    def listed(layers: Sequence[LayerDifference], key: str) -> str:
         return ", ".join(f"{layer.label} {_cell(key, getattr(layer, key.replace(' ', '_')))}" for layer in layers)
 
     return (
-        f"Worst by max abs: {told(found.worst_by_max_abs, 'max abs')}\n"
-        f"Worst by cosine:  {told(found.worst_by_cosine, 'cosine')}"
+        f"Worst by max abs: {listed(found.worst_by_max_abs, 'max abs')}\n"
+        f"Worst by cosine:  {listed(found.worst_by_cosine, 'cosine')}"
     )
 
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from probe.gate.cases import Figure, Outcome
 from probe.report.document import render
 from probe.report.gate.recipes import HeatMap, Run, cell_text, error_of, heat_maps, runs, totals
-from probe.report.gate.story import heading, story
+from probe.report.gate.text import heading, story
 from probe.report.numbers import change, number, ranked, short, tolerance, value
 from probe.running.environment import differences
 from probe.words import LOGITS, single_line
@@ -166,15 +166,16 @@ def _worst(run: Run, injected_name: str) -> list[dict[str, str]]:
     correlation = run.smallest("propagated.correlation", "injected.correlation")
     whole = run.whole.figures if run.whole else {}
     kl, bits = value(whole, "logits.kl"), value(whole, "logits.change_in_bits_per_byte", "logits.change_in_bits")
+    found = [
+        (injected, short, None),
+        (mse, short, label_mse),
+        (correlation, number, label_correlation),
+        (kl, number, None),
+        (bits, number, None),
+    ]
     return [
-        {"text": "" if injected is None else short(injected), "label": ""},
-        {"text": "" if mse is None else short(mse), "label": "" if mse is None else label_mse(mse)},
-        {
-            "text": "" if correlation is None else number(correlation),
-            "label": "" if correlation is None else label_correlation(correlation),
-        },
-        {"text": "" if kl is None else number(kl), "label": ""},
-        {"text": "" if bits is None else number(bits), "label": ""},
+        {"text": "" if x is None else form(x), "label": "" if x is None or label is None else label(x)}
+        for x, form, label in found
     ]
 
 

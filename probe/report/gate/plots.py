@@ -5,22 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from probe.gate.cases import Outcome
-from probe.report.figure import (
-    BAD,
-    BLUE,
-    DASHED,
-    DPI,
-    GREY,
-    LARGEST,
-    VERMILION,
-    count_ticks,
-    label,
-    layer_axis,
-    log_ticks,
-    note,
-    positive,
-    sheet,
-)
+from probe.report import figure
 from probe.report.gate.recipes import Run
 from probe.report.numbers import number
 from probe.words import LOGITS
@@ -29,7 +14,7 @@ WIDTH, HEIGHT = 1200, 360  # pixels
 #: The band behind a layer that failed.
 BAND = "#f9dfe2"
 #: Colours and markers of the two errors of a layer.
-CURVES = {"injected.mse": (BLUE, "o"), "propagated.mse": (VERMILION, "s")}
+CURVES = {"injected.mse": (figure.BLUE, "o"), "propagated.mse": (figure.VERMILION, "s")}
 #: Colours that a picture needs.
 COLOURS = 64
 
@@ -40,8 +25,8 @@ def recipe_picture(outcomes: Sequence[Outcome], shown: Outcome) -> bytes:
     The places of the panels are fixed: a report has many of these, and a computed layout takes most of the time.
     """
     places = {"left": 0.045, "right": 0.99, "bottom": 0.13, "top": 0.87, "wspace": 0.2, "width_ratios": (4, 2.2, 2.2)}
-    size = (WIDTH / DPI / 3, HEIGHT / DPI)
-    with sheet(3, size=size, layout="none", gridspec_kw=places) as page:
+    size = (WIDTH / figure.DPI / 3, HEIGHT / figure.DPI)
+    with figure.sheet(3, size=size, layout="none", gridspec_kw=places) as page:
         left, middle, right = page.panels
         _errors(left, Run(tuple(outcomes)))
         _differences(middle, shown)
@@ -54,10 +39,10 @@ def _errors(axes: Any, run: Run) -> None:
     axes.set_title("mse by layer", y=1.02)
     layers = run.layers
     known = [f for outcome in layers for name, f in outcome.figures.items() if name in CURVES]
-    drawn = [x for figure in known for x in map(positive, (figure.old, figure.new)) if x > 0]
+    drawn = [x for one in known for x in map(figure.positive, (one.old, one.new)) if x > 0]
     if not drawn:
-        lossless = any(figure.new == 0 for figure in known)
-        note(axes, "no error: every mse is 0" if lossless else "no mse: no layer was measured")
+        lossless = any(one.new == 0 for one in known)
+        figure.note(axes, "no error: every mse is 0" if lossless else "no mse: no layer was measured")
         return
     across = axes.get_xaxis_transform()
     failing = [place for place, outcome in enumerate(layers) if outcome.status == "failed"]
@@ -67,30 +52,30 @@ def _errors(axes: Any, run: Run) -> None:
     size = 4.5 if len(layers) <= 24 else 3
     for name, (colour, marker) in CURVES.items():
         figures = [outcome.figures.get(name) for outcome in layers]
-        old = [positive(figure.old if figure else None) for figure in figures]
-        new = [positive(figure.new if figure else None) for figure in figures]
-        axes.plot(old, color=colour, linestyle=DASHED, linewidth=1.1, marker="_", markersize=2 * size)
+        old = [figure.positive(one.old if one else None) for one in figures]
+        new = [figure.positive(one.new if one else None) for one in figures]
+        axes.plot(old, color=colour, linestyle=figure.DASHED, linewidth=1.1, marker="_", markersize=2 * size)
         axes.plot(new, color=colour, linewidth=1.4, marker=marker, markersize=size, label=name.removesuffix(".mse"))
-        for place, figure in enumerate(figures):
-            if figure and figure.new == 0:
+        for place, one in enumerate(figures):
+            if one and one.new == 0:
                 axes.text(place, 0.02, "0", transform=across, color=colour, ha="center")
-    axes.plot([], color=GREY, linestyle=DASHED, linewidth=1.1, label="baseline")
+    axes.plot([], color=figure.GREY, linestyle=figure.DASHED, linewidth=1.1, label="baseline")
     lost = [place for place, outcome in enumerate(layers) if any(map(_is_lost, _curve_values(outcome)))]
     if lost:
-        axes.plot(lost, [0.05] * len(lost), "x", color=BAD, transform=across)
-        axes.text(lost[0], 0.09, "not finite", transform=across, color=BAD, ha="center")
-    layer_axis(axes, [outcome.case.layer for outcome in layers])
+        axes.plot(lost, [0.05] * len(lost), "x", color=figure.BAD, transform=across)
+        axes.text(lost[0], 0.09, "not finite", transform=across, color=figure.BAD, ha="center")
+    figure.layer_axis(axes, [outcome.case.layer for outcome in layers])
     axes.set_xlabel("")
     margin = max(1.5, (max(drawn) / min(drawn)) ** 0.06)  # of 1.5 at the least, so that a tick is between the two
     axes.set_yscale("log")
     axes.set_ylim(min(drawn) / margin, max(drawn) * margin)
-    log_ticks(axes.yaxis)
+    figure.log_ticks(axes.yaxis)
     axes.minorticks_off()
     axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=4, handlelength=1.6, columnspacing=1.2)
 
 
 def _curve_values(outcome: Outcome) -> list[float | None]:
-    return [figure.new for name, figure in outcome.figures.items() if name in CURVES]
+    return [one.new for name, one in outcome.figures.items() if name in CURVES]
 
 
 def _is_lost(x: float | None) -> bool:
@@ -101,23 +86,23 @@ def _differences(axes: Any, shown: Outcome) -> None:
     """A histogram of output - reference, with its mean."""
     import numpy as np
 
-    axes.set_title(f"output - reference of {label(shown.case.layer, most=20)}", y=1.02)
+    axes.set_title(f"output - reference of {figure.label(shown.case.layer, most=20)}", y=1.02)
     pairs = _pairs(axes, shown)
     if not pairs:
         return
     found = [output - reference for reference, output in pairs]
     if max(found) == min(found):
-        note(axes, f"every difference is {number(found[0])} ({len(found)} values)")
+        figure.note(axes, f"every difference is {number(found[0])} ({len(found)} values)")
         return
     counts, edges = np.histogram(found, bins=min(40, max(8, 2 * round(len(found) ** 0.5))))
-    axes.stairs(counts, edges, fill=True, color=BLUE)
+    axes.stairs(counts, edges, fill=True, color=figure.BLUE)
     mean = sum(found) / len(found)
-    axes.axvline(0, color=GREY, linewidth=1)
-    axes.axvline(mean, color=BAD, linewidth=1.2, linestyle=DASHED)
-    axes.text(0.99, 0.95, f"mean {mean:.1e}", transform=axes.transAxes, ha="right", color=BAD)
+    axes.axvline(0, color=figure.GREY, linewidth=1)
+    axes.axvline(mean, color=figure.BAD, linewidth=1.2, linestyle=figure.DASHED)
+    axes.text(0.99, 0.95, f"mean {mean:.1e}", transform=axes.transAxes, ha="right", color=figure.BAD)
     axes.set_ylim(0, 1.1 * max(counts))
     _few_ticks(axes.xaxis)
-    count_ticks(axes.yaxis)
+    figure.count_ticks(axes.yaxis)
 
 
 def _values(axes: Any, shown: Outcome) -> None:
@@ -128,8 +113,8 @@ def _values(axes: Any, shown: Outcome) -> None:
         return
     reference, output = zip(*pairs, strict=True)
     low, high = min(reference + output), max(reference + output)
-    axes.plot((low, high), (low, high), color=GREY, linewidth=1)
-    axes.plot(reference, output, color=BLUE, linestyle="", marker=".", markersize=3.5, alpha=0.55)
+    axes.plot((low, high), (low, high), color=figure.GREY, linewidth=1)
+    axes.plot(reference, output, color=figure.BLUE, linestyle="", marker=".", markersize=3.5, alpha=0.55)
     _few_ticks(axes.xaxis)
     _few_ticks(axes.yaxis)
 
@@ -146,14 +131,14 @@ def _few_ticks(axis: Any) -> None:
 def _pairs(axes: Any, shown: Outcome) -> list[tuple[float, float]]:
     """Reference and output where both can be drawn; where none can, the panel says why."""
     pairs = list(zip(shown.points.get("reference", ()), shown.points.get("output", ()), strict=False))
-    good = [pair for pair in pairs if all(x is not None and abs(x) < LARGEST for x in pair)]
+    good = [pair for pair in pairs if all(x is not None and abs(x) < figure.LARGEST for x in pair)]
     if not pairs and shown.case.layer == LOGITS:
-        note(axes, "no values: of the logits none are kept")
+        figure.note(axes, "no values: of the logits none are kept")
     elif not pairs:
-        note(axes, "no values: the case was not measured")
+        figure.note(axes, "no values: the case was not measured")
     elif not good:
-        note(axes, f"no values: none of {len(pairs)} is finite")
+        figure.note(axes, f"no values: none of {len(pairs)} is finite")
     elif len(good) < len(pairs):
         text = f"{len(pairs) - len(good)} of {len(pairs)} not finite"
-        axes.text(0.02, 0.95, text, transform=axes.transAxes, color=BAD)
+        axes.text(0.02, 0.95, text, transform=axes.transAxes, color=figure.BAD)
     return good

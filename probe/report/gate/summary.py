@@ -6,7 +6,7 @@ from typing import Any
 from probe.files.checked_json import finite
 from probe.gate.cases import Outcome
 from probe.report.gate.recipes import HeatMap, Run, cell_text, heat_maps, is_inherited, runs, totals
-from probe.report.gate.story import selection
+from probe.report.gate.text import selection
 from probe.report.numbers import change, ranked, tolerance
 from probe.running.environment import differences
 from probe.version import VERSION
@@ -108,25 +108,10 @@ def _recipe(run: Run) -> dict[str, Any]:
 
 
 def _case(outcome: Outcome) -> dict[str, Any]:
-    figures = {
-        name: {
-            "new": finite(figure.new),
-            "old": finite(figure.old),
-            "tolerance": finite(figure.tolerance),
-            "moved": figure.moved,
-            "direction": figure.direction,
-            "reason": figure.reason,
-        }
-        for name, figure in outcome.figures.items()
-    }
-    known = {key: x for key, x in outcome.as_dict().items() if key not in ("points", "case", "figures")}
-    return {
-        "id": str(outcome.case),
-        **outcome.as_dict()["case"],
-        **known,
-        "details": list(outcome.details),
-        "figures": figures,
-    }
+    facts = outcome.as_dict()
+    known = {key: value for key, value in facts.items() if key not in ("points", "case")}
+    found: dict[str, Any] = finite({"id": str(outcome.case), **facts["case"], **known})
+    return found
 
 
 def _row(run: Run) -> str:

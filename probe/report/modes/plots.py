@@ -10,22 +10,7 @@ import numpy as np
 from probe.comparisons.modes import ModeComparison
 from probe.comparisons.samples import DrawnTensor
 from probe.metrics import Metrics
-from probe.report.figure import (
-    BAD,
-    COLOURS,
-    GREY,
-    Sheet,
-    corner_note,
-    histogram,
-    label,
-    layer_axis,
-    log_axis,
-    log_colour_ticks,
-    log_shade_map,
-    note,
-    positive,
-    sheet,
-)
+from probe.report import figure
 
 #: Beside the colours, since there may be more modes than colours.
 MARKERS = "osD^vP*X"
@@ -42,26 +27,28 @@ FIGURES: dict[str, Callable[[Metrics], float | None]] = {
 def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
     """mse and 1 - correlation of every mode, on logarithmic axes; a layer without loss has no point."""
     names = list(comparisons[0].layers)
-    with sheet(2, columns=2, size=(6.25, 3.8)) as page:
+    with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
         for axes, (title, figure_of) in zip(page.panels, FIGURES.items(), strict=True):
-            curves = [[positive(figure_of(layer.metrics)) for layer in one.layers.values()] for one in comparisons]
+            curves = [
+                [figure.positive(figure_of(layer.metrics)) for layer in one.layers.values()] for one in comparisons
+            ]
             wide = widths(curves)
             for place, (one, values, width) in enumerate(zip(comparisons, curves, wide, strict=True)):
                 axes.plot(
                     values,
-                    color=COLOURS[place % len(COLOURS)],
+                    color=figure.COLOURS[place % len(figure.COLOURS)],
                     marker=MARKERS[place % len(MARKERS)],
                     markersize=(4.5 if len(names) <= 32 else 2.5) + width - THIN,
                     linestyle=DASHES[place % len(DASHES)] if max(wide) == THIN else "-",  # gaps would hide thin lines
                     linewidth=width,
-                    label=label(one.compared_mode, most=20),
+                    label=figure.label(one.compared_mode, most=20),
                 )
             axes.set_title(title)
             if not any(math.isfinite(x) for values in curves for x in values):
-                note(axes, "nothing to draw: every layer is without loss, or undefined")
+                figure.note(axes, "nothing to draw: every layer is without loss, or undefined")
                 continue
-            log_axis(axes)
-            layer_axis(axes, names)
+            figure.log_axis(axes)
+            figure.layer_axis(axes, names)
         page.legend()
         return page.png()
 
@@ -84,31 +71,31 @@ def difference_histograms(drawn: Mapping[str, DrawnTensor], reference: str) -> b
     ends = {one.differences.edges[-1] for one in drawn.values() if one.differences}
     with _panels(drawn, 2.6, "difference of {}", "values in the sample", sharex=len(ends) == 1, sharey=True) as page:
         for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
-            axes.set_title(f"{label(mode, most=22)} - {label(reference, most=12)}")
+            axes.set_title(f"{figure.label(mode, most=22)} - {figure.label(reference, most=12)}")
             found = one.differences
             if found is None:
                 nothing = "every difference is 0" if len(one.pairs.output) else "not one value of the sample is finite"
-                note(axes, nothing)
+                figure.note(axes, nothing)
                 continue
-            histogram(axes, found.counts, found.edges, mean=found.mean)
+            figure.histogram(axes, found.counts, found.edges, mean=found.mean)
             beyond = f"\n{found.beyond} beyond" if found.beyond else ""
-            corner_note(axes, f"mean {found.mean:.1e}\nstd {found.std:.1e}{beyond}")
+            figure.corner_note(axes, f"mean {found.mean:.1e}\nstd {found.std:.1e}{beyond}")
         return page.png()
 
 
 def value_scatter(drawn: Mapping[str, DrawnTensor], reference: str) -> bytes:
     """Output against reference as densities, with the line on which they are equal."""
-    with _panels(drawn, 3.0, f"{{}} of {label(reference, most=12)}", "of the mode") as page:
+    with _panels(drawn, 3.0, f"{{}} of {figure.label(reference, most=12)}", "of the mode") as page:
         shown = None
         for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
-            axes.set_title(label(mode, most=30))
+            axes.set_title(figure.label(mode, most=30))
             pairs = one.pairs
             both = np.concatenate([pairs.output, pairs.reference])
             low, high = float(both.min(initial=math.inf)), float(both.max(initial=-math.inf))
             if not len(both) or low == high:
-                note(axes, "every value is the same" if len(both) else "not one value of the sample is finite")
+                figure.note(axes, "every value is the same" if len(both) else "not one value of the sample is finite")
                 continue
-            axes.plot((low, high), (low, high), color=BAD, linewidth=0.8, zorder=3)
+            axes.plot((low, high), (low, high), color=figure.BAD, linewidth=0.8, zorder=3)
             shown = axes.hexbin(
                 pairs.reference, pairs.output, gridsize=48, bins="log", mincnt=1, extent=(low, high, low, high),
                 cmap="viridis", linewidths=0.1,
@@ -123,26 +110,30 @@ def error_maps(drawn: Mapping[str, DrawnTensor]) -> bytes:
     with _panels(drawn, 2.9, "feature of {}", "position", sharex=True, sharey=True) as page:
         shown = None
         for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
-            axes.set_title(label(mode, most=30))
+            axes.set_title(figure.label(mode, most=30))
             if one.scale is None:
-                note(axes, "every difference is 0" if np.isfinite(one.errors).all() else "no difference is finite")
+                figure.note(
+                    axes, "every difference is 0" if np.isfinite(one.errors).all() else "no difference is finite"
+                )
                 continue
-            shown = log_shade_map(axes, one.errors, one.scale, one.shape)
+            shown = figure.log_shade_map(axes, one.errors, one.scale, one.shape)
             axes.locator_params(nbins=5)
         _colour_bar(page, shown, "mean |difference|")
         return page.png()
 
 
 @contextmanager
-def _panels(drawn: Mapping[str, DrawnTensor], height: float, across: str, down: str, **options: Any) -> Iterator[Sheet]:
+def _panels(
+    drawn: Mapping[str, DrawnTensor], height: float, across: str, down: str, **options: Any
+) -> Iterator[figure.Sheet]:
     """A sheet with a panel for each mode, and names for the axes of all; `across` has a place for the layer's."""
-    layer = label(next(iter(drawn.values())).label, most=40)
-    with sheet(len(drawn), columns=4, size=(3.125, height), **options) as page:
-        page.figure.supxlabel(across.format(layer), fontsize=9, color=GREY)
-        page.figure.supylabel(down, fontsize=9, color=GREY)
+    layer = figure.label(next(iter(drawn.values())).label, most=40)
+    with figure.sheet(len(drawn), columns=4, size=(3.125, height), **options) as page:
+        page.figure.supxlabel(across.format(layer), fontsize=9, color=figure.GREY)
+        page.figure.supylabel(down, fontsize=9, color=figure.GREY)
         yield page
 
 
-def _colour_bar(page: Sheet, shown: Any, name: str) -> None:
+def _colour_bar(page: figure.Sheet, shown: Any, name: str) -> None:
     if shown is not None:
-        log_colour_ticks(page.figure.colorbar(shown, ax=page.panels, label=name, shrink=0.85, pad=0.01))
+        figure.log_colour_ticks(page.figure.colorbar(shown, ax=page.panels, label=name, shrink=0.85, pad=0.01))

@@ -117,31 +117,15 @@ def _curves(axes: Any, panel: Panel, result: ScalingResult, found: Recommendatio
         axes.plot([best.scale_exponent], [top], marker="*", markersize=13, color=CHOSEN, zorder=3, linestyle="")
         return
     edge = 0.04 if panel.log else 0.96  # zero on a logarithmic axis, or a psnr of inf
+    across = axes.get_xaxis_transform()
     for level in (level for level in result.levels if level.lossless):
         first = level.level == best.level
         style = {"marker": "*", "markersize": 13} if first else {"marker": "o", "markersize": 4}
-        axes.plot(
-            [level.scale_exponent],
-            [edge],
-            transform=axes.get_xaxis_transform(),
-            color=CHOSEN,
-            linestyle="",
-            zorder=3,
-            **style,
-        )
-    middle = sum(_span([one.scale_exponent for one in result.levels])) / 2
-    right = best.scale_exponent > middle
-    axes.annotate(
-        "lossless",
-        (best.scale_exponent, edge),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(-11 if right else 11, 0),
-        textcoords="offset points",
-        ha="right" if right else "left",
-        va="center",
-        color=CHOSEN,
-        bbox=_BEHIND,
-    )
+        axes.plot([level.scale_exponent], [edge], transform=across, color=CHOSEN, linestyle="", zorder=3, **style)
+    right = best.scale_exponent > sum(_span([one.scale_exponent for one in result.levels])) / 2
+    place = {"xytext": (-11, 0), "ha": "right"} if right else {"xytext": (11, 0), "ha": "left"}
+    style = {"textcoords": "offset points", "va": "center", "color": CHOSEN, "bbox": _BEHIND}
+    axes.annotate("lossless", (best.scale_exponent, edge), xycoords=across, **place, **style)
 
 
 def _lines(result: ScalingResult) -> list[tuple[list[Level], str]]:

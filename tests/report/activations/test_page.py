@@ -64,7 +64,7 @@ def test_the_page_never_says_that_there_is_no_outlier_where_there_are_some(tmp_p
 
 def test_the_summary_says_what_was_not_said_before(run: tuple[Analysis, Path]) -> None:
     analysis = dataclasses.replace(run[0], notes=("one", "two"))
-    text = summary_text(analysis, [Path("a/analysis.json")], told=["note: one", "drawing"])
+    text = summary_text(analysis, [Path("a/analysis.json")], printed=["note: one", "drawing"])
     assert "note: one" not in text
     assert "\nnote: two\n" in text
     assert text.endswith("\n1 file, the last: a/analysis.json")

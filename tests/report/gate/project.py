@@ -17,7 +17,7 @@ from pytest_html import extras
 from probe.report.gate.page import front
 from probe.report.gate.plots import recipe_picture
 from probe.report.gate.recipes import runs
-from probe.report.gate.story import story
+from probe.report.gate.text import story
 from probe.report.gate.page import figure_table, name_cell
 from tests.report.gate import examples
 

@@ -7,12 +7,12 @@ from hypothesis import given, strategies as st
 
 from probe.gate.cases import HEADINGS, NEXT, Case, Figure, Outcome, Verdict
 from probe.report.gate.recipes import layer_names, runs, totals
-from probe.report.gate.story import (
+from probe.report.gate.text import (
     MOST_COLUMNS,
     MOST_LINES,
     case_selection,
     case_text,
-    held_story,
+    golden_text,
     names_in_order,
     one_line,
     story,
@@ -82,7 +82,7 @@ def test_what_is_not_finite_cannot_be_accepted() -> None:
 
 
 @pytest.mark.parametrize("verdict", get_args(Verdict))
-def test_every_verdict_has_its_own_words(verdict: str) -> None:
+def test_every_verdict_has_its_own_words(verdict: Verdict) -> None:
     lines = story([failing(verdict)], report=None)
     assert lines[0] == f"mode_2_1-layer_0-cpu-fp8_e4m3 {HEADINGS[verdict]}"
     assert len(set(HEADINGS.values())) == len(HEADINGS) == len(get_args(Verdict))
@@ -156,7 +156,7 @@ outcomes = st.builds(
 def test_whatever_is_in_it_it_stays_short(found: list[Outcome], report: str | None, environment: list[str]) -> None:
     lines = story(found, report=report, environment=environment)
     assert len(lines) <= MOST_LINES
-    assert all(line.isprintable() for line in held_story(found[0]))
+    assert all(line.isprintable() for line in golden_text(found[0]))
     for line in [*lines, *case_text(found[0]), one_line(found[0], told_by="x")]:
         assert len(line) <= MOST_COLUMNS
         assert line.isprintable()
@@ -181,12 +181,12 @@ def test_the_command_of_a_case_runs_it_alone(layer: str, command: str) -> None:
 def test_the_command_of_a_case_is_never_cut_short() -> None:
     case = Case("activations", "model.a_long_name_of_a_module." * 8, "cpu", "input")
     figures = {"activations.outliers": Figure(5.0, 0.0, 0.5, True, "worse")}
-    lines = held_story(Outcome("m", case, "failed", "drift", "It moved.", figures=figures, baseline_file="b.json"))
+    lines = golden_text(Outcome("m", case, "failed", "drift", "It moved.", figures=figures, baseline_file="b.json"))
     assert lines[-2:] == [
         f'  rerun                 pytest -k "[{case}]"',
         f'  accept                pytest -k "[{case}]" --update-baselines --allow-worse "REASON"',
     ]
-    assert held_story(Outcome("m", case, "failed", "not finite", "NaN."))[-1].startswith("  next           cannot be")
+    assert golden_text(Outcome("m", case, "failed", "not finite", "NaN."))[-1].startswith("  next           cannot be")
 
 
 def test_a_further_case_points_to_the_story() -> None:

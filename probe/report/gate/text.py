@@ -56,10 +56,10 @@ def case_text(outcome: Outcome) -> list[str]:
     return [single_line(heading(outcome), most=MOST_COLUMNS), *_table(rows)]
 
 
-def held_story(outcome: Outcome) -> list[str]:
-    """The story of a case that is held by itself, without a recipe. Its commands are never cut short.
+def golden_text(outcome: Outcome) -> list[str]:
+    """A golden case by itself, without a recipe, as text. Its commands are never cut short.
 
-    Where its settings are not those of the baseline, they are told in the place of figures that say nothing.
+    Where its settings are not those of the baseline, they stand in place of the figures, which say nothing then.
     """
     figures = _figure_rows(outcome)
     room = _room(figures)
