@@ -31,7 +31,7 @@ def file_inside(folder: Path, name: str) -> Path:
 def check_outputs(*, files: Iterable[Given] = (), folders: Iterable[Given] = ()) -> None:
     """Refuse, before the work starts, what could not be written after it; None and `-` (standard output) are fine.
 
-    Folders that are missing are made, a file is made in each, and both are taken away again.
+    Missing folders are made, a file is made in each, and both are removed again.
     """
     for given in files:
         if given not in (None, "-"):

@@ -84,7 +84,7 @@ class Tokens:
     seqlen: int
     fingerprint: str | None  # of all samples in order, however they were batched; None: nobody knows
     file: str | None = None  # where the ids are
-    source: str | None = None  # a text source; None: a prompt, or the caller's own
+    source: str | None = None  # the text; None: a prompt, or tokens of the caller
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class RecordedCalibration:
-    """The data that static scales were taken from."""
+    """The data that static scales were computed from."""
 
     data: str
     fingerprint: str

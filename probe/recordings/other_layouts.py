@@ -1,4 +1,4 @@
-"""The layouts of the users' own scripts, npy, npz and pt: folders without a manifest are read, and layouts are written.
+"""The layouts of the users' own scripts, npy, npz and pt: reading folders without a manifest, and writing.
 
 In a folder without a manifest, recipes and layers come from the names of files, tokens from metadata.pt if there is
 one. Whatever cannot be verified is said in notes.

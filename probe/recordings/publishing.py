@@ -50,7 +50,7 @@ def holds_recording(folder: Path) -> bool:
 
 
 def is_to_be_replaced(folder: Path, *, overwrite: bool) -> bool:
-    """Whether a whole recording is replaced, which is an error unless asked for and nothing else is in its folder."""
+    """Whether a recording will be replaced: an error without `overwrite`, and if the folder holds anything else."""
     if not holds_recording(folder):
         return False
     if not overwrite:
@@ -234,7 +234,7 @@ def _build(export: Export, layout: Layout) -> Manifest:
     """
     folder, writer = export.folder, WRITERS[layout]
     with writing(folder):
-        _take_along(export)
+        _link_kept(export)
         tensors = writer.tensors(export)
     new = {recipe: replace(recorded, tensors=tensors[recipe]) for recipe, recorded in export.recipes.items()}
     recipes = {**export.staying, **new}
@@ -257,7 +257,7 @@ def _build(export: Export, layout: Layout) -> Manifest:
     return manifest
 
 
-def _take_along(export: Export) -> None:
+def _link_kept(export: Export) -> None:
     """Link the older recording except for the recipes that are recorded anew, and the tokens."""
     folder, kept, source = export.folder, export.kept, export.source
     if kept is None:

@@ -33,7 +33,7 @@ PARTIAL, PREVIOUS = "{}.partial", ".{}.previous"
 
 @dataclass(frozen=True)
 class Recording:
-    """A folder that was read and found sound. Each tensor is mapped from disk when it is asked for.
+    """A folder that was read and found sound. A tensor is mapped from disk when `tensor` is called.
 
     `notes` says what a reader should know, such as what could not be verified.
     """

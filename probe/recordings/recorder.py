@@ -112,7 +112,7 @@ def record(
     tokens, weights = _tokens_of(batches, request.source), model.loaded.fingerprint
     begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
     existing = publishing.existing_recording(folder, begun, keys, layout, overwrite=request.overwrite)
-    asked = publishing.shared_facts(begun, layout) | _asked(request, model, batches, keys)
+    asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, keys)
     begun = replace(begun, unfinished=UnfinishedWork(asked, keys))
     with publishing.partial_recording(folder, begun, restart=request.restart) as partial:
         if partial.reused:
@@ -125,7 +125,7 @@ def record(
         return publishing.publish(folder, partial, existing, script_facts(request, model, batches), layout)
 
 
-def _asked(
+def _resume_facts(
     request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor], recipes: Sequence[str]
 ) -> dict[str, str]:
     """What must be the same, beside the shared facts, for an interrupted recording to be continued."""

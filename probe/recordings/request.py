@@ -145,7 +145,7 @@ class RecordRequest:
 
     @property
     def calibration(self) -> str:
-        """What static scales are to be taken from, in words."""
+        """The data that static scales are computed from, in words."""
         return f"{self.calib_data_num} x {self.calib_seqlen} of {self.calib_data}, percentile {self.percentile}"
 
     def recorded_calibration(self, calibration: Calibration) -> RecordedCalibration:
@@ -206,7 +206,7 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
 
 
 def device_name(request: RecordRequest, model: ModelToRun) -> str:
-    """The device as the manifest has it, once it is known to be here. A model that runs as is has its own."""
+    """The device as the manifest names it; one that is not present is an error. A model that runs as is has its own."""
     device = request.device
     if model.runs_as_is:
         found = device_of(model.loaded.model)
