@@ -75,10 +75,9 @@ def _shortest(count: int, guess: int, enough: Callable[[int], bool]) -> int | No
 def _text(found: Sensitivity, keep: Sequence[str], kept: float | None) -> str:
     """The advice in words, with the measured figures."""
     whole = found.everything.kl
-    shown = first_few(keep)
     left = "is not finite" if kept is None else f"falls from {whole:.3g} to {kept:.3g}"
     share = "" if kept is None or not whole else f" ({kept / whole:.0%})"
-    what = f"Keep {shown} in higher precision"
+    what = f"Keep {first_few(keep)} in higher precision"
     if kept is not None and whole is not None and kept <= AIM * whole:
         return f"{what}: the KL {left}{share}, measured."
     return (
