@@ -24,7 +24,7 @@ def near(name: object, names: Iterable[str], *, count: int = 3, alike: float = A
     wanted = str(name).lower()
     folded = {option.lower(): option for option in names} if wanted else {}
     starting = [option for option in folded if option.startswith(wanted)]
-    first = difflib.get_close_matches(wanted, starting, n=count, cutoff=0.0)
+    first = sorted(starting, key=len)  # the shortest is the most like it; of equal ones, the first of the table
     then = difflib.get_close_matches(wanted, folded, n=count, cutoff=alike)
     return [folded[option] for option in dict.fromkeys([*first, *then])][:count]
 

@@ -33,7 +33,7 @@ def test_only_names_that_are_really_near_are_suggested(written: str, expected: l
 
 
 def test_a_beginning_comes_before_what_is_only_alike() -> None:
-    assert near("layer_1", ["layer_2", "layer_12", "layer_1x"]) == ["layer_1x", "layer_12", "layer_2"]
+    assert near("layer_1", ["layer_2", "layer_12", "layer_1x"]) == ["layer_12", "layer_1x", "layer_2"]
 
 
 def test_without_a_near_name_the_first_few_are_shown() -> None:

@@ -60,18 +60,8 @@ def _analyze(options: argparse.Namespace) -> int:
     check_outputs(folders=[settings.visualization.save_dir])
     from probe.activations.run import prepare, run
 
-    lines: list[str] = []
-
-    def progress(text: str) -> None:
-        lines.append(text)
-        screen.line(text)
-
-    with Progress() as screen:
-        prepared = prepare(
-            settings,
-            progress=progress,
-            **model_arguments(options),
-        )
+    with Progress() as progress:
+        prepared = prepare(settings, progress=progress.line, **model_arguments(options))
         if options.dry_run:
             from probe.report.activations.text import dry_run_text
 
@@ -80,9 +70,9 @@ def _analyze(options: argparse.Namespace) -> int:
         from probe.report.activations.files import write_analysis
         from probe.report.activations.text import summary_text
 
-        analysis = run(prepared, progress=progress)
-        written = write_analysis(analysis, progress=progress)
-    print(summary_text(analysis, written, printed=lines))
+        analysis = run(prepared, progress=progress.line)
+        written = write_analysis(analysis, progress=progress.line)
+    print(summary_text(analysis, written, printed=progress.lines))
     return 0
 
 

@@ -25,18 +25,11 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--mode", metavar="MODE", help="only this one (default: every mode that was recorded)")
     parser.add_argument("--format", help="of a mode that was recorded in several")
     parser.add_argument("--layer", metavar="N", help="write its distribution as a picture, layer_N_analysis.png")
-    parser.add_argument(
-        "--factor", type=float, metavar="K", help="how many times the median change is odd (default: 10)"
-    )
+    factor = "how many times the median change is odd (default: 10)"
+    parser.add_argument("--factor", type=float, default=10.0, metavar="K", help=factor)
     add_option(parser, "--max-mean", type=float, default=10.0, metavar="X", help="of a layer (default: 10)")
-    add_option(
-        parser,
-        "--max-change",
-        type=float,
-        default=10.0,
-        metavar="X",
-        help="largest difference of adjacent layers (default: 10; models with outlier channels need more)",
-    )
+    change = "largest difference of adjacent layers (default: 10; models with outlier channels need more)"
+    add_option(parser, "--max-change", type=float, default=10.0, metavar="X", help=change)
     parser.add_argument("--report", metavar="DIR", help="write check.html there, and the picture of --layer")
     parser.add_argument("--json", metavar="FILE", help="all of it as JSON; - prints it, and nothing else")
     parser.add_argument("--verify", action="store_true", help="check every byte against the manifest first (sha256)")
@@ -44,7 +37,7 @@ def add(commands: Subparsers) -> None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from probe.comparisons.health import FACTOR, check
+    from probe.comparisons.health import check
     from probe.comparisons.samples import drawn_layer
     from probe.comparisons.selection import all_sides, find_side
     from probe.recordings import read_recording
@@ -58,11 +51,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.layer and len(sides) > 1:
         names = ", ".join(side.name for side in sides)
         raise ValueError(f"--layer shows a layer of one mode, and there are {names}. Say which with --mode.")
-    limits = {
-        "factor": FACTOR if options.factor is None else options.factor,
-        "max_mean": options.max_mean,
-        "max_change": options.max_change,
-    }
+    limits = {name: getattr(options, name) for name in ("factor", "max_mean", "max_change")}
     with Progress() as progress:
         checked = [(check(recording, side.recipe, **limits, progress=progress.status), side) for side in sides]
     quiet = options.json == "-"

@@ -36,14 +36,8 @@ def add(commands: Subparsers) -> None:
         "modes", nargs="+", metavar="MODE", help="2-1, 2-1-fp8_e4m3 and so on, or all that were recorded"
     )
     add_option(parser, "--reference", default="fp32", metavar="MODE", help="default: fp32")
-    add_option(
-        parser,
-        *("--dir", "--output-dir"),
-        dest="folder",
-        default=RECORDED,
-        metavar="DIR",
-        help=f"the recording (default: {RECORDED})",
-    )
+    folder = f"the recording (default: {RECORDED})"
+    add_option(parser, "--dir", "--output-dir", dest="folder", default=RECORDED, metavar="DIR", help=folder)
     add_option(parser, "--reference-dir", metavar="DIR", help="where the reference is, if elsewhere")
     parser.add_argument("--format", help="of modes that were recorded in several")
     parser.add_argument("--layers", nargs="+", metavar="LAYER", help="0, first, last, all, layer_0 or an expression")

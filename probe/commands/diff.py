@@ -46,17 +46,11 @@ def _run(options: argparse.Namespace) -> int:
     recipe = None if options.recipe is None else (options.recipe[0], options.recipe[-1])
     with Progress() as progress:
         found = diff(
-            options.a,
-            options.b,
+            *(options.a, options.b),
             recipe=recipe,
-            format=options.format,
-            reference=options.reference,
-            rtol=options.rtol,
-            atol=options.atol,
             limits=Limits(options.max_abs, options.mean_abs, options.cosine),
-            layers=options.layers,
-            verify=options.verify,
             progress=progress.status,
+            **{name: getattr(options, name) for name in ("format", "reference", "rtol", "atol", "layers", "verify")},
         )
     if options.json is not None:
         write_json(options.json, found.as_dict())

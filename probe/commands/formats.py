@@ -1,7 +1,6 @@
 """`probe formats` and `probe demo`: the number formats, and the error that each makes on a random tensor."""
 
 import argparse
-import json
 import math
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 
 #: What the scale of a block is, by `Format.scale`.
 SCALES = {"e8m0": "E8M0, 2^(byte-127)", "e4m3": "E4M3 x float32", "float32": "float32", None: "none"}
+LEGEND = "sqnr: signal to quantization noise, higher is better; -: lossless. saturated, flushed: of the elements."
 #: Elements of the tensor of `probe demo`, at most.
 MOST_ELEMENTS = 2**28
 
@@ -28,13 +28,8 @@ def add(commands: Subparsers) -> None:
     demo = commands.add_parser("demo", help="quantize a tensor to every format and show the errors")
     demo.add_argument("--shape", type=int, nargs="+", default=[512, 768], metavar="N", help="default: 512 768")
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument(
-        "--outliers",
-        type=float,
-        default=0.001,
-        metavar="SHARE",
-        help="elements multiplied by 50 (default: 0.001)",
-    )
+    outliers = "elements multiplied by 50 (default: 0.001)"
+    demo.add_argument("--outliers", type=float, default=0.001, metavar="SHARE", help=outliers)
     demo.add_argument("--scale-rule", default="floor", metavar="RULE", help="floor, ceil, even, rceil or mse")
     demo.add_argument("--formats", nargs="+", default=list(FORMATS), metavar="FORMAT", help="default: all")
     demo.add_argument("--json", action="store_true", help="machine-readable")
@@ -64,42 +59,42 @@ def _format_row(fmt: Format) -> dict[str, object]:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    rows = _error_rows(options.shape, options.formats, options.seed, options.outliers, options.scale_rule)
-    if options.json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    shape = " x ".join(map(str, options.shape))
-    print(f"normal values, {shape}, {options.outliers:.2%} of them times 50, seed {options.seed}, float32\n")
-    print_rows(rows)
-    print("\nsqnr: signal to quantization noise, higher is better; -: lossless. saturated, flushed: of the elements.")
+    rows = _error_rows(options)
+    if not options.json:
+        shape = " x ".join(map(str, options.shape))
+        print(f"normal values, {shape}, {options.outliers:.2%} of them times 50, seed {options.seed}, float32\n")
+    print_rows(rows, as_json=options.json)
+    if not options.json:
+        print(
+            "\nsqnr: signal to quantization noise, higher is better; -: lossless. saturated, flushed: of the elements."
+        )
     return 0
 
 
-def _error_rows(
-    shape: list[int], formats: list[str], seed: int, outliers: float, scale_rule: str
-) -> list[dict[str, object]]:
+def _error_rows(options: argparse.Namespace) -> list[dict[str, object]]:
     """One row per format: errors of `fake_quantize` against the float32 original, in float64."""
     import torch
 
     from probe.numerics.quantize import SCALE_RULES
 
-    sizes = " ".join(map(str, shape))
-    if not shape or min(shape) < 1:
+    shape, seed, outliers, rule = options.shape, options.seed, options.outliers, options.scale_rule
+    sizes, elements = " ".join(map(str, shape)), math.prod(shape)
+    if min(shape) < 1:
         raise ValueError(f"shape {sizes} has no elements. Give sizes of at least 1.")
     if not 0 <= outliers <= 1:
         raise ValueError(f"outliers {outliers} is not a share. Give a number from 0 to 1.")
-    if math.prod(shape) > MOST_ELEMENTS:
-        raise ValueError(f"shape {sizes} has {math.prod(shape)} elements. Give at most {MOST_ELEMENTS}.")
+    if elements > MOST_ELEMENTS:
+        raise ValueError(f"shape {sizes} has {elements} elements. Give at most {MOST_ELEMENTS}.")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed {seed} is out of range. Give a whole number from 0 to {2**63 - 1}.")
-    look_up("scale rule", scale_rule, SCALE_RULES)
-    chosen = [look_up("format", name, FORMATS, see="List them with: probe formats") for name in formats]
-    if scale_rule != "floor" and not any(fmt.scale == "e8m0" for fmt in chosen):
-        raise ValueError(f"scale rule {scale_rule!r} was given, but none of these formats has a power-of-two scale.")
+    look_up("scale rule", rule, SCALE_RULES)
+    formats = [look_up("format", name, FORMATS, see="List them with: probe formats") for name in options.formats]
+    if rule != "floor" and not any(fmt.scale == "e8m0" for fmt in formats):
+        raise ValueError(f"scale rule {rule!r} was given, but none of these formats has a power-of-two scale.")
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x = torch.where(torch.rand(shape, generator=generator) < outliers, 50 * x, x)
-    return [_error_row(x, fmt, scale_rule) for fmt in chosen]
+    return [_error_row(x, fmt, rule) for fmt in formats]
 
 
 def _error_row(x: "Tensor", fmt: Format, scale_rule: str) -> dict[str, object]:

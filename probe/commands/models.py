@@ -11,8 +11,6 @@ from probe.commands.output import print_rows
 from probe.commands.progress import Progress
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from probe.models.loading import Loaded
     from probe.running.measurement import Measured
 
@@ -122,17 +120,11 @@ def _layer_rows(loaded: "Loaded", patterns: Sequence[str], *, sites: bool) -> li
             "layer": labels.get(name, "-"),
             "type": type(module).__name__,
             "parameters": sum(p.numel() for p in module.parameters()),
-            "weight": " x ".join(map(str, getattr(module.weight, "shape", ()))) or "-" if _has_weight(module) else "-",
+            "weight": " x ".join(map(str, getattr(getattr(module, "weight", None), "shape", ()))) or "-",
         }
         for name, module in model.named_modules()
         if name and (names is None or name in names)
     ]
-
-
-def _has_weight(module: "nn.Module") -> bool:
-    import torch
-
-    return isinstance(getattr(module, "weight", None), torch.Tensor)
 
 
 def _measured_rows(measured: "Sequence[Measured]") -> list[dict[str, object]]:

@@ -16,11 +16,8 @@ def add_option(parser: argparse.ArgumentParser, *names: str, **settings: Any) ->
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Which model, and what loading it may do."""
-    parser.add_argument(
-        "--model",
-        default="tiny-mamba",
-        help="embedded name, folder, hub id or package.module:factory (default: tiny-mamba)",
-    )
+    model = "embedded name, folder, hub id or package.module:factory (default: tiny-mamba)"
+    parser.add_argument("--model", default="tiny-mamba", help=model)
     parser.add_argument("--allow-download", action="store_true", help="let a hub id be fetched")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
@@ -38,14 +35,8 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--calib-data", default="calibration", metavar="TEXT", help="text that scales are computed from")
     add_option(parser, "--calib-data-num", type=int, default=16, metavar="N", help="calibration samples (default: 16)")
     add_option(parser, "--calib-seqlen", type=int, default=256, metavar="N", help="default: 256")
-    add_option(
-        parser,
-        "--percentile",
-        type=float,
-        default=PERCENTILE,
-        metavar="SHARE",
-        help=f"of |conv1d.output| and |scan.state| (default: {PERCENTILE})",
-    )
+    percentile = f"of |conv1d.output| and |scan.state| (default: {PERCENTILE})"
+    add_option(parser, "--percentile", type=float, default=PERCENTILE, metavar="SHARE", help=percentile)
 
 
 def model_arguments(options: argparse.Namespace) -> dict[str, Any]:

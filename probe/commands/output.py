@@ -32,14 +32,13 @@ def write_json(where: str | Path, value: Any) -> None:
 
 
 def print_rows(rows: Sequence[dict[str, object]], *, as_json: bool = False) -> None:
-    """Print rows of the same keys as a table or as JSON."""
-    print(json.dumps(rows, indent=2) if as_json else table(rows))
-
-
-def table(rows: Sequence[dict[str, object]]) -> str:
-    """Aligned columns: numbers to the right, words to the left."""
+    """Print rows of the same keys as JSON, or as aligned columns: numbers to the right, words to the left."""
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
     texts = [{key: _cell(value) for key, value in row.items()} for row in rows]
-    return "\n".join(columns(texts, left={key for row in rows for key, value in row.items() if isinstance(value, str)}))
+    words = {key for row in rows for key, value in row.items() if isinstance(value, str)}
+    print("\n".join(columns(texts, left=words)))
 
 
 def _cell(value: object) -> str:

@@ -16,10 +16,12 @@ class Progress:
     status   what is being done right now: shown in place of the last, on a terminal only
     update   the share of the work that is done
     begin    how many steps there are, and `step`, one of them: what a recorder calls
+    lines    all lines that stay
     """
 
     def __init__(self) -> None:
         self.bar: Any = None  # tqdm has no types
+        self.lines: list[str] = []
         self._started = self._printed = 0.0
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -37,6 +39,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
+        self.lines.append(text)
         if self.bar is None:
             print(text, file=sys.stderr, flush=True)
         else:

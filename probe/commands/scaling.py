@@ -1,6 +1,7 @@
 """`probe scaling`: what the choice of a scale costs a tensor, and which to choose."""
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def add(commands: Subparsers) -> None:
     scaling.add_argument("--output-dir", metavar="DIR", help="default: draw/scaling_analysis/{tensor_name}/")
     scaling.add_argument(
         "--elem-format",
+        dest="formats",
         nargs="+",
         default=["fp8_e4m3"],
         metavar="FORMAT",
@@ -39,7 +41,7 @@ def add(commands: Subparsers) -> None:
     scaling.add_argument(
         "--block-size", type=int, metavar="N", help="values that share a scale in blocks (default: 32)"
     )
-    scaling.add_argument("--no-plots", action="store_true", help="write no pictures")
+    scaling.add_argument("--no-plots", dest="plots", action="store_false", help="write no pictures")
     scaling.add_argument("--jobs", type=int, default=1, metavar="N", help="tensors that are worked on at a time")
     scaling.set_defaults(
         run=_scaling,
@@ -51,16 +53,7 @@ def _scaling(options: argparse.Namespace) -> int:
     from probe.commands.scaling_batch import Request, run_batch
     from probe.recordings.tensor_sources import tensor_sources
 
-    request = Request(
-        formats=tuple(options.elem_format),
-        granularity=options.granularity,
-        num_levels=options.num_levels,
-        max_scale_exp=options.max_scale_exp,
-        min_scale_exp=options.min_scale_exp,
-        scale_bits=options.scale_bits,
-        block_size=options.block_size,
-        plots=not options.no_plots,
-    )
+    request = Request(**{field.name: getattr(options, field.name) for field in fields(Request)})
     output = Path(options.output_dir) if options.output_dir else None
     show = partial(print, flush=True)
     return run_batch(tensor_sources(options.input_tensor), request, output, jobs=options.jobs, show=show)

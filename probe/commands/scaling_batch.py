@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import chain, count
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ from probe.report.scaling.page import (
 from probe.report.scaling.plots import pictures
 from probe.report.script_layouts import overflow_block, recommendation_block
 from probe.scaling.advice import recommend
-from probe.scaling.levels import GRANULARITIES, check_levels, ends_of, expand_formats
+from probe.scaling.levels import GRANULARITIES, check_levels, expand_formats, sweep_ends
 from probe.scaling.rules import compare_rules
 from probe.scaling.sweep import Prepared, scaling_sweep
 from probe.words import look_up, require_positive
@@ -50,7 +51,7 @@ RULE = "=" * 80
 class Request:
     """What is done to every tensor. Options with which no tensor could be analysed are a ValueError."""
 
-    formats: tuple[str, ...] = ("fp8_e4m3",)
+    formats: Sequence[str] = ("fp8_e4m3",)
     granularity: str = "tensor"
     num_levels: int = 21
     max_scale_exp: float | None = None
@@ -63,7 +64,7 @@ class Request:
         object.__setattr__(self, "formats", tuple(expand_formats(list(self.formats))))
         look_up("granularity", self.granularity, {one: one for one in GRANULARITIES})
         check_levels(self.num_levels)
-        ends_of(self.max_scale_exp, self.min_scale_exp, (0, 0), scale_bits=self.scale_bits)
+        sweep_ends(self.max_scale_exp, self.min_scale_exp, (0, 0), scale_bits=self.scale_bits)
         require_positive("block_size", self.block_size)
 
 
@@ -91,26 +92,24 @@ def run_batch(
         raise ValueError("no tensor was given. Give at least one file or folder.")
     show(f"Processing {len(sources)} tensor(s)...")
     show(RULE)
-    places = OutputFolders(output_dir, alone=len(sources) == 1)
-    folders = [places.folder_for(source) for source in sources]
-    found: list[AnalysedTensor] = []
-    failed: list[FailedTensor] = []
-    unread: list[FailedTensor] = []
-    with closing(_outcomes(sources, request, folders, jobs, show)) as outcomes:
-        for outcome in outcomes:
-            found += outcome.found
-            if outcome.reason:
-                failed.append(FailedTensor(outcome.source.text, outcome.reason))
-                unread += failed[-1:] if outcome.unread else []
-    page = write_page(places.root, found, failed) if found else None
-    for line in ("", RULE, "FINAL SUMMARY", RULE, f"Total tensors: {len(sources)}"):
+    root = output_dir or DEFAULT_FOLDER
+    check_outputs(folders=[root])
+    folders = output_folders(sources, root, use_root=output_dir is not None and len(sources) == 1)
+    with closing(_outcomes(sources, request, folders, jobs, show)) as running:
+        outcomes = list(running)
+    found = [one for outcome in outcomes for one in outcome.found]
+    failed = [FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason]
+    unread = [FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason and one.unread]
+    page = write_page(root, found, failed) if found else None
+    for line in (
+        *("", RULE, "FINAL SUMMARY", RULE, f"Total tensors: {len(sources)}"),
+        f"Successful: {len(sources) - len(failed)}",
+        f"Failed: {len(failed)}",
+        *(f"  {one.source}: {one.reason}" for one in failed),
+        f"Page over all: {page}" if page else "Nothing was analysed, so no page is written.",
+        "⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!",
+    ):
         show(line)
-    show(f"Successful: {len(sources) - len(failed)}")
-    show(f"Failed: {len(failed)}")
-    for one in failed:
-        show(f"  {one.source}: {one.reason}")
-    show(f"Page over all: {page}" if page else "Nothing was analysed, so no page is written.")
-    show("⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!")
     if unread and not found:
         more = f" And {len(unread) - 1} more, see above." if len(unread) > 1 else ""
         raise ValueError(f"nothing was analysed. {unread[0].source}: {unread[0].reason}{more}")
@@ -198,34 +197,25 @@ def _analyse_format(
     return AnalysedTensor(source.text, str(folder), result, advice, rules, plots)
 
 
-class OutputFolders:
-    """A folder for every tensor: <root>/<name>, or the output folder itself for a single tensor.
+def output_folders(sources: Sequence[TensorSource], root: Path, *, use_root: bool) -> list[Path]:
+    """A folder for every source: root/<name>, or with `use_root` the root itself if it is free.
 
     No two inputs share a folder, also not with an earlier run: the next free of <name>_2, <name>_3 is used.
     """
+    folders: list[Path] = []
+    for source in sources:
+        names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
+        candidates = chain([root] if use_root else [], (root / name for name in names))
+        folders.append(next(one for one in candidates if one not in folders and _is_free(one, source)))
+    return folders
 
-    def __init__(self, output_dir: Path | None, *, alone: bool) -> None:
-        self.root = DEFAULT_FOLDER if output_dir is None else output_dir
-        check_outputs(folders=[self.root])
-        self._use_root = output_dir is not None and alone
-        self._used: set[Path] = set()
 
-    def folder_for(self, source: TensorSource) -> Path:
-        """The folder of this input, the one of an earlier run if there is one."""
-        if self._use_root and self._is_free(self.root, source):
-            return self.root
-        number, folder = 1, self.root / source.name
-        while folder in self._used or not self._is_free(folder, source):
-            number += 1
-            folder = self.root / f"{source.name}_{number}"
-        self._used.add(folder)
-        return folder
-
-    def _is_free(self, folder: Path, source: TensorSource) -> bool:
-        if not folder.exists():
-            return True
-        results = folder.glob("mxfp_scaling_results_*.json")
-        return folder.is_dir() and all(_identity_in(file) == source.identity for file in results)
+def _is_free(folder: Path, source: TensorSource) -> bool:
+    """Whether the folder has no results yet but those of this input."""
+    if not folder.exists():
+        return True
+    results = folder.glob("mxfp_scaling_results_*.json")
+    return folder.is_dir() and all(_identity_in(file) == source.identity for file in results)
 
 
 def _identity_in(file: Path) -> str:

@@ -51,7 +51,7 @@ class LayerComparison:
 
     @property
     def label(self) -> str:
-        """excellent, good, fair or poor: the worse of what mse and correlation are called."""
+        """excellent, good, fair or poor: the worse of the labels of mse and correlation."""
         words = ("excellent", "good", "fair", "poor", "undefined")
         found = [label_mse(self.metrics.mse), label_correlation(self.metrics.correlation)]
         if self.metrics.correlation is None and self.metrics.mse is not None:  # a constant has none
@@ -75,7 +75,7 @@ class LayerComparison:
 
     @classmethod
     def from_dict(cls, name: str, found: Mapping[str, Any]) -> Self:
-        """The inverse; without loss (max_abs is 0) psnr and sqnr are infinite, which JSON has no word for."""
+        """The inverse of as_dict. Without loss (max_abs is 0) psnr and sqnr are infinite, which JSON cannot hold."""
         figures = {}
         for field in fields(Metrics):
             group, key = GROUPS.get(field.name, ("", field.name))
@@ -90,17 +90,17 @@ class LayerComparison:
 
 @dataclass(frozen=True)
 class ModeComparison:
-    """A mode against its reference: `probe compare`."""
+    """A mode against its reference: the result of `probe compare`."""
 
     reference_mode: str
-    """As scripts call it: fp32."""
+    """As the users' scripts name it: fp32."""
     compared_mode: str
     """2-1, or with the format if that is not int8: 2-1-fp8_e4m3."""
     recordings: tuple[str, str]
     """The folders of the reference and of the mode."""
     layers: dict[str, LayerComparison]
     notes: tuple[str, ...] = ()
-    """What could not be verified."""
+    """Facts that could not be verified."""
 
     @property
     def summary(self) -> dict[str, float | None]:
@@ -108,7 +108,7 @@ class ModeComparison:
         return {f"avg_{name}": self._average(name) for name in ("mse", "mae", "correlation")}
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """For JSON."""
         return {
             "reference_mode": self.reference_mode,
             "compared_mode": self.compared_mode,
@@ -172,7 +172,7 @@ def compare_sides(
     layers: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ModeComparison:
-    """As compare, of sides that were found."""
+    """As compare, for two sides."""
     labels = _check_sides(side, reference, layers)
     found = {}
     for place, label in enumerate(labels):
@@ -189,7 +189,7 @@ def compare_sides(
 
 
 def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> list[str]:
-    """The labels to compare, once all that must be the same is."""
+    """The labels to compare; a ValueError if the sides are not of the same model, input, layers and shapes."""
     here, there = side.recording, reference.recording
     if side.recipe == reference.recipe:
         devices = f" Two devices: probe diff {there.folder} {here.folder}." if here.folder != there.folder else ""
@@ -226,7 +226,10 @@ def _facts(here: Recording, there: Recording) -> Iterable[tuple[str, object, obj
 
 
 def failures(comparison: ModeComparison, limits: Mapping[str, float] | None = None) -> list[str]:
-    """What is wrong, layer by layer: not finite, identical with the reference, or beyond a limit of LIMITS."""
+    """The failures of a comparison, layer by layer: not finite, identical with the reference, or beyond a limit.
+
+    `limits` are by the names in LIMITS.
+    """
     for name in limits or {}:
         if name not in LIMITS:
             raise ValueError(f"there is no limit {name!r}. Known: {', '.join(LIMITS)}.")

@@ -38,17 +38,17 @@ class Side:
 
     @property
     def name(self) -> str:
-        """As the users' scripts call it: 2-1, 2-1-fp8_e4m3, fp32."""
+        """The name in the users' scripts: 2-1, 2-1-fp8_e4m3, fp32."""
         return script_name(self.mode, self.format)
 
     @property
     def mode(self) -> str:
-        """2-1."""
+        """The mode as the users' scripts name it: 2-1."""
         return script_name(self.recording.manifest.recipes[self.recipe].mode, None)
 
     @property
     def format(self) -> str | None:
-        """int8, or None of a float mode."""
+        """The format, int8; None for a float mode."""
         return self.recording.manifest.recipes[self.recipe].format
 
     @cached_property
@@ -71,7 +71,7 @@ class Side:
         return self.recording.shape(self.recipe, self._full(name))
 
     def dtype(self, name: str) -> str:
-        """The dtype that the model gave."""
+        """The dtype in which the model produced the tensor."""
         return self.recording.dtype(self.recipe, self._full(name))
 
     def tensor(self, name: str) -> Tensor:
@@ -130,7 +130,7 @@ def all_sides(recording: Recording, format: str | None = None) -> list[Side]:
 
 
 def find_reference(recording: Recording, mode: str, format: str | None = None) -> Side:
-    """As find_side; where there is none, how to get it."""
+    """As find_side; the error of a missing reference says how to record it."""
     try:
         return find_side(recording, mode, format)
     except NotRecordedError:
@@ -160,12 +160,12 @@ def pick_labels(side: Side, wanted: Sequence[str] | None) -> list[str]:
 
 
 def place_of(index: int | None, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The index along every axis of an index over all values."""
+    """An index over all values as an index along every axis."""
     return None if index is None else tuple(int(place) for place in np.unravel_index(index, shape))
 
 
 def layer_number(label: str) -> int | None:
-    """30 of layer_30."""
+    """30 for layer_30; None for labels that are no layer."""
     match = re.fullmatch(r"layer_(\d+)", label)
     return int(match[1]) if match else None
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
+from probe.words import require_positive
 
 
 class TextSamples(NamedTuple):
@@ -41,8 +42,7 @@ def token_batches(
     Window i holds the tokens i * seqlen to (i + 1) * seqlen: consecutive from the start, without overlap.
     """
     for name, value in (("samples", samples), ("seqlen", seqlen), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; expected 1 or more.")
+        require_positive(name, value)
     tokens = tokenizer.encode(tokens_or_text) if isinstance(tokens_or_text, str) else tokens_or_text
     ids = torch.as_tensor(tokens)
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():

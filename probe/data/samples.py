@@ -17,7 +17,7 @@ POOL = 10_000
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Tokens int64 [samples, tokens], short samples padded on the right; `mask` is True at what is really there."""
+    """Tokens int64 [samples, tokens], short samples padded on the right; `mask` is True at real tokens."""
 
     tokens: Tensor
     mask: Tensor

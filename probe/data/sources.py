@@ -1,4 +1,4 @@
-"""Names of data, and the documents behind them.
+"""Data sources by name, and their documents.
 
 builtin                 the text that comes with the package
 pile wikitext2 c4 ...   rows of HUB, from the local cache of the hub
@@ -16,7 +16,7 @@ from probe.data.library_logs import quiet_datasets
 from probe.data.texts import read_texts, text_of
 from probe.words import describe_error, did_you_mean
 
-#: Where the text usually is.
+#: The default column of the text.
 TEXT_COLUMN = "text"
 
 

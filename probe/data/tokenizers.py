@@ -19,7 +19,7 @@ TOKENIZER_FILES = (
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back. No token is added that is not in the text."""
+    """Text to token ids and back; no special tokens are added."""
 
     def encode(self, text: str, /) -> list[int]:
         """The ids of `text`."""

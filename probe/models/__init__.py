@@ -1,1 +1,1 @@
-"""The embedded models, and loading of them and of real ones."""
+"""Models: loading, offload, layers, Mamba blocks with named sites, linears on a grid, quantizers of libraries."""

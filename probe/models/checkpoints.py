@@ -1,4 +1,4 @@
-"""A folder as transformers writes it: checked, then loaded; what does not fit in memory stays in its files."""
+"""Loading a folder that transformers wrote: checked first; weights that do not fit in memory stay in their files."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from probe.words import describe_error, first_few
 
 
 def _check_folder(folder: Path) -> None:
-    """What can be said before transformers runs: config.json is readable, weights are safetensors and whole."""
+    """Refuse, before transformers runs, a folder without a readable config.json or with weights that are not whole."""
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(
@@ -57,8 +57,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if pickles:
         raise ValueError(
             f"model folder {str(folder)!r} has its weights only as pickle ({first_few(pickles)}), which can run code "
-            "when "
-            "opened. Expected model.safetensors: convert them with save_pretrained where you trust the file."
+            "when opened. Expected model.safetensors: convert them with save_pretrained where you trust the file."
         )
     raise ValueError(f"model folder {str(folder)!r} has no weights. Expected model.safetensors, whole or in shards.")
 
@@ -78,9 +77,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 def from_folder(
     folder: Path, dtype: torch.dtype | None, trust_remote_code: bool, room: Room | None = None
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model of a folder, and a note on tensors it has no place for.
+    """The model of a folder, and a note on tensors of the checkpoint that it has no place for.
 
-    Where its weights take more than the `room`, accelerate brings them in from elsewhere: those that are kept on disk
+    If its weights take more than the `room`, accelerate loads them as the model runs: weights that are kept on disk
     stay in the files of the folder.
     """
     _check_folder(folder)
@@ -110,7 +109,7 @@ def from_folder(
 def _pretrained(
     folder: Path, dtype: torch.dtype | None, trust_remote_code: bool, placing: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and what transformers says of the loading."""
+    """The model, and the loading info of transformers: missing, mismatched and unexpected keys."""
     with quietly():
         import transformers
 
@@ -149,7 +148,7 @@ def stored_size(folder: Path, dtype: torch.dtype | None) -> int:
 
 
 def _unfit_on_disk(model: nn.Module) -> list[str]:
-    """Tensors in files whose shape is not that of the model. transformers looks only at what it loads."""
+    """Tensors on disk whose shape is not that of the model; transformers checks only those that it loads."""
     kinds_in = cache(tensors_in)
     wrong = []
     for place, module in model.named_modules():

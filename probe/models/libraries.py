@@ -1,4 +1,4 @@
-"""Other people's quantizers as modes: torchao's, behind the optional extra `torchao`."""
+"""Quantizers of other libraries, for modes: torchao's int8, with the optional extra `torchao`."""
 
 import warnings
 from typing import Any
@@ -16,7 +16,7 @@ def torchao_int8(model: nn.Module, format: str, *, dynamic: bool) -> nn.Module:
     if format != "int8":
         raise ValueError(f"torchao's int8 modes take the format int8, not {format}.")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own deprecations
+        warnings.simplefilter("ignore")  # torchao's own deprecations
         try:
             from torchao.quantization import (
                 Int8DynamicActivationInt8WeightConfig,

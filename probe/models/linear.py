@@ -1,4 +1,4 @@
-"""Models without a Mamba block: every nn.Linear but the head with its weight, and its input, on a grid."""
+"""The linear modes: every nn.Linear but the output head with its weight, and its input, on a grid."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ class GridLinear(nn.Module):
         self.input = Site()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x W^T + b, with x and W as they are on their grids."""
+        """x W^T + b, with x and W on their grids."""
         return nn.functional.linear(self.input(x), self.weight, self.bias)
 
 
@@ -34,8 +34,8 @@ def linear_key(name: str) -> str:
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Every nn.Linear by name, without the output head, which stays float."""
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
     return {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
@@ -47,9 +47,8 @@ def grid_linears(model: nn.Module, format: str, amax_of: Callable[[str], float |
 
     The dt_proj of a Mamba block is never called (its weight is read), so its input has no site.
     """
-    twin = model
-    found = linears(twin)
-    if any(isinstance(module, GridLinear) for module in twin.modules()):
+    found = linears(model)
+    if any(isinstance(module, GridLinear) for module in model.modules()):
         raise ValueError("this model is already a copy made by a mode. Pass the float model that it was made from.")
     if not found:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to quantize. Register a mode of your own for it.")
@@ -59,5 +58,5 @@ def grid_linears(model: nn.Module, format: str, amax_of: Callable[[str], float |
         if inputs and not name.endswith(NEVER_CALLED):
             replaced.input.grid = activation_grid(format, amax_of(linear_key(name)))
         parent, _, child = name.rpartition(".")
-        setattr(twin.get_submodule(parent), child, replaced)
-    return twin
+        setattr(model.get_submodule(parent), child, replaced)
+    return model

@@ -73,7 +73,7 @@ def load_model(
     trust_remote_code: bool = False,
     room: Room | None = None,
 ) -> Loaded:
-    """The model called `name`, in `dtype` (None: as its maker left it). The global CPU random state is untouched.
+    """The model called `name`, in `dtype` (None: its own). The global CPU random state stays as it was.
 
     Looked up in this order:
         a name in EMBEDDED        `tiny-mamba`
@@ -81,7 +81,7 @@ def load_model(
         a folder                  transformers format, weights in safetensors only
         a hub id                  `organization/name`, from the local cache unless `allow_download`
 
-    Weights of a folder that do not fit in the `room` are never loaded whole: accelerate brings them in to run.
+    Weights of a folder that do not fit in the `room` are never loaded whole: accelerate loads them as the model runs.
     Every mistake is a ValueError. Code in a model's folder runs only with `trust_remote_code`.
     """
     if dtype is not None and not dtype.is_floating_point:
@@ -198,8 +198,7 @@ def _hub_snapshot(name: str, *, allow_download: bool) -> Path:
             if allow_download:
                 raise ValueError(
                     f"hub model {name!r} could not be downloaded: {describe_error(problem)} "
-                    "Check the name, the network and, "
-                    "for a gated model, your login (hf auth login)."
+                    "Check the name, the network and, for a gated model, your login (hf auth login)."
                 ) from problem
             raise ValueError(
                 f"hub model {name!r} is not in the local cache, and no folder has that name. Downloading is off: "

@@ -1,7 +1,7 @@
-"""The Mamba-1 mixer with every tensor inside it named: a `Site` that can be tapped and put on a grid.
+"""The Mamba-1 mixer with every tensor inside it as a `Site`, which hooks can see and a mode can put on a grid.
 
 The stock mixer reads the weights of conv1d, act and dt_proj without calling them, so hooks there never fire, and
-the inputs and outputs of its scan cannot be reached at all. This one computes the same from the same weights, and
+the inputs and outputs of its scan cannot be reached at all. SiteMixer computes the same from the same weights, and
 each site is a module of its own: a forward hook on `layers.0.mixer.sites.scan.u` sees that tensor.
 
     h -- RMSNorm, rotation --> [in_proj.input] -- in_proj --> [in_proj.output] --> x | z

@@ -1,4 +1,4 @@
-"""Where a model runs. What does not fit is placed by accelerate: on the CPU or on disk, brought in layer by layer."""
+"""Where a model runs: on one device, or, where it does not fit, offloaded by accelerate to the CPU or to disk."""
 
 import shutil
 import tempfile
@@ -16,29 +16,29 @@ from torch.utils._pytree import tree_leaves
 
 from probe.words import format_bytes
 
-#: Where what is free is not known.
+#: The room of a device whose free memory is not known.
 ENOUGH = 2**63
-#: The part of what is free that weights may take.
+#: The share of the free memory that weights may take.
 SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Room:
-    """How many bytes of weights a device may hold, and where the rest is kept."""
+    """How many bytes of weights a device may hold, and where all further ones are kept."""
 
     device: torch.device
     limit: int | None = None
-    """None: what is free."""
+    """None: the share SHARE of the free memory."""
     elsewhere: Literal["cpu", "disk"] = "disk"
     may_offload: bool = True
 
     @property
     def size(self) -> int:
-        """The limit, or nine tenths of what is free."""
+        """The limit, or nine tenths of the free memory."""
         return _free(self.device) if self.limit is None else self.limit
 
     def takes(self, size: int) -> bool:
-        """Whether so many bytes of weights fit; if not, and they cannot be offloaded either, an error."""
+        """Whether that many bytes of weights fit; a ValueError if they neither fit nor can be offloaded."""
         if size <= self.size:
             return True
         limit = (
@@ -49,14 +49,13 @@ class Room:
         if not self.may_offload:
             raise ValueError(
                 f"the model has {format_bytes(size)} of weights and {limit}. "
-                "Allow memory.auto_offload, raise the limit, "
-                "or take model.dtype bfloat16."
+                "Allow memory.auto_offload, raise the limit, or take model.dtype bfloat16."
             )
         if self.device.type == self.elsewhere:
             raise ValueError(
-                f"the model has {format_bytes(size)} of weights and {limit}, "
-                "but memory.device and memory.offload_device "
-                f"are both {self.device.type}. Take memory.offload_device disk, or raise the limit."
+                f"the model has {format_bytes(size)} of weights and {limit}, but memory.device and "
+                f"memory.offload_device are both {self.device.type}. "
+                "Take memory.offload_device disk, or raise the limit."
             )
         try:
             import accelerate  # noqa: F401
@@ -69,7 +68,7 @@ class Room:
 
     @property
     def name(self) -> Any:
-        """What accelerate calls the device."""
+        """The name that accelerate has for the device."""
         return self.device.type if self.device.type == "cpu" else self.device.index or 0
 
     def by_device(self) -> dict[Any, int]:
@@ -79,7 +78,7 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A model that can run: inputs go to `device`; `note` says what lies elsewhere."""
+    """A model that can run: inputs go to `device`; `note` says how much of it is offloaded."""
 
     model: nn.Module
     device: torch.device
@@ -92,7 +91,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def device_named(name: str) -> torch.device:
-    """The device of that name, `auto` is the accelerator if there is one; one that is not there is an error."""
+    """The device of that name; `auto` is the accelerator if there is one. A device that is not here is an error."""
     if name == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return found or torch.device("cpu")
@@ -100,9 +99,9 @@ def device_named(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except Exception as problem:
-        said = str(problem).strip().split("\n")[0].rstrip(".")
+        reason = str(problem).strip().split("\n")[0].rstrip(".")
         raise ValueError(
-            f"memory.device {name!r} cannot be used here: {said}. Expected cpu, auto"
+            f"memory.device {name!r} cannot be used here: {reason}. Expected cpu, auto"
             f"{', cuda' if torch.cuda.is_available() else ''} or another device that torch has."
         ) from None
     if device.type == "meta":
@@ -134,14 +133,14 @@ def _free(device: torch.device) -> int:
 
 
 def place(model: nn.Module, room: Room) -> Placed:
-    """The model on its device, with what does not fit offloaded by accelerate: when it was loaded, or now."""
+    """The model on its device; weights that do not fit are offloaded now, unless they were when it was loaded."""
     if hasattr(model, "hf_device_map"):  # placed already
         return _placed(model, room)
     return _placed(model.to(room.device), room) if room.takes(size_of(model)) else offload(model, room)
 
 
 def offload(model: nn.Module, room: Room) -> Placed:
-    """The first layers that fit in the room on its device, the rest elsewhere; accelerate brings them in to run."""
+    """The first layers that fit on the device, all others offloaded; accelerate loads each for the time it runs."""
     import accelerate
 
     places = accelerate.infer_auto_device_map(
@@ -173,7 +172,7 @@ def _stack(model: nn.Module) -> list[nn.Module]:
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of `state_dict` by name, in the order of their names; what is kept elsewhere is brought in."""
+    """The tensors of `state_dict`, sorted by name; offloaded ones are loaded one at a time."""
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, torch.Tensor):
             continue
@@ -186,15 +185,14 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class NumbersOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, an operation of a tensor with numbers and one without them is an error.
+    """While it is on, an operation that mixes real tensors with `meta` tensors is an error.
 
-    Weights that accelerate keeps elsewhere have no numbers until their module is called. A model that reads them
-    without a call would go on with whatever lies in memory: F.linear of a tensor on the CPU and a weight on `meta`
-    gives just that.
+    An offloaded weight is on `meta` until its module is called. A model that reads it without a call would compute
+    with uninitialized memory: that is what F.linear of a CPU tensor and a `meta` weight does.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, unless it mixes."""
+        """Run the operation, unless it mixes the two."""
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if any(value.is_meta for value in tensors) and any(not value.is_meta and value.dim() for value in tensors):
             shape = next(list(value.shape) for value in tensors if value.is_meta)
@@ -204,7 +202,7 @@ class NumbersOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
-    """The weights of an offloaded module are there while the block runs."""
+    """While the block runs, the weights of an offloaded module are loaded."""
     if not any(t.device.type == "meta" for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
         yield
         return

@@ -1,4 +1,4 @@
-"""How many positions a model has: a table of learned ones ends somewhere, rotary ones are only trained so far."""
+"""How many positions a model has: a table of learned positions ends, rotary ones were trained up to a length."""
 
 import re
 from typing import Any
@@ -22,26 +22,29 @@ def learned_positions(model: nn.Module) -> int | None:
     return min(found, default=None)
 
 
-def check_positions(model: nn.Module, asked: int, *, key: str, longest: int | None = None) -> None:
-    """Refuse samples that a table of learned positions has no row for; `longest` is theirs, if less than `asked`."""
+def check_positions(model: nn.Module, length: int, *, key: str, longest: int | None = None) -> None:
+    """Refuse samples that a table of learned positions has no row for.
+
+    `length` is the value of the setting `key`; `longest` is that of the longest sample, if it is less.
+    """
     learned = learned_positions(model)
-    if learned is not None and (longest or asked) > learned:
-        raise ValueError(f"{key} {asked} exceeds the {learned} positions of the model. Give {key} {learned} or less.")
+    if learned is not None and (longest or length) > learned:
+        raise ValueError(f"{key} {length} exceeds the {learned} positions of the model. Give {key} {learned} or less.")
 
 
-def position_notes(model: nn.Module, asked: int, *, key: str, longest: int) -> tuple[str, ...]:
-    """`check_positions`, and what is to be said of a model that runs beyond the positions it was trained for."""
-    check_positions(model, asked, key=key, longest=longest)
-    trained = _stated(model)
+def position_notes(model: nn.Module, length: int, *, key: str, longest: int) -> tuple[str, ...]:
+    """`check_positions`, and a note if the model runs beyond the positions it was trained for."""
+    check_positions(model, length, key=key, longest=longest)
+    trained = _trained_positions(model)
     if trained is None or longest <= trained or learned_positions(model) is not None:
         return ()
     return (
-        f"{key} {asked} is beyond the {trained} positions that the model's configuration states: it was not "
+        f"{key} {length} is beyond the {trained} positions that the model's configuration states: it was not "
         "trained there, and its activations may be unusual.",
     )
 
 
-def _stated(model: nn.Module) -> int | None:
+def _trained_positions(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     stated = getattr(text, "max_position_embeddings", None)

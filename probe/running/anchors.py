@@ -1,10 +1,10 @@
-"""Anchors: what lets every machine feed a layer the very same bits, so that its figures move only by its own doing.
+"""Anchors: golden inputs and scales, so that every machine feeds a layer the same bits.
 
-Two machines add in another order, so their float references differ in the last bits, and so do the inputs that
-layers are fed and the scales that calibration finds. Rounding inputs to bfloat16 takes nearly all of that away; what
-is left are the few elements so near a tie that the noise decides. Their golden values are kept, and the calibrated
-amax likewise, once per model. A value within the noise of its golden one is taken to be it; one further away is left
-alone: then something real has changed, and must be seen.
+Two machines sum in different orders, so their float references differ in the last bits, and so do the inputs of the
+layers and the scales that calibration finds. Rounding inputs to bfloat16 removes nearly all of that noise, except at
+the few elements so near a tie that the noise decides. The golden values of these elements are stored, and so is every
+calibrated amax, once per model. A value within the noise of its golden value is replaced by it; a value further away
+is left alone, because then something real has changed and must be seen.
 """
 
 import json
@@ -29,7 +29,7 @@ SAME_SCALE = 2e-5
 
 @dataclass(frozen=True, eq=False)
 class Anchors:
-    """Golden choices, by layer: places in the stream of its input, and the bfloat16 values there; and amax by site."""
+    """By layer, places in the stream of its input and the golden bfloat16 values there; by site, the golden amax."""
 
     places: dict[str, Tensor] = field(default_factory=dict)  # int32, ascending
     values: dict[str, Tensor] = field(default_factory=dict)  # bfloat16
@@ -77,7 +77,7 @@ class Anchors:
 
 
 def near_ties(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Places and bfloat16 values of the elements that lie so near a tie of two that noise could decide."""
+    """Places and bfloat16 values of the elements so near a tie of two bfloat16 values that noise could decide."""
     flat = torch.cat([tensor.reshape(-1) for tensor in inputs]).float()
     rounded = flat.bfloat16().float()
     outward = torch.where(flat.abs() > rounded.abs(), 1 << 16, -(1 << 16)).int()  # the next bfloat16 on the other side
@@ -89,7 +89,7 @@ def near_ties(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def narrowed(label: str, inputs: Sequence[Tensor], anchors: Anchors | None) -> list[Tensor]:
-    """The inputs of a layer in bfloat16, where a tie was near: as the anchors say."""
+    """The inputs of a layer in bfloat16; elements near a tie are rounded as the anchors say."""
     if not all(tensor.is_floating_point() for tensor in inputs):
         return list(inputs)
     rounded = [tensor.bfloat16() for tensor in inputs]
@@ -108,7 +108,7 @@ def narrowed(label: str, inputs: Sequence[Tensor], anchors: Anchors | None) -> l
 
 
 def anchored(calibration: Calibration, amax: Mapping[str, float]) -> Calibration:
-    """The calibration with every amax that is a golden one but for noise replaced by it."""
+    """The calibration with every amax that is within the noise of its golden value replaced by that value."""
     kept = {
         name: amax[name] if name in amax and abs(value - amax[name]) <= SAME_SCALE * abs(amax[name]) else value
         for name, value in calibration.amax.items()

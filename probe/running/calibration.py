@@ -1,4 +1,4 @@
-"""Calibration: the largest (or a quantile of the) magnitude at every site over a text, kept with its provenance."""
+"""Calibration: the largest magnitude, or a quantile of it, at every site over a text, and the files that store it."""
 
 import hashlib
 import json

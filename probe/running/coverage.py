@@ -1,7 +1,6 @@
-"""Was the recipe applied? Seen from the values alone: whatever a mode must put on a grid has to look like it.
+"""Was the recipe applied? Judged from values alone: every tensor that a mode puts on a grid must look like it.
 
-What lies on a grid is told without knowing its scale, so that a wrong scale is drift and only a missing grid is
-"not applied":
+The check does not know the scale, so that a wrong scale is drift and only a missing grid is "not applied":
 
     block floats, mxint8   the scale is a power of two, so no element has more significant bits than the format
     int8                   at most 2^8 different values in a tensor (of conv1d.input in mode 3: in a sequence)
@@ -24,9 +23,9 @@ from probe.running.recipes import Recipe
 
 #: Sites whose values lie on a grid in every mode of the table; the last two differ between the modes.
 ALWAYS = ("in_proj.input", "in_proj.output", "x_proj.input", "x_proj.output", "dt_proj.output", "out_proj.input")
-#: Elements looked at of each tensor: enough to tell 256 values from all different ones.
-LOOKED_AT = 4096
-#: A tensor is off its grid when more than this share of what was looked at is.
+#: How many elements of each tensor are checked: enough to tell 256 values from all different ones.
+CHECKED = 4096
+#: A tensor is off its grid when more than this share of the checked elements is.
 STRAY = 0.5
 
 
@@ -41,12 +40,12 @@ def off_grid(x: Tensor, format: str) -> float:
     fmt = FORMATS[format]
     x = x.detach().float().cpu()
     if fmt.scale == "float32":
-        few = x.reshape(-1)[:LOOKED_AT]
+        few = x.reshape(-1)[:CHECKED]
         different: int = torch.unique(few).numel()
         levels = 1 << fmt.bits
         return float(max(0, different - levels)) / max(1, few.numel() - levels)
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    rows = rows[: max(1, LOOKED_AT // rows.shape[1])]
+    rows = rows[: max(1, CHECKED // rows.shape[1])]
     if fmt.scale == "e4m3":
         size = fmt.block_size or 1
         blocks = [block.abs() for block in torch.split(rows, size, dim=-1) if block.shape[-1] == size]
@@ -75,7 +74,7 @@ def expected_on_grid(recipe: Recipe) -> tuple[str, ...]:
 
 @contextmanager
 def watching(twin: nn.Module, recipe: Recipe) -> Iterator[dict[str, str]]:
-    """Looks at weights at once and at sites while the block runs: module name -> what of it is not on its grid."""
+    """Check the weights at once and the sites while the block runs: name -> why it is not on its grid."""
     found: dict[str, str] = {}
     if recipe.format is None or find_mode(recipe.mode).kind == "user":
         yield found
@@ -111,7 +110,7 @@ def watching(twin: nn.Module, recipe: Recipe) -> Iterator[dict[str, str]]:
 def _note(found: dict[str, str], name: str, x: Tensor, format: str) -> None:
     share = off_grid(x, format)
     if share > STRAY:
-        found[name] = f"{name} is not on a grid of {format} ({share:.0%} of what was looked at)"
+        found[name] = f"{name} is not on a grid of {format} ({share:.0%} of the checked values)"
 
 
 def rounding_bound(recipe: Recipe, change: float) -> float:

@@ -1,4 +1,4 @@
-"""Devices by name: what can run here, and recordings that stand for machines elsewhere."""
+"""Devices by name: those of this machine, and recordings made on other machines."""
 
 import importlib.util
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def recorded_folder(device: str, root: Path) -> Path:
 
 
 def check_device(device: str, root: Path) -> None:
-    """Refuse a device that nobody has heard of, and a recording that is not there."""
+    """Refuse an unknown device, and a recording whose folder does not exist."""
     if is_recorded(device):
         folder = recorded_folder(device, root)
         if not folder.is_dir():

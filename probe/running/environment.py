@@ -1,4 +1,4 @@
-"""What a baseline was made with: versions and the kind of machine. Host names and clock speeds never matter."""
+"""The environment of a baseline: package versions and the kind of machine, without host names or clock speeds."""
 
 import platform
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ THREADS = "threads"
 
 def environment() -> dict[str, str]:
     """The facts of this process."""
-    import torch  # the rest of this file is for reports, which need not wait for it
+    import torch  # here, because reports use the rest of this file without torch
 
     facts = {"probe": VERSION, "python": platform.python_version(), "machine": platform.machine()}
     for package in PACKAGES:
@@ -34,7 +34,7 @@ def comparable(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(then: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
-    """What is not as it was, `torch 2.12.0 -> 2.13.0`; nothing where it was never written down."""
+    """The facts that changed, as `torch 2.12.0 -> 2.13.0`; none if no facts were stored."""
     if not then:
         return []
     pairs = [(name, then.get(name, "none"), now.get(name, "none")) for name in dict.fromkeys([*then, *now])]

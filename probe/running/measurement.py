@@ -1,4 +1,4 @@
-"""Running recipes: each against the float reference, layer by layer, in one pass that keeps no more than a layer."""
+"""Measuring a recipe against the float reference, layer by layer, without keeping more than one layer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,11 +53,11 @@ def measure(
     *,
     injected: bool = False,
 ) -> Measured:
-    """Run a recipe over the batches of the reference; every layer is compared as it appears, and then let go.
+    """Run a recipe over the batches of the reference; every layer is compared as it appears and not kept.
 
     propagated (the default): the run of the whole quantized model, errors accumulating from layer to layer.
-    injected: every layer is given the reference's input instead, so its figures are what it adds by itself. The
-    logits are those of the propagated run all the same.
+    injected: every layer is given the reference's input instead, so its figures show its own error only. The logits
+    are still those of the propagated run.
     """
     check_reference(model, reference)
     twin = apply(model, recipe, calibration)

@@ -1,4 +1,4 @@
-"""Harmless changes: what may differ between two runs of the same code, to learn how far figures move by themselves."""
+"""Harmless variations of a run (threads, batch size, one-ulp jitter), which show how far figures move by noise."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
-"""What the choice of a scale costs a tensor: a sweep over scales, what to make of it, and what blocks really do.
+"""What the choice of a scale costs a tensor: a sweep over scales, the advice that follows, and real MX blocks.
 
-    tensors (inputs) -> sweep (levels, by distinct values or in pieces) -> ScalingResult -> recommend -> grid
-                     -> compare_rules: the scale rules side by side
+    tensor -> scaling_sweep (levels; fast or blockwise, both held to reference) -> ScalingResult -> recommend -> grid_of
+           -> compare_rules: the scale rules of MX blocks side by side
 
-`probe.report.scaling` writes what was found, `batch` runs it over many tensors.
+`probe scaling` runs it over many tensors, and `probe.report.scaling` writes the results.
 """

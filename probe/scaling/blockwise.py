@@ -7,8 +7,8 @@ a shift need:
     total(rule, shift) = sum over groups of figures[group, k = shift + step of the rule]
 
 With z = x / 2^b the elements at k are those of z / 2^k; both divisions are exact in float32. How many overflow or
-underflow follows, for all k at once, from a count of the exponents of z. Blocks so near the ends of the scale that a
-shift would leave them, or with values more than 2^60 apart, go the long way, through the reference.
+underflow follows, for all k at once, from a count of the exponents of z. The reference computes the blocks whose scale
+a shift would move out of range, and those with values more than 2^60 apart.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The fast twin of `reference.tensor_levels`: runs of values instead of values.
+"""The fast twin of `reference.tensor_levels`, which works on runs of neighbouring values instead of single values.
 
 A tensor becomes runs, once. One of 16-bit floats, however large, has at most 65536 distinct values, and a run is one of
 them with its count (so is a float32 tensor that was widened from bfloat16). Any other is sorted, and a run is RUN
@@ -10,7 +10,7 @@ Where both ends of a run become the same q, all between them does, and with c = 
 
     sum d^2 = S2 - 2 (c - x_1) S1 + n (c - x_1)^2,   sum |d| = |n (c - x_1) - S1|
 
-Only the few runs that a boundary of the grid (or c itself) cuts are looked at value by value.
+Only the few runs that contain a boundary of the grid (or c itself) are computed value by value.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Runs:
     values: Tensor | None = None
 
     def extent(self) -> Extent:
-        """What can be said of the tensor itself."""
+        """The range and size of the tensor."""
         elements = int(self.count.sum())
         zero = self.first == 0
         ends = torch.minimum(self.first.abs(), self.last.abs())[~zero]
@@ -70,7 +70,7 @@ class Runs:
 
 
 def runs_of(x: Tensor) -> Runs:
-    """The runs of a `checked` tensor."""
+    """The runs of a tensor that `check_tensor` returned."""
     words = _sixteen_bit(x.reshape(-1))
     return _sorted(x.reshape(-1)) if words is None else _distinct(words)
 

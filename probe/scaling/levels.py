@@ -1,10 +1,10 @@
-"""Which scales a sweep tries, from maximum alignment to minimum alignment.
+"""The scales of a sweep, from maximum alignment to minimum alignment, and the tensors that can be swept.
 
     max-aligned   ceil(log2(amax / max))                           the largest magnitude just fits
     min-aligned   floor(log2(smallest / smallest subnormal))       the smallest non-zero one just does not underflow
 
-A tensor with less dynamic range than the format has min-aligned above max-aligned: every scale in between is free of
-overflow and underflow. One with more has it below, and every scale in between has some of either.
+If a tensor has less dynamic range than the format, min-aligned is above max-aligned, and no scale in between has
+overflow or underflow. If it has more, min-aligned is below, and every scale in between has some of both.
 """
 
 import math
@@ -41,7 +41,7 @@ def expand_formats(names: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Extent:
-    """What a tensor is before anything is done to it; all values are finite and not all are zero."""
+    """The range and size of a tensor whose values are all finite and not all zero."""
 
     elements: int
     zeros: int
@@ -58,8 +58,8 @@ class Extent:
         return max(-self.minimum, self.maximum)
 
 
-def checked(x: Tensor) -> Tensor:
-    """`x` as it is swept, detached and on the CPU: bfloat16, float16 or float32. What cannot be is a ValueError."""
+def check_tensor(x: Tensor) -> Tensor:
+    """`x` as it is swept: detached, on the CPU, bfloat16, float16 or float32. One that cannot be is a ValueError."""
     require_tensor(x)
     if not x.is_floating_point():
         raise ValueError(f"the tensor is {x.dtype}. A scale is swept over floats. Convert it first, e.g. x.float().")
@@ -101,7 +101,7 @@ def largest_exponent(scale_bits: int) -> int:
 
 @dataclass(frozen=True)
 class Ends:
-    """The first and the last exponent of a sweep: maximum and minimum alignment, or what was asked for instead."""
+    """The first and the last exponent of a sweep: maximum and minimum alignment, unless others are given."""
 
     first: float
     last: float
@@ -118,10 +118,10 @@ class Ends:
         return list(dict.fromkeys(round(exponent) for exponent in self.spaced(count)))
 
 
-def ends_of(
+def sweep_ends(
     max_scale_exp: float | None, min_scale_exp: float | None, aligned: tuple[int, int], *, scale_bits: int
 ) -> Ends:
-    """The ends as given, else as aligned; no scale beyond `scale_bits` is tried.
+    """The ends as given, else as aligned, within what `scale_bits` can hold.
 
     Where both alignments are the same exponent, the sweep goes on for one power of two below it.
     """
@@ -144,6 +144,6 @@ def ends_of(
 
 
 def check_levels(num_levels: int) -> None:
-    """Refuse what is no count of levels."""
+    """Refuse a number of levels that is not a whole number from 1 to MOST_LEVELS."""
     if isinstance(num_levels, bool) or not isinstance(num_levels, int) or not 1 <= num_levels <= MOST_LEVELS:
         raise ValueError(f"num_levels is {num_levels!r}. Give a whole number from 1 to {MOST_LEVELS}; 21 is usual.")

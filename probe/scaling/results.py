@@ -56,7 +56,7 @@ class Level:
     min_output: float
     max_output: float
     codes: tuple[int, ...] | None = None
-    """How often each code occurs, in the order of the codes; of the 4- and 6-bit formats only."""
+    """How often each code occurs, in the order of the codes; for formats of at most 6 bits."""
 
     @property
     def lossless(self) -> bool:
@@ -159,7 +159,7 @@ class ScalingResult:
         return {"version": LAYOUT, **found}
 
     def to_json(self, **beside: Any) -> str:
-        """Text that `from_json` reads; `beside` adds what others made of the result, see BESIDE."""
+        """Text that `from_json` reads; `beside` adds further keys, see BESIDE."""
         return json.dumps({**self.as_dict(), **beside}, indent=1, allow_nan=False) + "\n"
 
     @classmethod

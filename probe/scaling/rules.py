@@ -40,7 +40,7 @@ class RuleResult:
     worst_underflow: float
     worst_flush: float
     mean_exponent: float
-    """Of the scales of blocks that are not all zeros; the next three likewise."""
+    """Over the scales of blocks that are not all zeros; the next three likewise."""
     std_exponent: float
     min_exponent: int
     max_exponent: int

@@ -17,12 +17,12 @@ from probe.scaling.levels import (
     GRANULARITIES,
     Extent,
     check_levels,
-    checked,
+    check_tensor,
     element_format,
-    ends_of,
     largest_exponent,
     max_aligned,
     min_aligned,
+    sweep_ends,
 )
 from probe.scaling.reference import level_of
 from probe.scaling.results import Level, ScalingResult
@@ -33,20 +33,20 @@ BLOCK_SIZE = 32
 
 
 class Prepared:
-    """A tensor that is going to be swept several times: it is checked once, and taken apart once."""
+    """A tensor that is swept several times: it is checked once, and sorted or counted once."""
 
     def __init__(self, x: Tensor) -> None:
-        self.x = checked(x)
+        self.x = check_tensor(x)
         self.dtype = x.dtype
 
     @cached_property
     def runs(self) -> fast.Runs:
-        """Its values, as the fast sweep takes them."""
+        """Its values in the form that the fast sweep reads."""
         return fast.runs_of(self.x)
 
     @cached_property
     def extent(self) -> Extent:
-        """What it is before anything is done to it."""
+        """Its range and size."""
         return self.runs.extent()
 
 
@@ -65,7 +65,7 @@ def scaling_sweep(
     name: str = "tensor",
     implementation: Implementation = "fast",
 ) -> ScalingResult:
-    """`x` on the grid of `format` under every scale of the sweep, and what each costs.
+    """The errors of `x` on the grid of `format` under every scale of the sweep.
 
         tensor   one scale 2^e for all; e from ceil(log2(amax / max)) to floor(log2(smallest / smallest subnormal)),
                  evenly spaced, fractions allowed (the scale is the float32 nearest to 2^e)
@@ -91,7 +91,7 @@ def scaling_sweep(
                 "Leave them out, or ask for granularity='block'."
             )
         aligned = max_aligned(extent.amax, fmt), min_aligned(extent.smallest, fmt)
-        ends = ends_of(max_scale_exp, min_scale_exp, aligned, scale_bits=scale_bits)
+        ends = sweep_ends(max_scale_exp, min_scale_exp, aligned, scale_bits=scale_bits)
         levels = _tensor_levels(given, fmt, ends.spaced(num_levels), implementation)
         size = None
     else:
@@ -99,7 +99,7 @@ def scaling_sweep(
         size = Blocks.of(given.x, axis, BLOCK_SIZE if block_size is None else block_size).size
         whole = [_whole("max_scale_exp", max_scale_exp), _whole("min_scale_exp", min_scale_exp)]
         last = whole[1] if whole[1] is not None else min_aligned_shift(given.x, fmt, axis=axis, size=size, limit=limit)
-        ends = ends_of(whole[0], whole[1], (0, last), scale_bits=scale_bits)
+        ends = sweep_ends(whole[0], whole[1], (0, last), scale_bits=scale_bits)
         twin = blockwise if implementation == "fast" else reference
         shifts = ends.whole(num_levels)
         found = twin.block_levels(given.x, shifts, rules, fmt, axis=axis, size=size, limit=limit)

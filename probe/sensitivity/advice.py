@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 
 from probe.sensitivity.results import Advice, Effect, Sensitivity
+from probe.words import first_few
 
 #: The share of the KL that is to be left.
 AIM = 0.5
 
 
 def advise(found: Sensitivity, kl_keeping: Callable[[Sequence[str]], float | None]) -> Advice:
-    """What `Advice` says: the shorter of two starts of orders, by gain and by KL alone; of equal ones the lower KL.
+    """The advice by the rule of `Advice`; of two lists of the same length, the one with the lower KL.
 
     `kl_keeping(names)` measures the quantized model with these units float. The first guess adds up the gains of
     the units one by one; from there lengths are tried until one is enough and one less is not, both measured.
@@ -72,9 +73,9 @@ def _shortest(count: int, guess: int, enough: Callable[[int], bool]) -> int | No
 
 
 def _text(found: Sensitivity, keep: Sequence[str], kept: float | None) -> str:
-    """In words; the figures are those of the runs."""
+    """The advice in words, with the measured figures."""
     whole = found.everything.kl
-    shown = ", ".join(keep[:8]) + (f" and {len(keep) - 8} more" if len(keep) > 8 else "")
+    shown = first_few(keep)
     left = "is not finite" if kept is None else f"falls from {whole:.3g} to {kept:.3g}"
     share = "" if kept is None or not whole else f" ({kept / whole:.0%})"
     what = f"Keep {shown} in higher precision"

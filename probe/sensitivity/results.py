@@ -1,4 +1,4 @@
-"""What a sensitivity analysis found, as frozen values that go to JSON and come back."""
+"""The results of a sensitivity analysis: frozen values that go to JSON and come back."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Figures:
     top1_agreement: float | None
     change_in_bits: float | None
     finite: bool  # no NaN and no Inf in any logit
-    identical: bool  # every bit there is that of the float model
+    identical: bool  # every logit has the same bits as that of the float model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,13 @@ from probe.running.calibration import Calibration
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
 
-#: Read by decode only, so no run over whole sequences can tell whether it is quantized.
+#: Sites that only decoding reads: a run over whole sequences does not show whether they are quantized.
 UNSEEN = ("scan.state",)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is quantized, or left float, together: modules or parameters by name."""
+    """Modules or parameters, by name, that are quantized or left float together."""
 
     name: str
     layer: str | None
@@ -60,9 +60,9 @@ def make_twins(model: nn.Module, recipe: Recipe, calibration: Calibration | None
 
 
 def _mark_sites(floating: nn.Module, quantized: nn.Module) -> None:
-    """A site that is on a grid in one twin is there in the other too, and does nothing.
+    """Give the float twin a grid that does nothing wherever the quantized one has a grid.
 
-    Without, conv1d would read the grid of in_proj.output as soon as its own dynamic grid (mode 3) is taken away.
+    Otherwise conv1d would read the grid of in_proj.output once its own dynamic grid (mode 3) is exchanged.
     """
     theirs = dict(mamba_blocks(quantized))
     for name, block in mamba_blocks(floating):
@@ -71,10 +71,10 @@ def _mark_sites(floating: nn.Module, quantized: nn.Module) -> None:
         assert isinstance(other, SiteMixer)
         for site in SITES:
             if other.site(site).grid is not None:
-                mine.site(site).grid = _as_it_is
+                mine.site(site).grid = _identity
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 

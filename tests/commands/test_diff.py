@@ -37,7 +37,7 @@ def test_exit_code_0_and_json_alone_on_standard_output(
     assert document == json.loads(json.dumps(diff(a, tmp_path / "b").as_dict()))
 
 
-def test_a_fault_is_told_in_text_with_exit_code_1(
+def test_a_fault_is_reported_in_text_with_exit_code_1(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, a: Recording
 ) -> None:
     tensors = network()

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from probe import ScalingResult, recommend, scaling_sweep
 from probe.commands import main, scaling_batch as batch
 from probe.commands.scaling_batch import worker_processes
 from probe.files.atomic import remove_unfinished
+from probe.recordings.tensor_sources import TensorSource
+from probe.scaling.rules import compare_rules
+from probe.scaling.sweep import Prepared
 from tests.scaling.tensors import FORMATS_OF_THE_SPEC, normal
 
 Run = Callable[..., tuple[int, str, str]]
@@ -258,7 +262,7 @@ def test_several_processes_give_the_same_files(run: Run) -> None:
 
 def test_a_killed_worker_fails_its_own_tensor_only(run: Run, tmp_path: Path) -> None:
     """The source below kills whichever process loads it."""
-    good = batch.TensorSource("tensor1.pt", "tensor1", tmp_path / "tensor1.pt")
+    good = TensorSource("tensor1.pt", "tensor1", tmp_path / "tensor1.pt")
     deadly = Deadly("deadly.pt", "deadly", tmp_path / "deadly.pt")
     told: list[str] = []
     code = batch.run_batch([deadly, good], batch.Request(plots=False), None, jobs=2, show=told.append)
@@ -267,7 +271,7 @@ def test_a_killed_worker_fails_its_own_tensor_only(run: Run, tmp_path: Path) -> 
     assert "❌ Failed to process: deadly.pt: its process was killed, perhaps for want of memory" in told
 
 
-class Deadly(batch.TensorSource):
+class Deadly(TensorSource):
     def load(self) -> torch.Tensor:
         signal.raise_signal(signal.SIGKILL)
         raise AssertionError
@@ -281,12 +285,12 @@ def test_workers_do_not_see_an_interrupt_and_this_process_does_again() -> None:
 
 
 def test_a_fault_of_ours_is_shown_and_the_others_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = batch.compare_rules
+    real = compare_rules
 
-    def broken(given: batch.Prepared, *arguments: object, **options: object) -> object:
+    def broken(given: Prepared, *arguments: Any, **options: Any) -> object:
         if float(given.x.float().sum()) == float(normal(8, 64).bfloat16().float().sum()):
             raise RuntimeError("not this one")
-        return real(given, *arguments, **options)  # type: ignore[arg-type]
+        return real(given, *arguments, **options)
 
     monkeypatch.setattr(batch, "compare_rules", broken)
     code, out, _ = run("tensor1.pt", "tensor2.pt", "--no-plots")

@@ -260,7 +260,7 @@ def test_an_identical_layer_is_a_failure(tmp_path: Path) -> None:
     assert found == ["layer_1 is identical with fp32, to the bit: was 2-1 applied?"]
 
 
-def test_what_is_not_finite_is_a_failure_and_where_it_began_is_told(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_a_failure_and_its_first_place_is_reported(tmp_path: Path) -> None:
     reference = plain()
     output = noisy(reference, 0.1)
     output["layer_2.output"][1, 0, 5] = math.inf

@@ -45,9 +45,9 @@ def reference(loaded: Loaded) -> Reference:
 def test_of_a_healthy_layer_every_step_agrees(
     loaded: Loaded, reference: Reference, calibration: Calibration, mode: str, format: str
 ) -> None:
-    said = diagnose(LayerTrace(loaded.model, Recipe(mode, format), reference, calibration, "layer_2"))
+    cause = diagnose(LayerTrace(loaded.model, Recipe(mode, format), reference, calibration, "layer_2"))
     steps = 62 if mode == "3" else 60  # of two batches; mode 3 has one grid more
-    assert said == f"all {steps} steps of layer_2 agree with their definitions: look at its input or the calibration"
+    assert cause == f"all {steps} steps of layer_2 agree with their definitions: look at its input or the calibration"
 
 
 @FORMAT
@@ -65,10 +65,10 @@ def test_linear_modes_are_looked_into_in_any_model(model: str, mode: str) -> Non
     other = load_model(model)
     batches = token_batches(text_of("evaluation"), other.tokenizer, samples=1, seqlen=32, batch_size=1)
     scales = calibrate_on(other, "calibration", 2, 64)
-    said = diagnose(
+    cause = diagnose(
         LayerTrace(other.model, Recipe(mode, "int8"), run_reference(other.model, batches), scales, "layer_0")
     )
-    assert said.startswith("all ")
+    assert cause.startswith("all ")
 
 
 def test_the_model_outside_of_its_layers_is_looked_at_for_the_logits(
@@ -79,8 +79,8 @@ def test_the_model_outside_of_its_layers_is_looked_at_for_the_logits(
         LayerTrace(loaded.model, recipe, reference, calibration, "logits")
     )
     with damaged(final_norm_on_grid, 0):
-        said = diagnose(LayerTrace(loaded.model, recipe, reference, calibration, "logits"))
-    assert said.startswith("weight backbone.norm_f.weight; ")
+        cause = diagnose(LayerTrace(loaded.model, recipe, reference, calibration, "logits"))
+    assert cause.startswith("weight backbone.norm_f.weight; ")
 
 
 class Changed(nn.Module):
@@ -125,7 +125,7 @@ def user_mode() -> Iterator[Callable[[Callable[[Tensor], Tensor]], Recipe]]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "cause"),
     [
         (lambda x: noisy(x) * 1.1, "layer_1 as a whole; what it adds is 1.1 times the float layer's"),
         (one_channel, "of the squared error is in one channel (5)"),
@@ -136,10 +136,10 @@ def user_mode() -> Iterator[Callable[[Callable[[Tensor], Tensor]], Recipe]]:
         (noisy, "no cause found: layer_1 differs from the float layer by"),
     ],
 )
-def test_of_a_users_mode_the_layer_is_told_as_a_whole(
-    loaded: Loaded, reference: Reference, user_mode: Any, change: Callable[[Tensor], Tensor], said: str
+def test_the_layer_of_a_users_mode_is_explained_as_a_whole(
+    loaded: Loaded, reference: Reference, user_mode: Any, change: Callable[[Tensor], Tensor], cause: str
 ) -> None:
-    assert said in diagnose(LayerTrace(loaded.model, user_mode(change), reference, None, "layer_1"))
+    assert cause in diagnose(LayerTrace(loaded.model, user_mode(change), reference, None, "layer_1"))
 
 
 def test_a_part_that_never_ran_is_the_cause(loaded: Loaded, reference: Reference, calibration: Calibration) -> None:
@@ -147,8 +147,8 @@ def test_a_part_that_never_ran_is_the_cause(loaded: Loaded, reference: Reference
         patient.mixer.forward = lambda hidden_states, **_: 0.5 * hidden_states
 
     with damaged(shortcut, 1):
-        said = diagnose(LayerTrace(loaded.model, Recipe("2-1", "int8"), reference, calibration, "layer_1"))
-    assert said == "site in_proj.input; it never ran"
+        cause = diagnose(LayerTrace(loaded.model, Recipe("2-1", "int8"), reference, calibration, "layer_1"))
+    assert cause == "site in_proj.input; it never ran"
 
 
 def explode(patient: Any) -> None:
@@ -160,10 +160,10 @@ def test_a_diagnosis_never_raises_and_is_one_line(
 ) -> None:
     int8 = Recipe("2-1", "int8")
     with damaged(explode, 1):
-        said = diagnose(LayerTrace(loaded.model, int8, reference, calibration, "layer_1"))
-    assert said.startswith("no cause found: line one line two xx")
-    assert said.endswith("...")
-    assert len(said) == WIDTH
+        cause = diagnose(LayerTrace(loaded.model, int8, reference, calibration, "layer_1"))
+    assert cause.startswith("no cause found: line one line two xx")
+    assert cause.endswith("...")
+    assert len(cause) == WIDTH
     for odd in (
         diagnose(LayerTrace(loaded.model, int8, reference, None, "layer_1")),
         diagnose(LayerTrace(loaded.model, int8, reference, calibration, "no such layer")),

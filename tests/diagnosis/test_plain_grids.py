@@ -45,7 +45,7 @@ def test_a_nan_spoils_as_much_in_a_plain_grid_as_in_a_real_one(activation: Tenso
 
 @FORMAT
 def test_every_fault_that_can_be_replayed_is_recognized(activation: Tensor, format: str) -> None:
-    """What is said may be another sentence only where that fault gives the very same values."""
+    """The explanation may be another sentence only where that fault gives the very same values."""
     grid = expected_grid(format)
     replays = dict(suspects(grid, activation, largest=5.0))
     assert len(replays) >= 15
@@ -54,8 +54,8 @@ def test_every_fault_that_can_be_replayed_is_recognized(activation: Tensor, form
         made = faulty(activation)
         if torch.equal(made, grid(activation)):
             continue
-        said = explain(grid_step("site", grid, activation, made, largest=5.0)).partition(" (mean")[0]
-        assert said in replays, (sentence, said)
-        assert torch.equal(replays[said](activation), made), (sentence, said)
+        explanation = explain(grid_step("site", grid, activation, made, largest=5.0)).partition(" (mean")[0]
+        assert explanation in replays, (sentence, explanation)
+        assert torch.equal(replays[explanation](activation), made), (sentence, explanation)
         recognized.add(sentence)
     assert "rounding looks like floor, not nearest" in recognized

@@ -21,7 +21,7 @@ def changed(place: Any, value: float | Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("actual", "said"),
+    ("actual", "explanation"),
     [
         (EXPECTED, ""),
         (EXPECTED * (1 + 1e-6), ""),
@@ -45,13 +45,13 @@ def changed(place: Any, value: float | Tensor) -> Tensor:
         (EXPECTED + 0.05 * EXPECTED.flip(1), "of the values differ, by 0.05 of its rms; no known signature"),
     ],
 )
-def test_a_difference_is_told_by_its_signature(actual: Tensor, said: str) -> None:
+def test_a_difference_is_explained_by_its_signature(actual: Tensor, explanation: str) -> None:
     found = explain(Step("a step", actual, EXPECTED))
-    assert found == said if not said else said in found
+    assert found == explanation if not explanation else explanation in found
 
 
 @pytest.mark.parametrize(
-    ("rounding", "said"),
+    ("rounding", "explanation"),
     [
         (lambda q: q, "not quantized"),
         (lambda q: torch.floor(q + 0.3), "rounding is biased down (mean error -0.20 steps)"),
@@ -60,11 +60,11 @@ def test_a_difference_is_told_by_its_signature(actual: Tensor, said: str) -> Non
         (lambda q: torch.round(q / 1.02) * 1.02, "the scale is off by +2.00%"),
     ],
 )
-def test_a_rounding_that_no_row_replays_is_told_by_its_errors(
-    activation: Tensor, rounding: Callable[[Tensor], Tensor], said: str
+def test_a_rounding_that_no_row_replays_is_explained_by_its_errors(
+    activation: Tensor, rounding: Callable[[Tensor], Tensor], explanation: str
 ) -> None:
     torch.manual_seed(1)
     given = activation.clamp(-AMAX, AMAX)
     scale = AMAX / 127
     made = (rounding(given.double() / scale) * scale).float()
-    assert said in explain(grid_step("site", expected_grid("int8"), given, made))
+    assert explanation in explain(grid_step("site", expected_grid("int8"), given, made))

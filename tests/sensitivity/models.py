@@ -71,7 +71,8 @@ class Stack(nn.Module):
                     extra = h if extra is None else extra
         if self.how == "skip":
             h = h + extra
-        return self.out(h + memory)
+        logits: Tensor = self.out(h + memory)
+        return logits
 
     def get_output_embeddings(self) -> nn.Module:
         return self.out
@@ -117,4 +118,5 @@ class Hidden(Stack):
         h = self.embedding(batch)
         for layer in self.order:
             h = layer(h)
-        return self.out(h)
+        logits: Tensor = self.out(h)
+        return logits

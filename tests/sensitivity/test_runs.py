@@ -79,8 +79,8 @@ def test_a_model_that_cannot_be_restarted_is_run_whole_and_says_so(how: str, why
 
 
 def test_modules_outside_the_stack_are_whole_runs_of_their_own() -> None:
-    model = Stack("plain").eval()
-    model.get_output_embeddings = lambda: None  # type: ignore[method-assign]
+    model: Any = Stack("plain").eval()
+    model.get_output_embeddings = lambda: None
     given: Any = (model, Recipe("linear_w", "fp4_e2m1"), [random_batch()])
     found = rank_layers(*given, layers=["^out$", 1], advice=False)
     assert [effect.name for effect in found.effects] == ["layer_1", "out"]

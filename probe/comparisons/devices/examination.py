@@ -123,7 +123,7 @@ def same_elsewhere(name: str, b: Array, others: Mapping[str, Array], *, noise: f
 
 
 def sample_order(rows: SampledRows) -> tuple[str, bool]:
-    """Samples at other places on B, in words, and whether each of A's is there once."""
+    """Samples that are at other places on B, in words, and whether B has each sample of A once."""
     for a, b in ((rows.a, rows.b), rows.added):
         if rows.samples < 2 or len(a) % rows.samples or not len(a):
             continue
@@ -141,13 +141,13 @@ def sample_order(rows: SampledRows) -> tuple[str, bool]:
 
 
 def _rest_agrees(own: Array, moved: Array) -> bool:
-    """Samples that are where they belong differ by far less than those that are not."""
+    """Whether the samples at their own place differ by far less than the moved ones."""
     where = moved.astype(bool)
     return bool(where.all()) or float(own[~where].max()) < SAME * float(own[where].min())
 
 
 def token_shift(rows: SampledRows, a: Array, b: Array) -> int:
-    """By how many places the tokens of B are later than A's: -1, 0 or 1."""
+    """How many places later the tokens of B come than A's: -1, 0 or 1."""
     if len(a) % rows.samples or len(a) // rows.samples < 4:
         return 0
     x, y = (side.reshape(rows.samples, -1, side.shape[1]) for side in (a, b))
@@ -159,8 +159,11 @@ def token_shift(rows: SampledRows, a: Array, b: Array) -> int:
 
 
 def other_prompt(rows: SampledRows) -> str:
-    """Rows of another text: some agree and the rest do not at all, or B's are found at other places of A, or every
-    channel has the spread that it has on A while the values are unrelated. Empty if it does not look like that."""
+    """Signs of another text, in words; empty if there are none.
+
+    Either some tokens agree and the rest do not at all, or B's tokens are found at other places of A, or every channel
+    has the spread that it has on A while the values are unrelated.
+    """
     a, b = rows.a, rows.b
     if len(a) < 4:
         return ""
@@ -183,9 +186,8 @@ def other_prompt(rows: SampledRows) -> str:
     spreads = [np.sqrt(np.square(x).mean(0)) for x in centred]
     if min(float(x.sum()) for x in spreads) == 0:
         return ""
-    relation = float(
-        (centred[0] * centred[1]).sum() / np.sqrt(np.square(centred[0]).sum() * np.square(centred[1]).sum())
-    )
+    powers = [np.square(x).sum() for x in centred]
+    relation = float((centred[0] * centred[1]).sum() / np.sqrt(powers[0] * powers[1]))
     alike = float(np.corrcoef(np.concatenate([a.mean(0), spreads[0]]), np.concatenate([b.mean(0), spreads[1]]))[0, 1])
     scale = float(spreads[1].sum() / spreads[0].sum())
     if relation < 0.5 and alike > 0.9 and 0.7 < scale < 1.4 and far > 0.5:
@@ -197,9 +199,9 @@ def other_prompt(rows: SampledRows) -> str:
 
 
 def hidden_precision(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: MeasuredTensor) -> HiddenPrecision | None:
-    """Whether B has the noise of a narrower float in every layer, from the first: it computes in less than it says.
+    """Whether B has the noise of a narrower float in every layer from the first on, so that it must compute in it.
 
-    A single half-precision layer at the very beginning looks the same at first. A device that computes so everywhere
+    A single half-precision layer at the very beginning looks the same at first. A device that is narrow everywhere
     makes new noise in every layer, and in the head too.
     """
     layers = [tensor for tensor in tensors if is_layer(tensor.name)]
@@ -237,7 +239,7 @@ def hidden_precision(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Mea
 
 
 def head_error(pair: Pair) -> float | None:
-    """How far B's logits are from what A's head makes of B's last tensor before it; None if that cannot be told.
+    """The distance of B's logits from those of A's head on B's last hidden state; None if it cannot be computed.
 
     logits = W y: W is found from A by least squares over its tokens, and applied to B's y.
     """

@@ -63,7 +63,7 @@ def sample_tensor(
     unit: float,
     structure: Structure,
 ) -> SampledRows:
-    """Whole samples if they fit, else as many tokens of each as do."""
+    """All rows if they fit into SAMPLED elements, else as many as do, evenly spaced."""
     tensors = [as_rows(x) for x in (a, b, *(given or ()))]
     step = max(1, SAMPLED // max(tensors[0].shape[1], 1))
     parts = [sample_rows(one, step) for one in tensors]
@@ -131,7 +131,7 @@ def _skipped(rows: SampledRows) -> str:
 
 
 def _clipped(rows: SampledRows) -> str:
-    """Values beyond +-c are c on B, and only they differ."""
+    """Values beyond +-c are +-c on B, and only they differ."""
     for a, b, what in ((rows.a, rows.b, "values"), (*rows.added, "what it adds")):
         top = float(np.abs(b).max(initial=0.0))
         beyond = np.abs(a) > top * (1 + 1e-6)
@@ -144,7 +144,7 @@ def _clipped(rows: SampledRows) -> str:
 
 
 def _permuted(rows: SampledRows) -> str:
-    """The same columns at other places."""
+    """The same channels at other places."""
     for a, b in (rows.added, (rows.a, rows.b)):
         wrong = np.square(b - a).sum(0)
         if a.shape[1] < 3 or len(a) < 4 or not wrong.any():
@@ -180,7 +180,7 @@ def _constant(rows: SampledRows) -> str:
 
 
 def _epsilon(rows: SampledRows) -> str:
-    """The relative difference of a token goes with 1 / (mean square of what the layer was given)."""
+    """The relative difference of a token is proportional to 1 / (mean square of the layer's input)."""
     if rows.given is None or len(rows.a) < 16:
         return ""
     given, (a, _) = rows.given[0], rows.added
@@ -204,7 +204,7 @@ def _epsilon(rows: SampledRows) -> str:
 
 
 def _factor(rows: SampledRows) -> str:
-    """One factor for all, for each token, for each channel."""
+    """One factor for all values."""
     shares = rows.structure
     left = (1 - shares.factor_share) * shares.e_squares
     kept = (1 + shares.slope) ** 2 * float(shares.channels[1].sum())

@@ -231,7 +231,7 @@ def turned(model: nn.Module, index: int, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """`says` is a part of the cause that has to be told, where it can be."""
+    """`says` is a part of the cause that has to be named, where it can be."""
 
     plant: Plant
     says: str = ""

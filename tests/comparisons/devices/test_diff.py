@@ -109,7 +109,7 @@ def test_the_comparison_is_a_frozen_value(a: Recording) -> None:
         found.rtol = 1.0  # type: ignore[misc]
 
 
-def test_progress_is_told_tensor_by_tensor(a: Recording) -> None:
-    told: list[str] = []
-    diff(a, a, layers="layer_[01]", progress=told.append)
-    assert told == ["0 of 2 tensors: layer_0.output", "1 of 2 tensors: layer_1.output"]
+def test_progress_is_reported_tensor_by_tensor(a: Recording) -> None:
+    lines: list[str] = []
+    diff(a, a, layers="layer_[01]", progress=lines.append)
+    assert lines == ["0 of 2 tensors: layer_0.output", "1 of 2 tensors: layer_1.output"]

@@ -1,4 +1,4 @@
-"""Independent engines as devices: what differs is noise, and is told so; what is planted is found among it."""
+"""Independent engines as devices: differences are noise and judged so; what is planted is found among it."""
 
 import importlib.util
 import os
@@ -113,6 +113,6 @@ def test_narrow_devices_are_noise_with_whatever_was_recorded(
     assert hidden.cause.endswith("though recorded as float32")
 
 
-def test_a_half_first_layer_is_told_from_a_device_that_is_half_throughout(shelf: Shelf) -> None:
+def test_a_half_first_layer_is_distinguished_from_a_device_that_is_half_throughout(shelf: Shelf) -> None:
     found = judged(shelf, plain("tiny-llama", SEED), faulty("tiny-llama", "half matrices", 0, SEED))
     assert (found.verdict.kind, found.verdict.layer) == ("device fault", "layer_0")

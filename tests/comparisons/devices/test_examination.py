@@ -37,7 +37,7 @@ def test_a_layer_under_another_name_is_found() -> None:
     assert same_elsewhere("layer_1.output", layers["layer_0.output"] * 1.1, layers, noise=1e-5) == ""
 
 
-def test_another_text_is_told_from_a_fault() -> None:
+def test_another_text_is_distinguished_from_a_fault() -> None:
     draw = np.random.default_rng(0)
     words = draw.normal(0, 1, (40, 48)) * np.exp(draw.normal(0, 1, 48))
     text, other = words[draw.integers(0, 40, (4, 32))], words[draw.integers(0, 40, (4, 32))]

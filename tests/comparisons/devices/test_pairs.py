@@ -15,14 +15,14 @@ def test_other_tokens_are_a_mismatched_capture_and_nothing_is_compared(tmp_path:
     other = IDS.clone()
     other[1, 5], other[2, 0] = 7, 9
     found = diff(a, recorded(tmp_path / "b", network(), ids=other))
-    said = f"2 of 24 token ids differ, the first in sample 1 at position 5: {int(IDS[1, 5])} on A, 7 on B"
+    reason = f"2 of 24 token ids differ, the first in sample 1 at position 5: {int(IDS[1, 5])} on A, 7 on B"
     assert (found.verdict.kind, found.verdict.sure, found.layers) == ("mismatched capture", "certain", ())
-    assert found.inputs.reason == said
-    assert said in found.verdict.evidence
+    assert found.inputs.reason == reason
+    assert reason in found.verdict.evidence
     assert not found.passed
 
 
-def test_the_same_samples_in_another_order_are_told_so(tmp_path: Path, a: Recording) -> None:
+def test_the_same_samples_in_another_order_are_reported(tmp_path: Path, a: Recording) -> None:
     order = torch.tensor([2, 0, 1])
     tensors = {name: x[order] for name, x in network().items()}
     found = diff(a, recorded(tmp_path / "b", tensors, ids=IDS[order]))
@@ -31,18 +31,18 @@ def test_the_same_samples_in_another_order_are_told_so(tmp_path: Path, a: Record
 
 
 @pytest.mark.parametrize(
-    ("cut", "said"),
+    ("cut", "reason"),
     [
         ((slice(2), slice(None)), "A has 3 samples, B has 2"),
         ((slice(None), slice(7)), "A has 8 tokens in a sample, B has 7"),
     ],
 )
 def test_another_number_of_samples_or_tokens_is_never_cropped(
-    tmp_path: Path, a: Recording, cut: tuple[slice, slice], said: str
+    tmp_path: Path, a: Recording, cut: tuple[slice, slice], reason: str
 ) -> None:
     tensors = {name: x[cut].clone() for name, x in network().items()}
     found = diff(a, recorded(tmp_path / "b", tensors, ids=IDS[cut].clone()))
-    assert (found.verdict.kind, found.inputs.reason, found.layers) == ("mismatched capture", said, ())
+    assert (found.verdict.kind, found.inputs.reason, found.layers) == ("mismatched capture", reason, ())
 
 
 def test_without_ids_the_fingerprints_are_compared(tmp_path: Path, a: Recording) -> None:

@@ -109,7 +109,7 @@ def test_with_a_reference_errors_are_in_units_of_the_recipes_own(tmp_path: Path,
     assert layer.recipe_error == pytest.approx(apart(floats, x[name]), rel=1e-6)
     assert layer.device_error == pytest.approx(apart(floats, y[name]), rel=1e-6)
     assert layer.recipe_errors == pytest.approx(apart(x[name], y[name]) / apart(floats, x[name]), rel=1e-6)
-    assert any(said.startswith("the device is at most 0.2") for said in found.verdict.evidence)
+    assert any(line.startswith("the device is at most 0.2") for line in found.verdict.evidence)
 
 
 def test_a_device_that_runs_the_float_model_is_found(tmp_path: Path, a: Recording) -> None:
