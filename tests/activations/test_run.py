@@ -1,7 +1,6 @@
 """Promises of a whole run: what it finds is what a plain computation finds, padding and all."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from probe.activations.collecting import token_rows
 from probe.activations.export import tables
-from probe.activations.plan import Plan, weight_rows
+from probe.activations.plan import Plan
 from probe.activations.run import Analysis, analyze, forward, prepare, run
 from probe.activations.settings import EnabledSettings, read_configuration
-from probe.activations.statistics import measure
 from probe.data.samples import Batch, batches_of
 from tests.activations.toys import CHANNEL, OUTLIER, make
 
@@ -160,35 +157,6 @@ def test_the_tokens_of_real_models_do_not_depend_on_padding(tmp_path: Path) -> N
             assert s.channel_amax == pytest.approx(other.channel_amax, rel=1e-3, abs=1e-4), key
 
 
-def shaped(*shape: int) -> torch.Tensor:
-    return torch.arange(float(np.prod(shape))).reshape(shape)
-
-
-@pytest.mark.parametrize(
-    ("x", "module", "expected"),
-    [
-        (shaped(2, 5, 3), nn.Identity(), lambda x: x),
-        (shaped(2, 5, 3, 4), nn.Identity(), lambda x: x.reshape(2, 5, 12)),
-        (shaped(10, 3), nn.Identity(), lambda x: x.reshape(2, 5, 3)),
-        (shaped(2, 3, 5, 4), nn.Identity(), lambda x: x.permute(0, 2, 1, 3).reshape(2, 5, 12)),
-        (shaped(2, 3, 5), nn.Identity(), lambda x: x.transpose(1, 2)),
-        (shaped(2, 3, 8), nn.Conv1d(3, 3, 4, padding=3), lambda x: x[..., :5].transpose(1, 2)),
-        (shaped(2, 5, 5), nn.Conv1d(5, 5, 1), lambda x: x.transpose(1, 2)),
-    ],
-)
-def test_which_axis_is_the_tokens(x: torch.Tensor, module: nn.Module, expected: Any) -> None:
-    rows = token_rows(x, (2, 5), module)
-    assert rows.are_tokens
-    assert torch.equal(rows.values, expected(x))
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (2, 4, 6), (3,), ()])
-def test_rows_that_are_not_tokens_are_not_taken_for_them(shape: tuple[int, ...]) -> None:
-    rows = token_rows(torch.zeros(shape), (2, 5), nn.Identity())
-    assert not rows.are_tokens
-    assert rows.values.numel() == max(1, int(np.prod(shape)))
-
-
 def test_a_tensor_without_tokens_under_padding_is_left_out_and_said(tmp_path: Path) -> None:
     """The convolution of the toy gives 14 columns for 12 tokens, which is known; of other modules it is not."""
     given = texts(tmp_path) | {"outlier.pattern": "conv", "magnitude.patterns": "proj|conv", "data.batch_size": "3"}
@@ -263,69 +231,6 @@ def test_a_weight_that_does_not_fit_its_input_is_said_with_what_was_predicted() 
     assert rows["conv"]["predicted"] == "input"
     assert rows["layers.0.up_proj"]["predicted"] == "linear"
     assert not [note for note in found().notes if "predicted error" in note]
-
-
-class Conv1D(nn.Module):
-    """As that of transformers."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
-
-
-class Derived(Conv1D):
-    pass
-
-
-def transformers_conv1d(nf: int, nx: int) -> nn.Module:
-    from transformers.pytorch_utils import Conv1D as Theirs
-
-    build: Any = Theirs
-    module: nn.Module = build(nf, nx)
-    return module
-
-
-MAKERS: dict[str, Callable[[int], nn.Module]] = {
-    "linear": lambda inputs: nn.Linear(inputs, 8, bias=False),
-    "conv1d": lambda inputs: nn.Conv1d(inputs, 8, 3, padding=1, groups=2, bias=False),
-    "conv2d": lambda inputs: nn.Conv2d(inputs, 8, 3, bias=False),
-    "transposed 1d": lambda inputs: nn.ConvTranspose1d(inputs, 8, 3, groups=2, bias=False),
-    "transposed 2d": lambda inputs: nn.ConvTranspose2d(inputs, 8, 3, bias=False),
-    "Conv1D": lambda inputs: Conv1D(8, inputs),
-    "derived": lambda inputs: Derived(8, inputs),
-    "transformers": lambda inputs: transformers_conv1d(8, inputs),
-}
-
-
-@pytest.mark.parametrize("inputs", [6, 8])
-@pytest.mark.parametrize("kind", MAKERS)
-@torch.no_grad()
-def test_a_row_of_a_weight_is_what_one_output_is_made_of(kind: str, inputs: int) -> None:
-    """With all weights but those of a row at zero, that output is as it was, and the others are zero."""
-    torch.manual_seed(0)
-    module: Any = MAKERS[kind](inputs)
-    rows = weight_rows(module)
-    assert rows is not None
-    assert rows.shape[0] == 8
-    assert rows.numel() == module.weight.numel()
-    x = torch.randn(1, inputs, *[5] * (module.weight.dim() - 2))
-    whole, weight = module(x), module.weight.clone()
-    for output, row in enumerate(rows.clone()):
-        module.weight.copy_(torch.where(torch.isin(weight, row), weight, 0))
-        expected = torch.zeros_like(whole)
-        expected[:, output] = whole[:, output]
-        torch.testing.assert_close(module(x), expected)
-
-
-def test_a_vector_is_one_row_and_no_weight_is_none() -> None:
-    rows = weight_rows(nn.LayerNorm(5))
-    assert rows is not None
-    assert rows.shape == (1, 5)
-    assert weight_rows(nn.ReLU()) is None
 
 
 def test_nan_is_said() -> None:
@@ -434,64 +339,3 @@ def test_a_model_that_fails_is_told_in_one_message() -> None:
     expected = r"the model failed on \[3, 12\] tokens: RuntimeError: no kernel for this\. It is called with token ids"
     with pytest.raises(ValueError, match=expected):
         found(**{"model.path": "tests.activations.test_run:Fails", **LAYERS})
-
-
-def test_a_tensor_that_several_modules_read_is_measured_once_unless_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from probe.activations import collecting
-
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(256, 4)
-            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, ids: torch.Tensor) -> Any:
-            x = self.embed(ids).clone()
-            self.a(x)
-            self.b(x)
-            return self.c(x.mul_(2))
-
-    names = ("a", "b", "c")
-    plan = Plan({"input": names}, ("input", ()), (), ("output", ()), ("output", ()), 0, ("embed", *names))
-    collector = collecting.Collector(plan, threshold=1.0, heat_sample=0)
-    model, measured = Shared(), list[str]()
-
-    def spied(*args: Any, **kwargs: Any) -> Any:
-        measured.append(kwargs["module"])
-        return measure(*args, **kwargs)
-
-    monkeypatch.setattr(collecting, "measure", spied)
-    tokens = torch.arange(6)[None]
-    with torch.no_grad(), collector.hooked(model):
-        collector.begin(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), 0))
-        model(tokens)
-    amax = {name: collector.statistics[name, "input"].amax for name in names}
-    assert measured == ["a", "c"]
-    assert amax["a"] == amax["b"]
-    assert amax["c"] == 2 * amax["a"], "changed in place"
-    assert {name for name, _ in collector.statistics} == set(names)
-    assert collector.statistics["b", "input"].module == "b"
-    assert not any(module._forward_hooks for module in model.modules()), "no hook is left"
-
-
-def test_the_input_of_a_convolution_is_measured_by_its_own_channels() -> None:
-    """[1, 6, 6]: tokens first for a linear layer, channels first for a convolution, of one and the same tensor."""
-    from probe.activations.collecting import Collector
-
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.a, self.b = nn.Embedding(256, 6), nn.Linear(6, 6), nn.Conv1d(6, 6, 1)
-
-        def forward(self, ids: torch.Tensor) -> Any:
-            x = self.embed(ids)
-            return self.a(x), self.b(x)
-
-    plan = Plan({"input": ("a", "b")}, ("input", ()), (), ("output", ()), ("output", ()), 0, ("embed", "a", "b"))
-    collector, model, tokens = Collector(plan, threshold=1.0, heat_sample=0), Shared(), torch.arange(6)[None]
-    with torch.no_grad(), collector.hooked(model):
-        collector.begin(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), 0))
-        model(tokens)
-    x = model.embed(tokens)[0].detach().abs()
-    for name, axis in (("a", 0), ("b", 1)):
-        assert np.array_equal(collector.statistics[name, "input"].channel_amax, x.amax(axis).numpy())

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from probe.numerics.codes import Quantized
+from probe.numerics.integers import IntegerParameters
 
 #: The two implementations that every promise is tested with.
 Twin = Literal["reference", "eager"]
 TWINS = pytest.mark.parametrize("implementation", ["reference", "eager"], ids=["reference", "fast"])
+
+KINDS = pytest.mark.parametrize("symmetric", [True, False], ids=("symmetric", "asymmetric"))
 
 MX = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "mxint8")
 ROUNDINGS = ("half_even", "half_away", "toward_zero", "floor", "stochastic")
@@ -71,3 +74,11 @@ def scales_of(quantized: Quantized) -> Tensor:
     """The scales of a format that has some."""
     assert quantized.scales is not None
     return quantized.scales
+
+
+def given_parameters(scale: float, zero_point: int = 0, bits: int = 8, symmetric: bool = True) -> IntegerParameters:
+    return IntegerParameters(torch.tensor(scale), torch.tensor(zero_point, dtype=torch.int32), bits, symmetric)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype)

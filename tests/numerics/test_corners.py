@@ -1,12 +1,11 @@
 """Corners of the quantizers: padding, `out`, pieces, underflow counts, noise, scales at the ends of their range."""
 
 import math
-import warnings
 
 import pytest
 import torch
 
-from probe import FORMATS, UnderflowWarning, analyze_underflow, fake_quantize, quantize, round_to
+from probe import fake_quantize, quantize, round_to
 from probe.numerics import compiled, fast
 from probe.numerics.blocks import tree_sum
 from probe.numerics.quantize import Options
@@ -101,52 +100,6 @@ def test_noise_is_never_zero(implementation: Twin, monkeypatch: pytest.MonkeyPat
     assert got.tolist() == [1.0, 0.0]
 
 
-def test_underflow_of_padded_blocks_with_nan() -> None:
-    x = torch.ones(2, 40)
-    x[0, 39] = math.nan
-    x[1, 3] = 0.0
-    found = analyze_underflow(x, "fp8_e4m3")
-    assert (found.elements, found.nonfinite, found.zeros) == (80, 8, 1)
-
-
-def test_underflow_thresholds_axis_and_rule() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnderflowWarning)
-        e4m3 = FORMATS["fp8_e4m3"]
-        x = torch.tensor([256.0, e4m3.max, e4m3.min_normal, e4m3.min_subnormal, e4m3.min_subnormal / 2])
-        found = analyze_underflow(x, "fp8_e4m3")
-        assert (found.overflow, found.subnormal, found.underflow, found.flushed) == (0, 2, 1, 1)
-        saturating = torch.full((32,), 500.0)
-        assert analyze_underflow(saturating, "fp8_e4m3").overflow == 32
-        assert analyze_underflow(saturating, "fp8_e4m3").severity == "high"
-        assert analyze_underflow(saturating, "fp8_e4m3", scale_rule="ceil").overflow == 0
-        assert analyze_underflow(saturating, "fp8_e4m3", scale_rule="mse").overflow == 0
-        column = torch.ones(32, 32)
-        column[:, 0] = 2.0**30
-        assert analyze_underflow(column, "fp4_e2m1").underflow == 31 * 32
-        assert analyze_underflow(column, "fp4_e2m1", axis=0).underflow == 0
-
-
-def test_underflow_of_an_empty_tensor_is_nothing() -> None:
-    found = analyze_underflow(torch.empty(0, 32), "fp8_e4m3")
-    assert (found.elements, found.zeros, found.severity) == (0, 0, "none")
-
-
-def test_severity() -> None:
-    from probe.numerics.underflow import Underflow
-
-    def severity(**counts: int) -> str:
-        full = dict.fromkeys(("zeros", "overflow", "subnormal", "underflow", "flushed", "nonfinite"), 0)
-        return Underflow("fp8_e4m3", 10_000, **(full | counts)).severity
-
-    assert severity(underflow=10) == severity(overflow=10) == "none"
-    assert severity(underflow=11) == severity(overflow=11) == "moderate"
-    assert severity(underflow=100) == "moderate"
-    assert severity(underflow=101) == severity(overflow=101) == "high"
-    assert severity(underflow=6, nonfinite=5_000) == "moderate"
-    assert severity(flushed=5000) == "none"
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0, [1.0, 2.0]])
 def test_bad_tensor_scales(bad: float | list[float]) -> None:
     with pytest.raises(ValueError, match="nvfp4 takes one finite number above 0"):
@@ -208,12 +161,6 @@ def test_nvfp4_scales_are_rounded_to_nearest_whatever_the_rounding(implementatio
 def test_codes_name_their_axis_and_block_size() -> None:
     got = quantize(torch.ones(64, 3), "fp8_e4m3", axis=-2)
     assert (got.axis, got.block_size) == (0, 32)
-
-
-def test_underflow_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(100, 32)
-    monkeypatch.setattr(fast, "CHUNK", 96)
-    assert analyze_underflow(x, "fp8_e4m3").zeros == 3200
 
 
 @TWINS

@@ -1,5 +1,6 @@
+"""Integer grids: codes as exact quotients, values with one rounding, scales and zero points from ranges."""
+
 import math
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -12,14 +13,13 @@ from torch import Tensor
 from probe.numerics.integers import (
     IntegerParameters,
     dequantize_integer,
-    dynamic_parameters,
     fake_quantize_integer,
     integer_parameters,
     quantize_integer,
 )
+from tests.numerics.tensors import KINDS, given_parameters
 
 BITS = range(2, 9)
-KINDS = pytest.mark.parametrize("symmetric", [True, False], ids=("symmetric", "asymmetric"))
 ROUNDINGS: dict[str, Callable[[Fraction], int]] = {
     "half_even": round,
     "half_away": lambda q: math.floor(abs(q) + Fraction(1, 2)) * (1 if q > 0 else -1),
@@ -41,17 +41,9 @@ def exact_code(x: float, parameters: IntegerParameters, rounding: str = "half_ev
     return max(low, min(high, ROUNDINGS[rounding](quotient) + int(parameters.zero_point)))
 
 
-def given_parameters(scale: float, zero_point: int = 0, bits: int = 8, symmetric: bool = True) -> IntegerParameters:
-    return IntegerParameters(torch.tensor(scale), torch.tensor(zero_point, dtype=torch.int32), bits, symmetric)
-
-
 def every_bfloat16() -> Tensor:
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     return x[~x.isnan()]
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
 # ---- codes
@@ -238,255 +230,3 @@ def test_asymmetric_range_is_widened_to_zero() -> None:
     below = integer_parameters(torch.tensor(-255.0), torch.tensor(-10.0), symmetric=False)
     assert (above.scale.item(), above.zero_point.item()) == (1.0, 0)
     assert (below.scale.item(), below.zero_point.item()) == (1.0, 255)
-
-
-# ---- granularity
-
-
-def by_hand(x: Tensor, bits: int, symmetric: bool) -> Tensor:
-    """One slice, one scale."""
-    if x.numel() == 0:
-        return x
-    parameters = integer_parameters(x.min(), x.max(), bits=bits, symmetric=symmetric)
-    return dequantize_integer(quantize_integer(x, parameters), parameters, x.dtype)
-
-
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_each_granularity_equals_its_slices_taken_alone(bits: int, dtype: torch.dtype, symmetric: bool) -> None:
-    x = randn(3, 4, 10, dtype=dtype) * torch.tensor([0.01, 1.0, 30.0, 1e3], dtype=dtype)[:, None]
-    kind: dict[str, Any] = {"bits": bits, "symmetric": symmetric}
-
-    def same(got: Tensor, expected: Tensor) -> None:
-        assert got.dtype == dtype
-        assert torch.equal(got, expected)
-
-    same(fake_quantize_integer(x, **kind), by_hand(x, bits, symmetric))
-    same(fake_quantize_integer(x, granularity="tensor", **kind), by_hand(x, bits, symmetric))
-    for axis in range(-3, 3):
-        slices = [by_hand(s, bits, symmetric) for s in x.unbind(axis)]
-        same(fake_quantize_integer(x, granularity="channel", axis=axis, **kind), torch.stack(slices, axis))
-    rows = [by_hand(row, bits, symmetric) for row in x.reshape(-1, 10)]
-    same(fake_quantize_integer(x, granularity="token", **kind), torch.stack(rows).reshape(x.shape))
-    for axis in (0, 1, -1):
-        for size in (1, 3, 100):
-            lines = x.movedim(axis, -1)
-            groups = [
-                torch.cat([by_hand(g, bits, symmetric) for g in line.split(size)])
-                for line in lines.reshape(-1, lines.shape[-1])
-            ]
-            expected = torch.stack(groups).reshape(lines.shape).movedim(-1, axis)
-            options = {"granularity": "group", "axis": axis, "group_size": size, **kind}
-            same(fake_quantize_integer(x, **options), expected)
-    assert torch.equal(
-        fake_quantize_integer(x, granularity="group", group_size=4, **kind),
-        fake_quantize_integer(x, granularity="group", group_size=4, axis=2, **kind),
-    )
-    assert torch.equal(
-        fake_quantize_integer(x, granularity="channel", **kind),
-        fake_quantize_integer(x, granularity="channel", axis=0, **kind),
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "shape"),
-    [
-        ({}, (1, 1, 1)),
-        ({"granularity": "channel"}, (3, 1, 1)),
-        ({"granularity": "channel", "axis": 1}, (1, 4, 1)),
-        ({"granularity": "token"}, (3, 4, 1)),
-        ({"granularity": "group", "group_size": 32}, (3, 4, 10)),
-    ],
-)
-def test_dynamic_parameters_broadcast_and_give_the_same_as_static(options: dict[str, Any], shape: Any) -> None:
-    x = randn(3, 4, 10)
-    parameters = dynamic_parameters(x, **options)
-    assert parameters.scale.shape == parameters.zero_point.shape == shape
-    static = fake_quantize_integer(x, parameters=parameters)
-    assert torch.equal(static, fake_quantize_integer(x, **options))
-
-
-def test_one_dimension_with_a_scale_per_element_is_not_read_as_one_scale_for_all() -> None:
-    x = torch.tensor([1.0, 100.0])
-    assert dynamic_parameters(x, granularity="channel").scale.shape == (2,)
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"granularity": "channel"},
-        {"granularity": "channel", "axis": -1},
-        {"granularity": "token"},
-        {"granularity": "group", "group_size": 3},
-        {"granularity": "group", "group_size": 3, "axis": 0},
-    ],
-)
-@KINDS
-def test_empty_tensors_stay_empty(shape: tuple[int, ...], options: dict[str, Any], symmetric: bool) -> None:
-    got = fake_quantize_integer(torch.empty(shape, dtype=torch.bfloat16), symmetric=symmetric, **options)
-    assert got.shape == shape
-    assert got.dtype == torch.bfloat16
-
-
-def test_a_single_number_is_a_tensor() -> None:
-    assert fake_quantize_integer(torch.tensor(2.5)).item() == 2.5
-    assert fake_quantize_integer(torch.tensor(2.5)).shape == ()
-
-
-def test_a_slice_of_zeros_stays_zero_and_minus_zero_becomes_zero() -> None:
-    x = torch.tensor([[0.0, -0.0], [1.0, -1.0]])
-    got = fake_quantize_integer(x, granularity="token")
-    assert torch.equal(got, x)
-    assert not got[0].signbit().any()
-
-
-def test_strides_do_not_matter_the_input_is_kept_and_no_gradient_is_carried() -> None:
-    x = randn(12, 10).T[::2].requires_grad_()
-    kept = x.detach().clone()
-    options: dict[str, Any] = {"granularity": "group", "group_size": 5}
-    got = fake_quantize_integer(x, **options)
-    assert torch.equal(got, fake_quantize_integer(kept, **options))
-    assert torch.equal(x.detach(), kept)
-    assert not got.requires_grad
-
-
-def test_the_largest_float32_is_quantized_without_overflow() -> None:
-    largest = torch.finfo(torch.float32).max
-    got = fake_quantize_integer(torch.tensor([largest, -largest, 0.0]))
-    assert got.isfinite().all()
-    assert got[0] > 0.99 * largest
-
-
-# ---- errors: what is wrong, what was expected, what to do next
-
-X = torch.ones(2, 3)
-GRID = given_parameters(1.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bits": 9}, "bits is 9. An integer grid has from 2 to 8 bits: give a whole number from 2 to 8."),
-        ({"bits": 1}, "bits is 1. An integer grid has from 2 to 8 bits"),
-        ({"bits": True}, "bits is True. An integer grid has from 2 to 8 bits"),
-        ({"bits": 4.0}, "bits is 4.0. An integer grid has from 2 to 8 bits"),
-        (
-            {"granularity": "tokens"},
-            "unknown granularity 'tokens'. Did you mean 'token'? Known: tensor, channel",
-        ),
-        (
-            {"granularity": "group"},
-            "granularity 'group' needs a group_size: none was given. Pass e.g. group_size=32.",
-        ),
-        (
-            {"granularity": "group", "group_size": 0},
-            "group_size is 0. A group holds a whole number of values",
-        ),
-        ({"granularity": "group", "group_size": 2.0}, "group_size is 2.0. A group holds a whole number"),
-        ({"granularity": "group", "group_size": True}, "group_size is True. A group holds a whole number"),
-        (
-            {"granularity": "token", "group_size": 4},
-            "group_size=4 was given, but granularity 'token' has no groups. Leave group_size out",
-        ),
-        (
-            {"granularity": "channel", "axis": 2},
-            "axis 2 is out of range for a tensor of 2 dimensions. Give one from",
-        ),
-        ({"granularity": "group", "group_size": 2, "axis": -3}, "axis -3 is out of range"),
-        ({"axis": 0}, "axis=0 was given, but granularity 'tensor' does not choose its axis. Leave axis out"),
-        (
-            {"granularity": "token", "axis": 0},
-            "axis=0 was given, but granularity 'token' does not choose its axis.",
-        ),
-        (
-            {"parameters": GRID, "bits": 8},
-            "parameters were given together with bits, which the parameters already decide. Leave one",
-        ),
-        (
-            {"parameters": GRID, "granularity": "token", "symmetric": True},
-            "parameters were given together with granularity, symmetric, which",
-        ),
-        ({"parameters": GRID, "axis": 0}, "parameters were given together with axis,"),
-        ({"parameters": GRID, "group_size": 4}, "parameters were given together with group_size,"),
-        ({"rounding": "half_evn"}, "unknown rounding 'half_evn'. Did you mean 'half_even'?"),
-    ],
-)
-def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        fake_quantize_integer(X, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
-def test_a_wrong_dtype_is_one_clear_error(dtype: torch.dtype) -> None:
-    expected = rf"x is {dtype}. Integer grids take torch\.float64, .* Convert first, e.g. x\.float\(\)"
-    for call in (fake_quantize_integer, lambda x: quantize_integer(x, GRID)):
-        with pytest.raises(ValueError, match=expected):
-            call(torch.ones(2).to(dtype))
-
-
-def test_nan_and_infinity_are_named_and_counted() -> None:
-    x = torch.tensor([math.nan, 1.0, math.inf, math.nan])
-    with pytest.raises(ValueError, match=r"x has 2 NaN among 4 values and integer codes cannot hold NaN. Find where"):
-        quantize_integer(x, GRID)
-    with pytest.raises(ValueError, match=r"x has 3 NaN or Inf among 4 values and no scale can be taken from those."):
-        fake_quantize_integer(x)
-    with pytest.raises(ValueError, match=r"1 of 4 ranges have an end that is NaN or Inf"):
-        integer_parameters(torch.zeros(4), torch.tensor([1.0, math.inf, 1.0, 1.0]))
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_that_is_no_positive_number_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match=r"1 of 1 scales are not finite numbers above 0. Take them with"):
-        given_parameters(scale)
-
-
-def test_data_beyond_float32_saturates_at_the_largest_scale() -> None:
-    x = torch.tensor([1e300, -1e300, 1.0], dtype=torch.float64)
-    largest = float(torch.finfo(torch.float32).max)
-    assert fake_quantize_integer(x).tolist() == [127 * largest, -128 * largest, 0.0]
-
-
-def test_a_static_grid_lets_nan_through_and_keeps_it_where_it_was() -> None:
-    x = torch.tensor([0.5, math.nan, -math.inf, math.inf])
-    got = fake_quantize_integer(x, parameters=given_parameters(0.25))
-    assert got.isnan().tolist() == [False, True, False, False]
-    assert got[[0, 2, 3]].tolist() == [0.5, -32.0, 31.75]
-
-
-def test_parameters_that_do_not_fit_together_are_refused() -> None:
-    zero = torch.tensor(0, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"scale is torch\.float64 and zero_point is torch\.int32\. Give a float32"):
-        IntegerParameters(torch.tensor(1.0, dtype=torch.float64), zero, 8, True)
-    with pytest.raises(ValueError, match=r"scale has shape \[2\] and zero_point \[\]\. Give both the same shape"):
-        IntegerParameters(torch.ones(2), zero, 8, True)
-    with pytest.raises(ValueError, match=r"1 of 1 zero points are outside 0 \.\. 0, the range of symmetric grids"):
-        given_parameters(1.0, 1)
-    with pytest.raises(ValueError, match=r"1 of 1 zero points are outside 0 \.\. 15, the range of asymmetric"):
-        given_parameters(1.0, 16, 4, False)
-    with pytest.raises(ValueError, match="bits is 12"):
-        given_parameters(1.0, 0, 12)
-
-
-def test_ranges_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"1 of 1 ranges have a minimum above their maximum. Pass the minimum first"):
-        integer_parameters(torch.tensor(1.0), torch.tensor(0.0))
-    with pytest.raises(ValueError, match=r"minimum has shape \[\] and maximum \[2\]"):
-        integer_parameters(torch.tensor(1.0), torch.ones(2))
-
-
-def test_parameters_of_another_shape_are_refused() -> None:
-    grid = IntegerParameters(torch.ones(5), torch.zeros(5, dtype=torch.int32), 8, True)
-    with pytest.raises(ValueError, match=r"have shape \[5\], which does not broadcast to the tensor's \[2, 3\]"):
-        quantize_integer(X, grid)
-    with pytest.raises(ValueError, match=r"does not broadcast to the tensor's \[1\]"):
-        quantize_integer(torch.ones(1), grid)
-
-
-def test_codes_of_another_grid_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"codes are torch\.uint8, but these parameters go with torch\.int8"):
-        dequantize_integer(torch.zeros(1, dtype=torch.uint8), GRID)
-    with pytest.raises(ValueError, match=r"1 of 2 codes are outside -8 \.\. 7, the range of 4 bits"):
-        dequantize_integer(torch.tensor([7, 8], dtype=torch.int8), given_parameters(1.0, bits=4))
