@@ -23,9 +23,8 @@ def add(commands: Subparsers) -> None:
 
     layers = commands.add_parser("layers", help="the modules of a model: names, types, shapes")
     add_model(layers)
-    layers.add_argument(
-        "pattern", nargs="*", help="index, first, last, all or a regular expression (default: all modules)"
-    )
+    pattern = "index, first, last, all or a regular expression (default: all modules)"
+    layers.add_argument("pattern", nargs="*", help=pattern)
     layers.add_argument("--sites", action="store_true", help="with the sites inside Mamba blocks")
     layers.add_argument("--json", action="store_true", help="machine-readable")
     layers.set_defaults(run=_layers)

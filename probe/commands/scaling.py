@@ -17,19 +17,12 @@ def add(commands: Subparsers) -> None:
         "tables, plots, a log and one page over all. Exit code 1 if a tensor failed; the others are done all the same. "
         "2 if nothing was analysed because what was given could not be read.",
     )
-    scaling.add_argument(
-        "input_tensor",
-        nargs="+",
-        help=".pt, .npy, .npz or .safetensors file (file.safetensors:name for one tensor), folder, or recording",
-    )
+    tensors = ".pt, .npy, .npz or .safetensors file (file.safetensors:name for one tensor), folder, or recording"
+    scaling.add_argument("input_tensor", nargs="+", help=tensors)
     scaling.add_argument("--output-dir", metavar="DIR", help="default: draw/scaling_analysis/{tensor_name}/")
+    formats = "fp8_e4m3 fp8_e5m2 fp6_e3m2 fp6_e2m3 fp4_e2m1 int8 mxint8, or all (default: fp8_e4m3)"
     scaling.add_argument(
-        "--elem-format",
-        dest="formats",
-        nargs="+",
-        default=["fp8_e4m3"],
-        metavar="FORMAT",
-        help="fp8_e4m3 fp8_e5m2 fp6_e3m2 fp6_e2m3 fp4_e2m1 int8 mxint8, or all (default: fp8_e4m3)",
+        "--elem-format", dest="formats", nargs="+", default=["fp8_e4m3"], metavar="FORMAT", help=formats
     )
     scaling.add_argument("--scale-bits", type=int, default=8, metavar="N", help="of a scale; 8 is 2^-127 to 2^127")
     scaling.add_argument("--max-scale-exp", type=float, metavar="E", help="first exponent (default: max alignment)")
