@@ -70,8 +70,8 @@ def test_a_recording_with_something_of_the_users_in_it_is_not_overwritten(folder
 def test_a_damaged_recording_can_be_overwritten(folder: Path) -> None:
     (folder / "fp32.safetensors").unlink()
     (folder / f"{RECIPE}.safetensors").write_bytes(b"cut")
-    write_small(folder, overwrite=True)
-    read_recording(folder)
+    written = write_small(folder, overwrite=True)
+    assert read_recording(folder) == written
 
 
 def test_empty_folders_links_and_deep_paths_are_written_to(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def test_a_snippet_runs(recorded: Path, monkeypatch: pytest.MonkeyPatch, block: 
     for path, place in PLACES.items():
         block = block.replace(path, str(recorded / place))
     monkeypatch.chdir(recorded / "io" if "first_layer_io" in block else recorded)
-    exec(compile(block, "snippet", "exec"), {"N": 30, "np": np})
+    names: dict[str, Any] = {"N": 30, "np": np}
+    exec(compile(block, "snippet", "exec"), names)
+    assert len(names) > 3, "it has loaded something"
 
 
 def test_files_of_the_layout_npy_are_named_as_the_scripts_name_them(recorded: Path) -> None:
