@@ -16,7 +16,8 @@ from torch import Tensor
 from probe.data.batches import token_batches, token_fingerprint
 from probe.data.texts import text_of
 from probe.files.lock import locked
-from probe.gate.baselines import BaselineError, Entry, ModeBaselines, Store
+from probe.gate.baselines.format import BaselineError, Entry, ModeBaselines
+from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation, observe, observe_recording

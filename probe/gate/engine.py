@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from probe.diagnosis.causes import corner_cause, diagnose
-from probe.gate.baselines import BaselineError, Entry
+from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
@@ -97,7 +97,7 @@ class Gate:
         if other_input and not self.update:
             raise BaselineError(
                 f"the baselines of {bench.settings.model} were made with another input: {other_input}. "
-                "Undo that, or make all of them again with: pytest --update-baselines"
+                "Restore the old input, or make all of them again with: pytest --update-baselines"
             )
         bench.use_stored_anchors(all_devices=self.update)
         if self.update:
@@ -176,6 +176,6 @@ def _not_compared(outcome: Outcome, changed: tuple[str, ...]) -> Outcome:
     names = ", ".join(one.partition(" ")[0] for one in changed)
     message = (
         f"the baseline was made with other settings ({names}), so the figures are not compared. "
-        "Undo that, or accept it with --update-baselines."
+        "Restore those settings, or accept the new ones with --update-baselines."
     )
     return replace(outcome, status="failed", verdict=None, message=message, details=changed, cause="")

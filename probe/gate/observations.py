@@ -181,7 +181,7 @@ def _not_applied(
     module = reference.modules[label]
     inside = [text for name, text in strays.items() if name.startswith(f"{module}.")]
     if metrics.identical or (metrics.relative_mse is not None and metrics.relative_mse < NOISE):
-        what = "to the bit" if metrics.identical else "but for the order of sums"
+        what = "to the bit" if metrics.identical else "up to the order of sums"
         return [Flaw("not applied", f"{recipe} left {label} as it was: its output is the float layer's {what}.")]
     if inside:
         return [Flaw("not applied", f"{recipe} was not applied to all of {label}: {inside[0]}.", tuple(inside[1:4]))]

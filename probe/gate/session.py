@@ -20,7 +20,7 @@ from probe.settings import ConfigurationError
 from probe.words import LOGITS, near_or_first
 
 if TYPE_CHECKING:
-    from probe.gate.baselines import Entry
+    from probe.gate.baselines.format import Entry
     from probe.gate.engine import Gate, Judged
 
 
@@ -153,7 +153,7 @@ class Session:
 
     def _model_cases(self, settings: Settings) -> ModelCases:
         if settings.model not in self.models:
-            from probe.gate.baselines import Store
+            from probe.gate.baselines.store import Store
 
             Store(self.root / settings.baselines).check_layout(settings.model)
             self.models[settings.model] = ModelCases(settings)
@@ -187,8 +187,8 @@ class Session:
         for name in ("data", "samples", "seqlen", "calibration", "baselines"):
             if getattr(one, name) != getattr(other, name):
                 raise ValueError(
-                    f"two tests measure {one.model} with another {name}: {getattr(one, name)!r} and "
-                    f"{getattr(other, name)!r}. One set of baselines serves one of them: make them agree."
+                    f"two tests measure {one.model} with different {name}: {getattr(one, name)!r} and "
+                    f"{getattr(other, name)!r}. They share one set of baselines, so give both the same {name}."
                 )
 
     def select(self, request: CaseRequest) -> None:
@@ -272,7 +272,8 @@ class Session:
             self.problems.append(f"obsolete: {case} of {model}: {message}")
 
     def _find_obsolete_models(self) -> None:
-        from probe.gate.baselines import Store, path_part
+        from probe.gate.baselines.format import path_part
+        from probe.gate.baselines.store import Store
 
         for root in {self.root / known.settings.baselines for known in self.models.values()}:
             ours = [known.settings for known in self.models.values()]
@@ -286,14 +287,14 @@ class Session:
 
     def _obsolete(self, known: ModelCases) -> list[Case]:
         """Stored cases that the matrix does not have; a device that it does not name at all counts too."""
-        from probe.gate.baselines import Store
+        from probe.gate.baselines.store import Store
 
         store, model = Store(self.root / known.settings.baselines), known.settings.model
         stored = [case for device in store.devices(model) for case in store.read(model, device)]
         return sorted(set(stored) - set(known.matrix))
 
     def _update(self, known: ModelCases, *, keep_obsolete: bool) -> None:
-        from probe.gate.baselines import Store
+        from probe.gate.baselines.store import Store
         from probe.running.anchors import Anchors
         from probe.running.environment import environment
 
@@ -317,7 +318,7 @@ class Session:
         stored = store.environment(model) or {}
         if not whole and any(stored.get(key, value) != value for key, value in known.facts.items()):
             raise ValueError(
-                f"no baseline of {model} was written: the input changed, so all cases must be made anew. "
+                f"no baseline of {model} was written: the input changed, so all cases must be updated. "
                 "Run pytest --update-baselines without -k and without --probe-* options."
             )
         drop = self._obsolete(known) if whole and not keep_obsolete else []

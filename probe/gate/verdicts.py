@@ -110,7 +110,7 @@ def _moved(figures: Mapping[str, Figure]) -> list[Flaw]:
     of_values = all(name.endswith(OF_VALUES) for name in moved)
     of_text = {name: figure for name, figure in moved.items() if not name.startswith("corners.")}  # these say more
     name, figure = max((of_text or moved).items(), key=lambda pair: strength(pair[1]))
-    text = f"{len(moved)} of {len(figures)} figures moved, {name} by most: {_change(figure)}."
+    text = f"{len(moved)} of {len(figures)} figures moved, most of all {name}: {_change(figure)}."
     return [Flaw("changed values" if of_values else "drift", text)]
 
 

@@ -31,7 +31,7 @@ class Controller:
         given = getattr(report, "probe", None)
         if given is None:
             return
-        from probe.gate.baselines import Entry
+        from probe.gate.baselines.format import Entry
         from probe.gate.cases import Outcome
 
         stored = given["entry"] and Entry.from_dict(given["entry"])
@@ -81,7 +81,7 @@ class Controller:
         return Path(report).parent if report else None
 
     def _facts(self) -> dict[str, Any]:
-        from probe.gate.baselines import Store
+        from probe.gate.baselines.store import Store
         from probe.running.environment import comparable, environment
 
         settings = next(known.settings for known in self.session.models.values())

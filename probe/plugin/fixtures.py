@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import pytest
 
-from probe.gate.baselines import Entry
+from probe.gate.baselines.format import Entry
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.engine import Judged

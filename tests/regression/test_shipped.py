@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from probe.gate.baselines import MAX_BYTES_PER_CASE, Store
+from probe.gate.baselines.store import MAX_BYTES_PER_CASE, Store
 from probe.models.loading import load_model
 
 ROOT = Path(__file__).parents[2] / "baselines"

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from probe.gate.baselines import Entry, Store, Stored
+from probe.gate.baselines.format import Entry, Stored
+from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 
 MODEL = "tiny-mamba"

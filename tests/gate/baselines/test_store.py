@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from probe.gate.baselines import MAX_BYTES_PER_CASE, BaselineError, Entry, Store, Stored, changes
-from probe.gate.baselines.format import digest, rounded
+from probe.gate.baselines.format import BaselineError, Entry, Stored, digest, rounded
+from probe.gate.baselines.store import MAX_BYTES_PER_CASE, Store, changes
 from probe.words import natural_key
 from tests.gate.baselines.examples import MODEL, case, entry, files, golden
 
