@@ -39,7 +39,7 @@ class Options:
 class CaseRequest:
     """The case of one test, and the settings that it is measured with."""
 
-    has_recipe: ClassVar[bool] = True
+    has_recipe: ClassVar[bool] = True  # all layers of a recipe are judged together and explained once
 
     settings: Settings
     case: Case
@@ -96,8 +96,8 @@ class Session:
         self.written: set[str] = set()  # models whose baselines were updated
         self.update_lines: list[str] = []  # what an update changed, for the terminal
         self.problems: list[str] = []  # each fails the run
-        self.tellers: dict[tuple[str, str, str, bool], str] = {}  # by recipe: the case that tells its story
-        self.drawn: dict[tuple[str, str, str], int] = {}  # by recipe: how many of its cases have a picture
+        self.tellers: dict[tuple[str, str, str, bool], str] = {}  # by recipe: the case that explains its failure
+        self.drawn: Counter[tuple[str, str, str]] = Counter()  # by recipe: how many of its cases have a picture
         self._folder = folder
         self._gate: Gate | None = None
 
