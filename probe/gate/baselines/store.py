@@ -35,11 +35,11 @@ from probe.gate.cases import Case
 from probe.running.environment import ANCHORS, INPUT
 from probe.words import natural_key
 
-#: What a case may take on disk; a test checks the default set.
-MAX_BYTES_PER_CASE = 2048
+Modes = Mapping[Path, ModeBaselines]
+
 UNTOUCHED = "The old baselines are untouched."
 HALF_WAY = "Every mode is wholly old or wholly new; run the update again once the cause is gone."
-#: A file that only version 1 had: the environment of all modes of a model.
+#: The environment of all modes of a model, which only version 1 kept in a file of its own.
 OLD_ENVIRONMENT = "environment.json"
 
 
@@ -64,7 +64,7 @@ class Store:
 
     def read(self, model: str, device: str) -> dict[Case, Entry]:
         """Every stored case of a model and device; none where there is no folder."""
-        return {case: entry for mode in self.modes(model, device) for case, entry in mode.entries.items()}
+        return _entries(self.modes(model, device))
 
     def modes(self, model: str, device: str) -> list[ModeBaselines]:
         """The stored modes of a model and device; none where there is no folder."""
@@ -76,12 +76,6 @@ class Store:
         for file, mode in modes.items():
             _check_names(file, mode, model=model, device=device)
         return list(modes.values())
-
-    def size_per_case(self, model: str, device: str) -> dict[str, float]:
-        """Bytes of the file over the number of cases, by mode."""
-        modes = {mode.mode: mode.entries for mode in self.modes(model, device)}
-        folder = self.folder(model, device)
-        return {name: (folder / f"{path_part(name)}.json").stat().st_size / len(modes[name]) for name in modes}
 
     def models(self) -> list[str]:
         """The models that have baselines, by their true names."""
@@ -126,9 +120,9 @@ class Store:
     ) -> list[str]:
         """Drop the cases in `drop`, store `entries`, and return what changed; all other cases stay.
 
-        What is stored is `rounded(entry)`. A mode whose cases, input and anchors are as before is not touched, so it
-        keeps its environment; one without cases loses its file. After an error, and after a kill, every mode is wholly
-        as before or wholly as wanted.
+        Each entry is stored as `rounded(entry)`. A mode whose cases, input and anchors did not change is not touched,
+        so it keeps its environment; the file of a mode without cases is deleted. After an error or a kill, every mode
+        is wholly old or wholly new.
         """
         facts = {**(environment or {}), **({ANCHORS: _anchors_name(anchors)} if anchors is not None else {})}
         check_texts(f"environment of {model}:", facts)
@@ -146,21 +140,13 @@ class Store:
             for file, mode in stored.items():
                 names = dict(zip(("device", "mode"), files.get(file, ()), strict=False))
                 _check_names(file, mode, model=model, **names)
-            wanted = {
-                **stored,
-                **{file: _renewed(stored.get(file), model, *files[file], new, drop, facts) for file in files},
-            }
+            renewed = {file: _renewed(stored.get(file), model, *files[file], new, drop, facts) for file in files}
+            wanted = {**stored, **renewed}
             self._replace(folder, stored, wanted, anchors)
         return changes(_entries(stored.values()), _entries(wanted.values()))
 
-    def _replace(
-        self,
-        folder: Path,
-        stored: Mapping[Path, ModeBaselines],
-        wanted: Mapping[Path, ModeBaselines],
-        anchors: bytes | None,
-    ) -> None:
-        """Bring all files of a model from `stored` to `wanted`: anchors, modes, then what is not needed any more."""
+    def _replace(self, folder: Path, stored: Modes, wanted: Modes, anchors: bytes | None) -> None:
+        """Bring all files of a model from `stored` to `wanted`: write anchors, then modes; then delete unused files."""
         changed = {file: mode for file, mode in wanted.items() if mode != stored.get(file)}
         before = {file: _content(file) for file in changed}
         used = _anchors_of(wanted)
@@ -172,9 +158,10 @@ class Store:
             if changed and anchors is not None and not _exists(folder / _anchors_name(anchors)):
                 atomic.write(folder / _anchors_name(anchors), anchors)
             atomic.write_all({file: mode.to_json() for file, mode in changed.items() if mode.entries})
-            for file in (file for file, mode in changed.items() if not mode.entries and file in stored):
-                file.unlink()
-                atomic.sync(file.parent)
+            for file, mode in changed.items():
+                if not mode.entries and file in stored:
+                    file.unlink()
+                    atomic.sync(file.parent)
         except OSError as problem:
             is_untouched = before == {file: _content(file) for file in changed}
             used = _anchors_of(stored) | (set() if is_untouched else used)
@@ -191,10 +178,9 @@ class Store:
         files: dict[Path, tuple[str, str]] = {}
         for case in sorted(cases):
             file = self.file(model, case)
-            known = files.setdefault(file, (case.device, case.mode))
-            for kind, one, other in zip(("device", "mode"), known, (case.device, case.mode), strict=True):
-                if one != other:
-                    raise _shared(kind, one, other, file)
+            device, mode = files.setdefault(file, (case.device, case.mode))
+            _check_same(file, "device", device, case.device)
+            _check_same(file, "mode", mode, case.mode)
         return files
 
     def _load(self, file: Path) -> ModeBaselines:
@@ -232,9 +218,7 @@ class Store:
 
 
 def changes(old: Mapping[Case, Entry], new: Mapping[Case, Entry]) -> list[str]:
-    """A line for each figure that differs at 6 digits, for each setting, and for each case that came, went or has other
-    values.
-    """
+    """A line for each figure that differs at 6 digits, each changed setting, and each new, dropped or changed case."""
     lines: list[str] = []
     for case in sorted({*old, *new}, key=lambda case: [natural_key(part) for part in vars(case).values()]):
         if case not in old or case not in new:
@@ -276,20 +260,21 @@ def _renewed(
     drop: Collection[Case],
     facts: Mapping[str, str],
 ) -> ModeBaselines:
-    """A mode with the new cases and without the dropped; it has `facts` as its environment if anything changed."""
+    """A mode with its new cases and without the dropped ones; its environment is `facts` if anything changed."""
     before = old.entries if old else {}
     entries = {case: entry for case, entry in before.items() if case not in drop}
     entries |= {case: entry for case, entry in new.items() if (case.device, case.mode) == (device, mode)}
     bound = {name: fact for name, fact in facts.items() if name.startswith((INPUT, ANCHORS))}
-    is_same = old is not None and entries == before and bound.items() <= old.environment.items()
-    return old if old is not None and is_same else ModeBaselines(model, device, mode, dict(facts), entries)
+    if old is not None and entries == before and bound.items() <= old.environment.items():
+        return old
+    return ModeBaselines(model, device, mode, dict(facts), entries)
 
 
 def _entries(modes: Iterable[ModeBaselines]) -> dict[Case, Entry]:
     return {case: entry for mode in modes for case, entry in mode.entries.items()}
 
 
-def _anchors_of(modes: Mapping[Path, ModeBaselines]) -> set[str]:
+def _anchors_of(modes: Modes) -> set[str]:
     return {mode.environment[ANCHORS] for mode in modes.values() if ANCHORS in mode.environment and mode.entries}
 
 
@@ -305,7 +290,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is anything at `path`. Not being allowed to know is an error, not a no."""
+    """Whether there is anything at `path`; a folder that may not be read is an error, not False."""
     with _reading(path):
         try:
             os.lstat(path)
@@ -324,7 +309,7 @@ def _folders_in(parent: Path) -> list[Path]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """What goes wrong with `file` in the block is a BaselineError that says how to restore it or make it again."""
+    """Raise an error of `file` in the block as a BaselineError that says how to restore it or make it again."""
     remedy = (
         f"Restore it with: git checkout -- {shlex.quote(str(file))}\n"
         f"or delete {file} and make it again with: pytest --update-baselines"
@@ -335,13 +320,13 @@ def _reading(file: Path) -> Iterator[None]:
 
 def _check_names(file: Path, stored: ModeBaselines, **expected: str) -> None:
     for kind, name in expected.items():
-        found = getattr(stored, kind)
-        if found != name:
-            raise _shared(kind, found, name, file)
+        _check_same(file, kind, getattr(stored, kind), name)
 
 
-def _shared(kind: str, one: str, other: str, file: Path | str) -> BaselineError:
-    return BaselineError(
-        f"{kind}s {one!r} and {other!r} would share {file}, which belongs to the first. "
-        "Rename one of them, or keep its baselines elsewhere with --baselines-dir."
-    )
+def _check_same(file: Path, kind: str, owner: str, name: str) -> None:
+    """Refuse to share a file: different names can give the same path."""
+    if owner != name:
+        raise BaselineError(
+            f"{kind}s {owner!r} and {name!r} would share {file}, which belongs to the first. "
+            "Rename one of them, or keep its baselines elsewhere with --baselines-dir."
+        )
