@@ -114,7 +114,7 @@ class Session:
 
     def request(self, marked: Mapping[str, Any], *, where: str) -> list[CaseRequest]:
         """The cases of a test: those of the configured matrix, or of its marker, narrowed by the options."""
-        from probe.running.devices import check_device
+        from probe.running.environment import check_device
 
         configured = self.settings_for(self.options.model or self.settings.model)
         configured = settings_of(marked, where=where, base=configured) if marked else configured
@@ -295,8 +295,8 @@ class Session:
         return sorted(set(stored) - set(known.matrix))
 
     def _update(self, known: ModelCases, *, keep_obsolete: bool) -> None:
-        from probe.running.anchors import Anchors
         from probe.running.environment import environment
+        from probe.running.noise import Anchors
 
         model = known.settings.model
         entries = self.entries.get(model, {})

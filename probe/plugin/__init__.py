@@ -227,7 +227,7 @@ def probe_activations(request: pytest.FixtureRequest) -> ProbeCase:
 
 def _case_of(request: pytest.FixtureRequest) -> ProbeCase:
     from probe.plugin.fixtures import ProbeCase
-    from probe.running.devices import is_present
+    from probe.running.environment import is_present
 
     nodeid, session = _plain_nodeid(request.node.nodeid), request.config.stash[SESSION]
     given = ProbeCase(str(request.fixturename), request.param, session, nodeid)
