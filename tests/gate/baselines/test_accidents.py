@@ -277,7 +277,7 @@ def test_two_writers_do_not_lose_each_others_cases(tmp_path: Path) -> None:
     assert len(Store(tmp_path).read(MODEL, "cpu")) == 60
 
 
-@pytest.mark.parametrize("reader", ["read", "size_per_case", "models", "devices"])
+@pytest.mark.parametrize("reader", ["read", "modes", "models", "devices"])
 def test_a_reader_waits_for_a_writer(store: Store, small: Path, reader: str) -> None:
     arguments = {"models": (), "devices": (MODEL,)}.get(reader, (MODEL, "cpu"))
     waiting = threading.Thread(target=getattr(store, reader), args=arguments)
