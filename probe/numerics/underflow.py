@@ -66,8 +66,7 @@ def analyze_job(job: Job, *, stacklevel: int = 3) -> Underflow:
         for start in range(0, job.rows.shape[0], rows):
             piece = slice(start, start + rows)
             _count(job.rows[piece].to(scales.dtype).abs(), scales[piece], job.format, counts)
-        padding = job.blocks.count * job.blocks.size - job.blocks.shape[job.blocks.axis]  # of each last block
-        spoiled = padding * int(scales.reshape(-1, job.blocks.count)[:, -1].isnan().sum())
+        spoiled = job.blocks.padding * int(scales.reshape(-1, job.blocks.count)[:, -1].isnan().sum())
         counts["nonfinite"] -= spoiled
         counts["zeros"] -= job.rows.numel() - x.numel() - spoiled
     found = Underflow(format, x.numel(), **counts)

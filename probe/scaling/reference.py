@@ -168,7 +168,7 @@ def block_levels(
     for part in block_parts(x, axis, size):
         rows = Blocks.of(part, axis, size).split(part).to(torch.float64)
         for rule in rules:
-            _, _, bytes_ = mx_blocks(rows, fmt, rule, "half_even", None)
+            _, bytes_ = mx_blocks(rows, fmt, rule, "half_even", None)
             exponent = (bytes_ - 127).clamp(-limit, limit)
             for shift in shifts:
                 scale = power((exponent + shift).clamp(-limit, limit))
