@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack, cast
 import torch
 from torch import Tensor
 
-from probe.numerics.blocks import resolve_axis
+from probe.numerics.blocks import Blocks, resolve_axis
 from probe.numerics.rounding import draw_noise, narrow, require_float, require_tensor, round_integer
 from probe.words import look_up
 
@@ -198,10 +198,8 @@ class Granularity:
     """The default axis; None if the granularity has no axis."""
     axis_is_free: bool
     """True if the caller may choose another axis."""
-    sharing: Callable[[int, int], tuple[int, ...]]
-    """(number of dimensions, axis) -> the dimensions along which one scale is shared."""
-    grouped: bool = False
-    """True if `axis` is cut into groups first, each followed by its elements as one more dimension."""
+    sharing: Callable[[int, int], tuple[int, ...]] | None
+    """(number of dimensions, axis) -> the dimensions that share one scale; None: groups along the axis do."""
 
 
 #: A new granularity is a new row.
@@ -209,7 +207,7 @@ GRANULARITIES: dict[str, Granularity] = {
     "tensor": Granularity(None, False, lambda ndim, axis: tuple(range(ndim))),
     "channel": Granularity(0, True, lambda ndim, axis: tuple(d for d in range(ndim) if d != axis)),
     "token": Granularity(-1, False, lambda ndim, axis: (axis,)),
-    "group": Granularity(-1, True, lambda ndim, axis: (axis + 1,), grouped=True),
+    "group": Granularity(-1, True, None),
 }
 
 
@@ -250,7 +248,7 @@ def dynamic_parameters(
             f"axis={axis} was given, but granularity {granularity!r} does not choose its axis. "
             "Leave axis out, or ask for granularity='channel' or 'group'."
         )
-    if row.grouped != (group_size is not None):
+    if (row.sharing is None) != (group_size is not None):
         raise ValueError(
             f"group_size={group_size} was given, but granularity {granularity!r} has no groups. "
             "Leave group_size out, or ask for granularity='group'."
@@ -267,27 +265,18 @@ def dynamic_parameters(
         )
     chosen = row.axis if axis is None else axis
     place = 0 if chosen is None else resolve_axis(chosen, x.ndim)
-    shared = _grouped(x.detach(), place, group_size) if group_size is not None else x.detach()
-    minimum, maximum = _extremes(shared, row.sharing(x.ndim, place))
+    if row.sharing is not None:
+        minimum, maximum = _extremes(x.detach(), row.sharing(x.ndim, place))
+        return integer_parameters(minimum, maximum, bits=bits, symmetric=symmetric)
+    groups = Blocks.of(x, place, group_size)  # padded with zeros, which every range contains
+    rows = groups.split(x.detach())
+    minimum, maximum = groups.join_scales(rows.amin(-1)), groups.join_scales(rows.amax(-1))
     parameters = integer_parameters(minimum, maximum, bits=bits, symmetric=symmetric)
-    if group_size is None:
-        return parameters
-    scale = _ungrouped(parameters.scale, place, group_size, x.shape[place])
-    zero_point = _ungrouped(parameters.zero_point, place, group_size, x.shape[place])
+    scale, zero_point = (
+        per_group.repeat_interleave(groups.size, dim=place).narrow(place, 0, x.shape[place])
+        for per_group in (parameters.scale, parameters.zero_point)
+    )
     return IntegerParameters(scale, zero_point, bits, symmetric)
-
-
-def _grouped(x: Tensor, axis: int, size: int) -> Tensor:
-    """`axis` as two, [groups, size]. The padding is zeros, which every range contains anyway."""
-    groups = -(-x.shape[axis] // size)
-    padding = [0, 0] * (x.ndim - 1 - axis) + [0, groups * size - x.shape[axis]]
-    padded = torch.nn.functional.pad(x, padding)
-    return padded.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
-
-
-def _ungrouped(per_group: Tensor, axis: int, size: int, length: int) -> Tensor:
-    """From [..., groups, 1, ...] to one value per element along `axis`."""
-    return per_group.squeeze(axis + 1).repeat_interleave(size, dim=axis).narrow(axis, 0, length)
 
 
 def _extremes(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
