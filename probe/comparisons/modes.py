@@ -4,7 +4,7 @@ Nothing is cropped or broadcast: tensors that cannot be compared element by elem
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -194,7 +194,13 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
     if side.recipe == reference.recipe:
         devices = f" Two devices: probe diff {there.folder} {here.folder}." if here.folder != there.folder else ""
         raise ValueError(f"{side.name} is compared with itself. Give another mode, or another --reference.{devices}")
-    for what, own, other in _facts(here, there):
+    a, b = here.manifest, there.manifest
+    for what, own, other in (
+        ("number of samples", a.tokens.samples, b.tokens.samples),
+        ("length of a sample", a.tokens.seqlen, b.tokens.seqlen),
+        ("fingerprint of the tokens", a.tokens.fingerprint, b.tokens.fingerprint),
+        ("fingerprint of the weights", a.fingerprint, b.fingerprint),
+    ):
         if own is not None and other is not None and own != other:
             raise ValueError(
                 f"the {what} differs: {own} in {here.folder}, {other} in {there.folder}. Only recordings of one "
@@ -215,14 +221,6 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
                 "cropped: record both on the same input."
             )
     return chosen
-
-
-def _facts(here: Recording, there: Recording) -> Iterable[tuple[str, object, object]]:
-    a, b = here.manifest, there.manifest
-    yield "number of samples", a.tokens.samples, b.tokens.samples
-    yield "length of a sample", a.tokens.seqlen, b.tokens.seqlen
-    yield "fingerprint of the tokens", a.tokens.fingerprint, b.tokens.fingerprint
-    yield "fingerprint of the weights", a.fingerprint, b.fingerprint
 
 
 def failures(comparison: ModeComparison, limits: Mapping[str, float] | None = None) -> list[str]:

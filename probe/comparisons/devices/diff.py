@@ -55,7 +55,9 @@ class DeviceComparison:
         """The five lowest cosines; tensors that differ and have no cosine come first."""
 
         def rank(layer: LayerDifference) -> float:
-            return -2.0 if layer.cosine is None and not layer.identical else (layer.cosine or 1.0)
+            if layer.cosine is None:
+                return 1.0 if layer.identical else -2.0
+            return layer.cosine
 
         return tuple(sorted(self.layers, key=rank)[:WORST])
 

@@ -13,7 +13,6 @@ Rows with NaN or Inf on any side are left out.
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,53 +57,20 @@ def chunks(*tensors: Tensor, size: int) -> Iterator[tuple[Array, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Sums over the rows that are finite on both sides, and what they show."""
+    """How the difference spreads, over the rows that are finite on both sides. A share is a part of sum e^2."""
 
     rows: int
     per_sample: int  # rows of a sample
-    constant_share: float  # the part of (e n)^2 that a constant for each channel explains
     tokens: Array  # [5, tokens]: e^2, u^2, e u, d^2, a^2 summed over channels; NaN in rows that are left out
     channels: Array  # [5, channels]: the same summed over rows
-
-    @cached_property
-    def sums(self) -> list[float]:
-        """e^2, u^2, e u, d^2 and a^2 summed over all elements."""
-        return [float(total) for total in self.channels.sum(1)]
-
-    @property
-    def error(self) -> float:
-        """rms(d): the difference relative to the size of the tensor."""
-        return _ratio(self.sums[3], self.sums[4])
-
-    @property
-    def added(self) -> float:
-        """rms(e) / rms(u): the difference in what the layer adds, relative to what it adds."""
-        return _ratio(self.sums[0], self.sums[1])
-
-    @property
-    def part(self) -> float:
-        """rms(u) / rms(a): how much of the tensor the layer added."""
-        return _ratio(self.sums[1], self.sums[4])
-
-    @property
-    def slope(self) -> float:
-        """sum e u / sum u^2: what B adds is 1 + slope times what A adds."""
-        return self.sums[2] / max(self.sums[1], _TINY)
-
-    @property
-    def factor_share(self) -> float:
-        """The part of e^2 that one common factor explains."""
-        return self._share(np.array(self.sums)[:, None])
-
-    @property
-    def channel_factor_share(self) -> float:
-        """The part of e^2 that a factor for each channel explains."""
-        return self._share(self.channels)
-
-    @property
-    def token_factor_share(self) -> float:
-        """The part of e^2 that a factor for each token explains."""
-        return self._share(self.tokens)
+    error: float  # rms(d): the difference relative to the size of the tensor
+    added: float  # rms(e) / rms(u): the difference in what the layer adds, relative to what it adds
+    part: float  # rms(u) / rms(a): how much of the tensor the layer added
+    slope: float  # sum e u / sum u^2: what B adds is 1 + slope times what A adds
+    factor_share: float  # explained by one common factor
+    channel_factor_share: float  # explained by a factor for each channel
+    token_factor_share: float  # explained by a factor for each token
+    constant_share: float  # explained by a constant for each channel, of the e without its unit n
 
     def channel_peak(self) -> tuple[int, float]:
         """The channel that differs most for its size, and by how many times the median channel."""
@@ -135,11 +101,6 @@ class Structure:
         means: Array = np.nansum(grouped, 1) / np.maximum(np.isfinite(grouped).sum(1), 1)
         return means
 
-    def _share(self, sums: Array) -> float:
-        """The part of e^2 that a factor for each column of `sums` explains."""
-        explained = float(np.nansum(sums[2] ** 2 / np.maximum(sums[1], _TINY)))
-        return min(1.0, explained / self.sums[0]) if self.sums[0] else 0.0
-
 
 def measure_structure(a: Tensor, b: Tensor, bases: tuple[Tensor, Tensor] | None) -> Structure:
     """One pass over the two tensors, and over those that they add to."""
@@ -148,22 +109,42 @@ def measure_structure(a: Tensor, b: Tensor, bases: tuple[Tensor, Tensor] | None)
     raw_sum, raw_squares, used, start = np.zeros(width), 0.0, 0, 0
     for parts in chunks(*map(as_rows, (a, b, *(bases or ()))), size=CHUNK):
         good = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
-        x, y, *base = (part[good] for part in parts)
-        size = np.sqrt(np.square(x).mean(1, keepdims=True))
+        on_a, on_b, *base = (part[good] for part in parts)
+        size = np.sqrt(np.square(on_a).mean(1, keepdims=True))
         size[size == 0] = 1.0
-        d = y - x
-        e, u = (d - (base[1] - base[0]), x - base[0]) if base else (d, x)
-        raw_sum += e.sum(0)
-        raw_squares += float(np.square(e).sum())
-        d, e, u, x = d / size, e / size, u / size, x / size
+        apart = on_b - on_a
+        error, adds = (apart - (base[1] - base[0]), on_a - base[0]) if base else (apart, on_a)
+        raw_sum += error.sum(0)
+        raw_squares += float(np.square(error).sum())
+        apart, error, adds, on_a = apart / size, error / size, adds / size, on_a / size
         places = start + np.flatnonzero(good)
-        for row, product in enumerate((e * e, u * u, e * u, d * d, x * x)):
+        products = (error * error, adds * adds, error * adds, apart * apart, on_a * on_a)
+        for row, product in enumerate(products):
             channels[row] += product.sum(0)
             tokens[row, places] = product.sum(1)
         start, used = start + len(good), used + len(places)
-    per_sample = max(1, a.numel() // max(1, a.shape[0] * a.shape[-1])) if a.dim() > 2 else 1
+    e, u, eu, d, x = (float(total) for total in channels.sum(1))
+
+    def share(sums: Array) -> float:
+        """The part of e^2 that a factor for each column of `sums` explains."""
+        explained = float(np.nansum(sums[2] ** 2 / np.maximum(sums[1], _TINY)))
+        return min(1.0, explained / e) if e else 0.0
+
     constant = float(np.square(raw_sum).sum()) / max(used, 1)
-    return Structure(used, per_sample, constant / raw_squares if raw_squares else 0.0, tokens, channels)
+    return Structure(
+        rows=used,
+        per_sample=max(1, a.numel() // max(1, a.shape[0] * a.shape[-1])) if a.dim() > 2 else 1,
+        tokens=tokens,
+        channels=channels,
+        error=_ratio(d, x),
+        added=_ratio(e, u),
+        part=_ratio(u, x),
+        slope=eu / max(u, _TINY),
+        factor_share=share(np.array([[e], [u], [eu]])),
+        channel_factor_share=share(channels),
+        token_factor_share=share(tokens),
+        constant_share=constant / raw_squares if raw_squares else 0.0,
+    )
 
 
 def _ratio(numerator: float, denominator: float) -> float:

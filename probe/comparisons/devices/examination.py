@@ -59,7 +59,12 @@ class Examination:
 def examine(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Suspect) -> Examination:
     """Read the values of the suspect, and of other tensors where they are needed; `tensors` are all measured ones."""
     tensor = suspect.tensor
-    rows = _sampled(pair, tensor)
+    a, b = pair.tensors(tensor.name)
+    given = pair.tensors(tensor.given) if tensor.given else None
+    if given is not None and len(as_rows(given[0])) != len(as_rows(a)):
+        given = None
+    residual = tensor.residual and given is not None
+    rows = sample_tensor(a, b, given, residual=residual, unit=pair.unit, structure=tensor.structure)
     moved, each_once = sample_order(rows)
     return Examination(
         suspect=suspect,
@@ -72,15 +77,6 @@ def examine(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Suspect) -> 
         precision=hidden_precision(pair, tensors, tensor),
         pattern=recognise(rows),
     )
-
-
-def _sampled(pair: Pair, tensor: MeasuredTensor) -> SampledRows:
-    a, b = pair.tensors(tensor.name)
-    given = pair.tensors(tensor.given) if tensor.given else None
-    if given is not None and as_rows(given[0]).shape[0] != as_rows(a).shape[0]:
-        given = None
-    residual = tensor.residual and given is not None
-    return sample_tensor(a, b, given, residual=residual, unit=pair.unit, structure=tensor.structure)
 
 
 def _renamed(pair: Pair, name: str) -> str:
@@ -112,6 +108,12 @@ def distance(a: Array, b: Array) -> float:
     return (float(np.square(b - a).mean()) / size) ** 0.5 if size else float(bool(b.any()))
 
 
+def squared_distances(x: Array, y: Array) -> Array:
+    """[rows of x, rows of y]."""
+    distances: Array = np.square(x).sum(1)[:, None] - 2 * x @ y.T + np.square(y).sum(1)[None]
+    return distances
+
+
 def same_elsewhere(name: str, b: Array, others: Mapping[str, Array], *, noise: float) -> str:
     """The name under which A (`others`) has the values that B calls `name`; empty if it has them nowhere else."""
     here = distance(others[name], b)
@@ -128,22 +130,17 @@ def sample_order(rows: SampledRows) -> tuple[str, bool]:
         if rows.samples < 2 or len(a) % rows.samples or not len(a):
             continue
         x, y = (side.reshape(rows.samples, -1) for side in (a, b))
-        apart = np.square(y).sum(1)[:, None] - 2 * y @ x.T + np.square(x).sum(1)[None]
-        own, nearest = np.square(y - x).sum(1), apart.argmin(1)
+        own, nearest = np.square(y - x).sum(1), squared_distances(y, x).argmin(1)
         nearest = np.where(own <= SAME**2 * np.square(x).sum(1), np.arange(rows.samples), nearest)
         best = np.square(y - x[nearest]).sum(1)
         moved = (nearest != np.arange(rows.samples)) & (best < SAME**2 * own)
-        if moved.any() and (moved | (own <= best * 1.0001)).all() and _rest_agrees(own, moved):
+        # samples at their own place differ by far less than the moved ones
+        rest_agrees = moved.all() or own[~moved].max() < SAME * own[moved].min(initial=np.inf)
+        if moved.any() and (moved | (own <= best * 1.0001)).all() and rest_agrees:
             first = int(np.flatnonzero(moved)[0])
             words = f"{int(moved.sum())} of {rows.samples} samples: sample {first} of B is sample {nearest[first]} of A"
             return words, len(set(nearest.tolist())) == rows.samples
     return "", False
-
-
-def _rest_agrees(own: Array, moved: Array) -> bool:
-    """Whether the samples at their own place differ by far less than the moved ones."""
-    where = moved.astype(bool)
-    return bool(where.all()) or float(own[~where].max()) < SAME * float(own[where].min())
 
 
 def token_shift(rows: SampledRows, a: Array, b: Array) -> int:
@@ -177,8 +174,7 @@ def other_prompt(rows: SampledRows) -> str:
     places = places[apart[places] > 0.3]
     if len(places) >= 4:
         wanted = b[places]
-        others = np.square(wanted).sum(1)[:, None] - 2 * wanted @ a.T + np.square(a).sum(1)[None]
-        found = np.sqrt(np.maximum(others.min(1), 0) / a.shape[1]) / size.mean()
+        found = np.sqrt(np.maximum(squared_distances(wanted, a).min(1), 0) / a.shape[1]) / size.mean()
         elsewhere = float((found < max(noise, 1e-5)).mean())
         if elsewhere > 0.3:
             return f"{elsewhere:.0%} of B's unlike tokens are found at other places of A: another text"

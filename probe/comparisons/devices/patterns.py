@@ -59,13 +59,7 @@ class SampledRows:
 
 
 def sample_tensor(
-    a: Tensor,
-    b: Tensor,
-    given: tuple[Tensor, Tensor] | None,
-    *,
-    residual: bool,
-    unit: float,
-    structure: Structure,
+    a: Tensor, b: Tensor, given: tuple[Tensor, Tensor] | None, *, residual: bool, unit: float, structure: Structure
 ) -> SampledRows:
     """All rows if they fit into SAMPLED elements, else as many as do, evenly spaced."""
     tensors = [as_rows(x) for x in (a, b, *(given or ()))]
@@ -223,9 +217,8 @@ def _epsilon(rows: SampledRows) -> str:
 def _factor(rows: SampledRows) -> str:
     """One factor for all values."""
     shares = rows.structure
-    left = (1 - shares.factor_share) * shares.sums[0]
-    kept = (1 + shares.slope) ** 2 * shares.sums[1]
-    if shares.factor_share > EXPLAINED and left < (1 - EXPLAINED) * kept:
+    left = (1 - shares.factor_share) * shares.added**2  # relative to what A adds, squared, as (1 + slope)^2
+    if shares.factor_share > EXPLAINED and left < (1 - EXPLAINED) * (1 + shares.slope) ** 2:
         exact = SIGNATURES["a factor"](_step(*rows.added))
         what = "what it adds" if rows.residual else "its output"
         return f"{what} is {1 + shares.slope:.5g} times A's" + (f": {exact}" if exact else "")

@@ -56,12 +56,17 @@ def judge_figures(
     if all(tensor.difference.identical for tensor in tensors):
         agree = f"every bit of {len(tensors)} tensors agrees"
         return DeviceVerdict("identical", None, "", "certain", (agree, inputs.reason))
-    known = [tensor for tensor in tensors if tensor.difference.recipe_error is not None]
-    if known and not any(tensor.difference.recipe_error for tensor in known):
+    known = [tensor.difference for tensor in tensors if tensor.difference.recipe_error is not None]
+    if known and not any(figures.recipe_error for figures in known):
         return mismatched("A is the float reference itself: its recipe was not applied", None, inputs.reason)
-    for tensor in known:
-        if _is_float(tensor):
-            return _not_applied(tensor, inputs)
+    for figures in known:
+        if (figures.device_error or 0.0) < NOT_APPLIED * (figures.recipe_error or 0.0):
+            distances = (
+                f"{figures.label} of B differs from the float reference by {figures.device_error:.2g} of its size, "
+                f"the recipe (A) by {figures.recipe_error:.2g}"
+            )
+            cause = "the recipe was not applied: B gives what the float model gives"
+            return DeviceVerdict("device fault", figures.label, cause, "certain", (distances, inputs.reason))
     for tensor in tensors:
         reason = _beyond_noise(tensor, unit, on_grid=on_grid)
         if reason:
@@ -95,22 +100,6 @@ def judge_values(found: Examination, tensors: Sequence[MeasuredTensor], inputs: 
         hidden = found.precision
         return DeviceVerdict("dtype noise", label, hidden.cause, hidden.sure, (*hidden.evidence, inputs.reason))
     return _fault(tensor, found.pattern, evidence)
-
-
-def _is_float(tensor: MeasuredTensor) -> bool:
-    """Whether the device is far nearer to the float reference than the recipe is."""
-    recipe, device = tensor.difference.recipe_error or 0.0, tensor.difference.device_error
-    return device is not None and device < NOT_APPLIED * recipe
-
-
-def _not_applied(tensor: MeasuredTensor, inputs: Inputs) -> DeviceVerdict:
-    figures = tensor.difference
-    distances = (
-        f"{figures.label} of B differs from the float reference by {figures.device_error:.2g} of its size, "
-        f"the recipe (A) by {figures.recipe_error:.2g}"
-    )
-    cause = "the recipe was not applied: B gives what the float model gives"
-    return DeviceVerdict("device fault", figures.label, cause, "certain", (distances, inputs.reason))
 
 
 def _beyond_noise(tensor: MeasuredTensor, unit: float, *, on_grid: bool) -> str:
