@@ -265,12 +265,11 @@ def batches_for(request: RecordRequest, model: ModelToRun) -> list[Tensor]:
 
 
 def script_facts(request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor]) -> ScriptFacts:
-    """What the users' scripts write down: the text of each sample, and the configuration in plain values."""
-    texts: str | list[str] | None = request.prompt
-    if texts is None:
-        decoded = [model.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch]
-        texts = decoded[0] if len(decoded) == 1 else decoded
+    """The facts of the users' scripts: the text of each sample, and the configuration in plain values."""
+    prompt: str | list[str] | None = request.prompt
+    if prompt is None:
+        texts = [model.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch]
+        prompt = texts[0] if len(texts) == 1 else texts
     config: Any = getattr(unwrapped(model.loaded.model), "config", None)
-    found = config.to_dict() if hasattr(config, "to_dict") else {}
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return ScriptFacts(texts, plain, request.pretrained_dir, request.archive)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    return ScriptFacts(prompt, json.loads(json.dumps(values, default=str)), request.pretrained_dir, request.archive)
