@@ -140,8 +140,12 @@ class Progress(Protocol):
         """A tensor of a batch was written."""
 
 
-class _Silent(Progress):
-    """Shows nothing."""
+class _Silent:
+    def line(self, text: str) -> None: ...
+
+    def begin(self, steps: int) -> None: ...
+
+    def step(self, recipe: str, name: str) -> None: ...
 
 
 @dataclass(frozen=True)
