@@ -38,7 +38,7 @@ from probe.running.modes import MODES
 PARTIAL, PREVIOUS = "{}.partial", ".{}.previous"
 
 UNKNOWN = "unknown"
-Found = dict[tuple[str, str | None], dict[str, StoredTensor]]  # mode and format -> tensors
+TensorsByRecipe = dict[tuple[str, str | None], dict[str, StoredTensor]]  # mode and format -> tensors
 
 NO_MANIFEST = "no manifest: the model, its weights and the device are not known, and no file can be verified"
 NO_MODE = f"no manifest: which mode ran is not known; it is called {UNKNOWN!r}"
@@ -258,9 +258,9 @@ def _token_ids_of_metadata(file: Path) -> Tensor | None:
     return ids.detach().to(torch.int64).reshape(-1, ids.shape[-1])
 
 
-def _file_tensors(base: Path, names: Iterable[str], pattern: re.Pattern[str]) -> Found:
+def _file_tensors(base: Path, names: Iterable[str], pattern: re.Pattern[str]) -> TensorsByRecipe:
     """The tensors of files that hold one tensor each."""
-    found: Found = {}
+    found: TensorsByRecipe = {}
     for name in names:
         if match := pattern.fullmatch(name):
             with reading(base / name):
@@ -273,8 +273,8 @@ def _file_tensors(base: Path, names: Iterable[str], pattern: re.Pattern[str]) ->
     return found
 
 
-def _archive_tensors(base: Path, name: str) -> Found:
-    found: Found = {}
+def _archive_tensors(base: Path, name: str) -> TensorsByRecipe:
+    found: TensorsByRecipe = {}
     with reading(base / name):
         for key, kind in tensors_in(file_inside(base, name)).items():
             match = NPZ_KEY.fullmatch(str(key))
@@ -284,7 +284,9 @@ def _archive_tensors(base: Path, name: str) -> Found:
     return found
 
 
-def _add(found: Found, recipe: tuple[str, str | None], name: str, kind: Kind, file: str, key: str | None) -> None:
+def _add(
+    found: TensorsByRecipe, recipe: tuple[str, str | None], name: str, kind: Kind, file: str, key: str | None
+) -> None:
     if kind.dtype not in DTYPES or not kind.shape or 0 in kind.shape:
         raise DefectError(f"{name} is {kind}. Expected floats, samples along the first axis")
     tensors = found.setdefault(recipe, {})
