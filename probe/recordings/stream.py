@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from probe.data.batches import token_fingerprint
+from probe.data.samples import token_fingerprint
 from probe.files.atomic import create, make_folder, move, sync_tree, write
 from probe.files.tensors import CHUNK, SAFETENSORS_TYPES, Kind, kind_of
 from probe.recordings.manifest import (
