@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probe.activations.compare import Comparison, compare_runs, ranked
+from probe.activations.export import Comparison, compare_runs, ranked
 from probe.files.atomic import write
 from probe.files.checked_json import finite
 from probe.report.activations.layer_plots import MIXED, families, family_sheet
