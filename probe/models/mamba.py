@@ -187,7 +187,9 @@ class SiteMixer(nn.Module):
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
         """The block without its norm and residual; prefill, and decode with a carried state."""
-        with at_hand(self.conv1d), at_hand(self.dt_proj):  # they are read without a call, and may be offloaded
+        if not self.conv1d.weight.is_meta:
+            return self._mixed(hidden_states, cache_params, attention_mask)
+        with at_hand(self.conv1d), at_hand(self.dt_proj):  # offloaded, and read without a call
             return self._mixed(hidden_states, cache_params, attention_mask)
 
     def _mixed(self, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None) -> Tensor:
