@@ -15,8 +15,8 @@ from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import SIGNATURES, Step, explain
 from probe.formats import FORMATS
 from probe.models.linear import linears
-from probe.running.calibration import PERCENTILE_SITES
-from probe.running.corners import CornerAnswer, site_amax
+from probe.running.calibration import PERCENTILE_SITES, amax_lookup
+from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
 from probe.running.traces import BatchTrace, LayerTrace, Parts
 from probe.words import LOGITS
@@ -102,7 +102,7 @@ def _steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
         assert trace.recipe.format is not None
         for name, tensors in parts.items():
             path = f"{layer}.{name}" if name else layer
-            amax = site_amax(trace.calibration, f"{path}.mixer")
+            amax = amax_lookup(trace.calibration, f"{path}.mixer.")
             blocks = twin.get_submodule(path), model.get_submodule(path)
             yield from mamba_steps(Block(tensors, *blocks, mode, FORMATS[trace.recipe.format], amax))
 

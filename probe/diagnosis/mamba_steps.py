@@ -19,7 +19,8 @@ from probe.diagnosis.signatures import Replay, Step
 from probe.formats import Format
 from probe.models.mamba import SITES, SiteMixer
 from probe.numerics.hadamard import hadamard_matrix
-from probe.running.corners import SHARED_SCALE, Amax, scale_source, site_grid
+from probe.running.calibration import Amax
+from probe.running.corners import SHARED_SCALE, scale_source, site_grid
 from probe.running.modes import Mode
 
 #: Weights into which the inverse of a rotation is folded.
