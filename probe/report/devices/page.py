@@ -41,9 +41,7 @@ def _pictures(page: Document, folder: Path, found: DeviceComparison, drawn: Draw
     page.heading("Error by layer")
     errors = error_picture(found)
     write(folder / "error_by_layer.png", errors)
-    page.picture(
-        errors, alt="differences by layer", caption="Left: dashed, the limits. Right: grey, what noise may reach."
-    )
+    page.picture(errors, alt="differences by layer", caption="Left: dashed, the limits. Right: grey, the noise bound.")
     page.heading(f"Values of {drawn.label}")
     values = value_picture(drawn)
     write(folder / "values.png", values)

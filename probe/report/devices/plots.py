@@ -14,7 +14,7 @@ MOST_DOTS = 4000
 
 
 def error_picture(found: DeviceComparison) -> bytes:
-    """Differences by layer with their limits; and what each layer adds, with what noise may reach."""
+    """Differences by layer with their limits; and what each layer adds, with the noise bound."""
     with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
         left, right = page.panels
         limits = {"max abs": found.limits.max_abs, "mean abs": found.limits.mean_abs}
@@ -36,7 +36,7 @@ def error_picture(found: DeviceComparison) -> bytes:
         if _curves(right, added):
             noise = figure.positives([layer.noise for layer in found.layers])
             places = range(len(noise))
-            right.fill_between(places, 0, noise, color=figure.GREY, alpha=0.15, linewidth=0, label="noise may reach")
+            right.fill_between(places, 0, noise, color=figure.GREY, alpha=0.15, linewidth=0, label="noise bound")
             right.plot(places, noise, color=figure.GREY, linewidth=1)
             _finish(right, found)
         return page.png()
