@@ -5,8 +5,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from probe.commands.options import Subparsers, add_option
-from probe.commands.output import echo, write_json
-from probe.commands.progress import Progress
+from probe.commands.output import Progress, echo, write_json
 from probe.files.paths import check_outputs
 
 if TYPE_CHECKING:

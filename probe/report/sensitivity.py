@@ -28,7 +28,7 @@ MOST = 40
 
 EXPLAINED = (
     "alone: only this one is quantized; without: all but this one are. kl: of the logits from those of the float "
-    "model, in nats, mean over positions; mse: of the logits. gain: the share of the KL of the whole quantized model "
+    "model, in nats, mean over positions; mse: of the logits. gain: the share of the KL of the quantized model "
     "that goes when this one is kept float; below 0 the KL grows."
 )
 
@@ -37,7 +37,8 @@ def describe(found: Sensitivity, model: str) -> str:
     """One line: what was measured, and the whole quantized model."""
     whole = found.everything
     kl = "not finite" if whole.kl is None else f"{whole.kl:.4g}"
-    return f"{model}, {found.recipe}, {len(found.effects)} {found.kind}, {found.tokens} tokens; KL of the whole: {kl}"
+    size = f"{len(found.effects)} {found.kind}, {found.tokens} tokens"
+    return f"{model}, {found.recipe}, {size}; KL of the quantized model: {kl}"
 
 
 def table_rows(found: Sensitivity, *, top: int | None = None) -> list[dict[str, object]]:
