@@ -259,7 +259,7 @@ def value_picture(drawn: DrawnTensor) -> bytes:
             figure.note(right, "every difference is 0" if finite else "no difference is finite")
             return page.png()
         shown = figure.log_shade_map(right, drawn.errors, drawn.scale, drawn.shape)
-        figure.log_colour_ticks(page.figure.colorbar(shown, ax=right, shrink=0.9, pad=0.02))
+        figure.log_ticks(page.figure.colorbar(shown, ax=right, shrink=0.9, pad=0.02).ax.yaxis)
         right.set_xlabel("channel")
         right.set_ylabel("token")
         if not finite:

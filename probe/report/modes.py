@@ -103,8 +103,6 @@ def _layer_row(layer: LayerComparison) -> dict[str, object]:
 #: Beside the colours, since there may be more modes than colours.
 MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
-#: Points of a line on which no other is drawn.
-THIN = 1.7
 #: What is drawn by layer. Where a layer is lossless the figure is 0, which a logarithmic axis has no place for.
 FIGURES: dict[str, Callable[[Metrics], float | None]] = {
     "mse by layer": lambda m: m.mse,
@@ -120,17 +118,14 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
             curves = [
                 [figure.positive(figure_of(layer.metrics)) for layer in one.layers.values()] for one in comparisons
             ]
-            wide = widths(curves)
+            wide = figure.widths(curves)
+            apart = max(wide) == figure.THIN  # elsewhere the gaps of dashes would hide the thin lines
+            size = (4.5 if len(names) <= 32 else 2.5) - figure.THIN
             for place, (one, values, width) in enumerate(zip(comparisons, curves, wide, strict=True)):
-                axes.plot(
-                    values,
-                    color=figure.COLOURS[place % len(figure.COLOURS)],
-                    marker=MARKERS[place % len(MARKERS)],
-                    markersize=(4.5 if len(names) <= 32 else 2.5) + width - THIN,
-                    linestyle=DASHES[place % len(DASHES)] if max(wide) == THIN else "-",  # gaps would hide thin lines
-                    linewidth=width,
-                    label=figure.label(one.compared_mode, most=20),
-                )
+                colour, marker = figure.COLOURS[place % len(figure.COLOURS)], MARKERS[place % len(MARKERS)]
+                style = {"linestyle": DASHES[place % len(DASHES)] if apart else "-", "linewidth": width}
+                name = figure.label(one.compared_mode, most=20)
+                axes.plot(values, color=colour, marker=marker, markersize=size + width, label=name, **style)
             axes.set_title(title)
             if not any(math.isfinite(x) for values in curves for x in values):
                 figure.note(axes, "nothing to draw: every layer is without loss, or undefined")
@@ -139,19 +134,6 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
             figure.layer_axis(axes, names)
         page.legend()
         return page.png()
-
-
-def widths(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Of the line of each curve, so that where some meet all are seen: the more are drawn on it, the wider it is.
-
-    Two meet if they are within 5 % of one another at some layer.
-    """
-
-    def meet(a: Sequence[float], b: Sequence[float]) -> bool:
-        return any(abs(x - y) < 0.05 * max(x, y) for x, y in zip(a, b, strict=True))  # NaN meets nothing
-
-    above = [sum(meet(one, later) for later in curves[place + 1 :]) for place, one in enumerate(curves)]
-    return [THIN + 2.6 * min(count, 4) for count in above]
 
 
 def difference_histograms(drawn: Mapping[str, DrawnTensor], reference: str) -> bytes:
@@ -224,4 +206,5 @@ def _panels(
 
 def _colour_bar(page: figure.Sheet, shown: Any, name: str) -> None:
     if shown is not None:
-        figure.log_colour_ticks(page.figure.colorbar(shown, ax=page.panels, label=name, shrink=0.85, pad=0.01))
+        bar = page.figure.colorbar(shown, ax=page.panels, label=name, shrink=0.85, pad=0.01)
+        figure.log_ticks(bar.ax.yaxis)

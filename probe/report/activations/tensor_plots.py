@@ -51,7 +51,7 @@ def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -
         right.set_ylabel("token")
         bar = page.figure.colorbar(image, ax=right, label="|x|")
         if bar.ax.get_yscale() == "log":
-            figure.log_colour_ticks(bar)
+            figure.log_ticks(bar.ax.yaxis)
         title = f"{figure.label(heat.module, most=80)} {heat.kind}, sample {heat.sample}"
         page.figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         return page.png()
@@ -149,7 +149,7 @@ def _histogram_map(by_name: Mapping[str, Sequence[Mapping[str, Any]]], dpi: int)
         axes = page.panels[0]
         values, edges = np.where(drawn > 0, drawn, np.nan), (low, high, len(parts) - 0.5, -0.5)
         image = figure.shade_map(axes, values, empty="none", norm="log", extent=edges)
-        figure.log_colour_ticks(page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9))
+        figure.log_ticks(page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9).ax.yaxis)
         step = -(-len(parts) // 50)
         texts = short_names(names, most=40)
         axes.set_yticks(range(0, len(parts), step), [texts[parts[i].start] for i in range(0, len(parts), step)])
