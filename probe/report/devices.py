@@ -19,9 +19,9 @@ PAGE, FIGURES = "diff.html", "diff.json"
 
 
 def write_device_page(folder: Path | str, found: DeviceComparison, drawn: DrawnTensor | None) -> Path:
-    """Write diff.html, diff.json, and the pictures beside it; the page needs none of the others.
+    """Write diff.html, which is self-contained, and diff.json and the pictures beside it.
 
-    `drawn` is the tensor whose values are shown, or None where there is nothing to draw.
+    `drawn` is the tensor whose values are shown, or None if there is nothing to draw.
     """
     folder = Path(folder)
     page = Document("Two devices", f"A: {found.a} ({found.device_a}). B: {found.b} ({found.device_b}).")
@@ -44,23 +44,20 @@ def _pictures(page: Document, folder: Path, found: DeviceComparison, drawn: Draw
     page.heading("Error by layer")
     errors = error_picture(found)
     write(folder / "error_by_layer.png", errors)
-    page.picture(
-        errors, alt="differences by layer", caption="Left: dashed, the limits. Right: grey, what noise may reach."
-    )
+    caption = "Left, dashed: the limits. Right, grey: the differences that noise may cause."
+    page.picture(errors, alt="differences by layer", caption=caption)
     page.heading(f"Values of {drawn.label}")
     values = value_picture(drawn)
     write(folder / "values.png", values)
-    page.picture(
-        values, alt=f"values of {drawn.label} on both devices", caption="A sample of the values; the map is of all."
-    )
+    caption = "A sample of the values; the map is of all."
+    page.picture(values, alt=f"values of {drawn.label} on both devices", caption=caption)
 
 
 def _layers(page: Document, found: DeviceComparison) -> None:
     page.heading("Layers")
-    table = rows(found)
     marks = [mark(layer, found) for layer in found.layers]
     page.table(
-        [{"": sign, **row} for sign, row in zip(marks, table, strict=True)],
+        [{"": sign, **row} for sign, row in zip(marks, rows(found), strict=True)],
         "> where it began, ✗ beyond a limit, = identical. Relative to |A| + 1e-8. "
         "added: the difference in what the layer adds, relative to it; noise: what sound devices stay below there.",
         bad=[sign in (">", "✗") for sign in marks],
@@ -75,17 +72,10 @@ def _layers(page: Document, found: DeviceComparison) -> None:
 
 
 def device_text(found: DeviceComparison) -> str:
-    """Sides and inputs, a line for every tensor, the worst by two rankings, the verdict and why."""
-    blocks = [_sides(found)]
-    if found.layers:
-        blocks += [_layer_lines(found), _worst(found)]
-    blocks += [verdict_text(found), _result_line(found)]
-    return "\n\n".join(printable_lines(block) for block in blocks)
-
-
-def printable_lines(text: str) -> str:
-    """Names and devices come from files: nothing of them reaches the terminal as a command."""
-    return "\n".join(map(printable, text.split("\n")))
+    """Sides and inputs, a line for every tensor, the worst by two rankings, and the verdict with its evidence."""
+    layers = [_layer_lines(found), _worst(found)] if found.layers else []
+    text = "\n\n".join([_sides(found), *layers, verdict_text(found), _result_line(found)])
+    return "\n".join(map(printable, text.split("\n")))  # names and devices come from files
 
 
 def headline(found: DeviceComparison) -> str:
@@ -103,18 +93,18 @@ def verdict_text(found: DeviceComparison) -> str:
 
 
 def limits_text(found: DeviceComparison) -> str:
-    """What has to be kept."""
+    """The limits that all tensors have to keep."""
     limits = found.limits
     return f"max abs < {limits.max_abs:g}, mean abs < {limits.mean_abs:g}, cosine > {limits.cosine:g}"
 
 
 def rows(found: DeviceComparison) -> list[dict[str, object]]:
-    """The table, for text and page alike; figures of a reference and of what is not finite where there are any."""
-    odd = any(layer.nan_a or layer.inf_a or layer.nan_b or layer.inf_b for layer in found.layers)
-    return [_row(layer, odd=odd, three=found.reference is not None) for layer in found.layers]
+    """The table of the text and of the page, with columns for a reference and for NaN and Inf if there are any."""
+    not_finite = any(layer.nan_a or layer.inf_a or layer.nan_b or layer.inf_b for layer in found.layers)
+    return [_row(layer, not_finite=not_finite, reference=found.reference is not None) for layer in found.layers]
 
 
-def _row(layer: LayerDifference, *, odd: bool, three: bool) -> dict[str, object]:
+def _row(layer: LayerDifference, *, not_finite: bool, reference: bool) -> dict[str, object]:
     row: dict[str, object] = {
         "layer": layer.label,
         "max abs": layer.max_abs,
@@ -129,9 +119,9 @@ def _row(layer: LayerDifference, *, odd: bool, three: bool) -> dict[str, object]
         "added": layer.added,
         "noise": layer.noise,
     }
-    if three:
+    if reference:
         row |= {"recipe error": layer.recipe_error, "x recipe": layer.recipe_errors}
-    if odd:
+    if not_finite:
         row |= {"NaN A": layer.nan_a, "Inf A": layer.inf_a, "NaN B": layer.nan_b, "Inf B": layer.inf_b}
     return row
 
@@ -153,7 +143,7 @@ def _layer_lines(found: DeviceComparison) -> str:
 
 
 def mark(layer: LayerDifference, found: DeviceComparison) -> str:
-    """> where the verdict says it began, ✗ beyond a limit, = identical, else nothing to say."""
+    """> for the layer where the difference begins, ✗ beyond a limit, = identical, else a space."""
     if layer.label == found.verdict.layer and found.verdict.kind != "dtype noise":
         return ">"
     return "✗" if layer.exceeded else "=" if layer.identical else " "
@@ -172,7 +162,7 @@ def _cell(key: str, value: object) -> str:
 
 
 def _likeness(value: float) -> str:
-    """0.999987; what is not 1 does not read as 1."""
+    """0.999987; a number other than 1 does not read as 1."""
     return "1" if value == 1 else f"{value:.6f}" if abs(value) < 0.9999995 else f"1-{1 - value:.0e}"
 
 
@@ -201,18 +191,14 @@ MOST_DOTS = 4000
 
 
 def error_picture(found: DeviceComparison) -> bytes:
-    """Differences by layer with their limits; and what each layer adds, with what noise may reach."""
+    """Differences by layer with their limits, and the differences that each layer adds with the level of noise."""
     with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
         left, right = page.panels
-        limits = {"max abs": found.limits.max_abs, "mean abs": found.limits.mean_abs}
         left.set_title("|B - A| by layer")
-        differences = {
-            "max abs": [layer.max_abs for layer in found.layers],
-            "mean abs": [layer.mean_abs for layer in found.layers],
-        }
-        if _curves(left, differences):
-            for colour, (name, limit) in zip(figure.COLOURS, limits.items(), strict=False):
-                if limit > 0:
+        keys = {"max abs": "max_abs", "mean abs": "mean_abs"}
+        if _curves(left, {name: [getattr(layer, key) for layer in found.layers] for name, key in keys.items()}):
+            for colour, (name, key) in zip(figure.COLOURS, keys.items(), strict=False):
+                if (limit := getattr(found.limits, key)) > 0:
                     left.axhline(limit, color=colour, linestyle=figure.DASHED, linewidth=1)
                     _limit_note(left, limit, f"limit of {name}", colour)
             _finish(left, found)
@@ -230,7 +216,7 @@ def error_picture(found: DeviceComparison) -> bytes:
 
 
 def value_picture(drawn: DrawnTensor) -> bytes:
-    """One tensor: histogram of B - A, B against A, and where the difference lies."""
+    """One tensor: a histogram of B - A, B against A, and a map of the differences."""
     with figure.sheet(3, size=(12.5 / 3, 3.6)) as page:
         left, middle, right = page.panels
         left.set_title(f"B - A of {figure.label(drawn.label, most=28)}")
@@ -239,7 +225,7 @@ def value_picture(drawn: DrawnTensor) -> bytes:
         pairs, found = drawn.pairs, drawn.differences
         if not len(pairs.output):
             for axes in (left, middle):
-                figure.note(axes, "not one value of the sample is finite on both")
+                figure.note(axes, "no value of the sample is finite on both")
         else:
             if found is None:
                 figure.note(left, "every difference is 0")
@@ -268,7 +254,7 @@ def value_picture(drawn: DrawnTensor) -> bytes:
 
 
 def _curves(axes: Any, values: Mapping[str, Sequence[float | None]]) -> bool:
-    """Every figure by layer on a logarithmic axis; zeros have no point. False, and a note, if there is nothing."""
+    """Draw figures by layer on a logarithmic axis, zeros as gaps; False, and a note, if there is nothing to draw."""
     drawn = {name: figure.positives(some) for name, some in values.items()}
     if not any(np.isfinite(some).any() for some in drawn.values()):
         same = all(x == 0 for some in values.values() for x in some)
@@ -281,7 +267,7 @@ def _curves(axes: Any, values: Mapping[str, Sequence[float | None]]) -> bool:
 
 
 def _finish(axes: Any, found: DeviceComparison) -> None:
-    """Mark where the fault began and what is finite on one device only; name the layers."""
+    """Mark the layer where the difference begins and those that are finite on one device only; name the layers."""
     labels = [layer.label for layer in found.layers]
     where = found.verdict.layer
     if where is not None and where in labels and found.verdict.kind != "dtype noise":
@@ -296,7 +282,5 @@ def _finish(axes: Any, found: DeviceComparison) -> None:
 
 
 def _limit_note(axes: Any, height: float, text: str, colour: str) -> None:
-    axes.annotate(
-        text, (1, height), xycoords=("axes fraction", "data"), xytext=(-2, 2), textcoords="offset points",
-        ha="right", va="bottom", fontsize=7.5, color=colour,
-    )  # fmt: skip
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (-2, 2), "textcoords": "offset points"}
+    axes.annotate(text, (1, height), ha="right", va="bottom", fontsize=7.5, color=colour, **place)

@@ -126,7 +126,7 @@ def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:
         left, middle, right = page.panels
         left.set_title(f"{figure.label(layer.name, most=30)} output distribution")
         if layer.min is None:
-            figure.note(left, "not one value is finite")
+            figure.note(left, "no value is finite")
         else:
             figure.histogram(left, drawn.counts, drawn.edges)
             left.set_xlabel("value")
@@ -136,7 +136,7 @@ def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:
         _first_values(middle, drawn)
         right.set_title(f"first {drawn.features.shape[1]} features of the first sample")
         if drawn.feature_scale is None:
-            figure.note(right, "not one value is finite")
+            figure.note(right, "no value is finite")
             return page.png()
         low, high = drawn.feature_scale
         shown = figure.shade_map(right, np.ma.masked_invalid(drawn.features), vmin=low, vmax=high)

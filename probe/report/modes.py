@@ -21,7 +21,7 @@ def write_modes_page(
     failures: Mapping[str, Sequence[str]],
     drawn: Mapping[str, Mapping[str, DrawnTensor]],
 ) -> Path:
-    """Write compare.html: every comparison, by mode what failed, and by layer and mode what is drawn."""
+    """Write compare.html. `failures` are by mode; `drawn` has the tensors of the pictures by layer and mode."""
     reference = comparisons[0].reference_mode
     modes = ", ".join(one.compared_mode for one in comparisons)
     page = Document(f"{modes} against {reference}", _lead(comparisons))
@@ -70,7 +70,7 @@ def _pictures(page: Document, label: str, tensors: Mapping[str, DrawnTensor], re
 def _lead(comparisons: Sequence[ModeComparison]) -> str:
     folders = ", ".join(dict.fromkeys(folder for one in comparisons for folder in one.recordings))
     notes = "; ".join(dict.fromkeys(note for one in comparisons for note in one.notes))
-    return f"{folders}" + (f". {notes}." if notes else "")
+    return folders + (f". {notes}." if notes else "")
 
 
 def _summary_row(one: ModeComparison) -> dict[str, object]:
@@ -100,10 +100,10 @@ def _layer_row(layer: LayerComparison) -> dict[str, object]:
     }
 
 
-#: Beside the colours, since there may be more modes than colours.
+#: Markers and dashes tell modes apart when there are more of them than colours.
 MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
-#: What is drawn by layer. Where a layer is lossless the figure is 0, which a logarithmic axis has no place for.
+#: The figures by layer. A lossless layer has the figure 0, which a logarithmic axis cannot show.
 FIGURES: dict[str, Callable[[Metrics], float | None]] = {
     "mse by layer": lambda m: m.mse,
     "1 - correlation by layer": lambda m: None if m.correlation is None else 1 - m.correlation,
@@ -137,14 +137,14 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
 
 
 def difference_histograms(drawn: Mapping[str, DrawnTensor], reference: str) -> bytes:
-    """mode - reference of a layer, side by side: on one axis, but for modes that are far apart; counts on log axes."""
+    """Histograms of mode - reference of a layer, on one x axis unless modes are far apart; counts are logarithmic."""
     ends = {one.differences.edges[-1] for one in drawn.values() if one.differences}
     with _panels(drawn, 2.6, "difference of {}", "values in the sample", sharex=len(ends) == 1, sharey=True) as page:
         for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
             axes.set_title(f"{figure.label(mode, most=22)} - {figure.label(reference, most=12)}")
             found = one.differences
             if found is None:
-                nothing = "every difference is 0" if len(one.pairs.output) else "not one value of the sample is finite"
+                nothing = "every difference is 0" if len(one.pairs.output) else "no value of the sample is finite"
                 figure.note(axes, nothing)
                 continue
             figure.histogram(axes, found.counts, found.edges, mean=found.mean)
@@ -163,13 +163,11 @@ def value_scatter(drawn: Mapping[str, DrawnTensor], reference: str) -> bytes:
             both = np.concatenate([pairs.output, pairs.reference])
             low, high = float(both.min(initial=math.inf)), float(both.max(initial=-math.inf))
             if not len(both) or low == high:
-                figure.note(axes, "every value is the same" if len(both) else "not one value of the sample is finite")
+                figure.note(axes, "every value is the same" if len(both) else "no value of the sample is finite")
                 continue
             axes.plot((low, high), (low, high), color=figure.BAD, linewidth=0.8, zorder=3)
-            shown = axes.hexbin(
-                pairs.reference, pairs.output, gridsize=48, bins="log", mincnt=1, extent=(low, high, low, high),
-                cmap="viridis", linewidths=0.1,
-            )  # fmt: skip
+            style = {"extent": (low, high, low, high), "cmap": "viridis", "linewidths": 0.1}
+            shown = axes.hexbin(pairs.reference, pairs.output, gridsize=48, bins="log", mincnt=1, **style)
             axes.locator_params(nbins=5)
         _colour_bar(page, shown, "values")
         return page.png()
@@ -182,9 +180,8 @@ def error_maps(drawn: Mapping[str, DrawnTensor]) -> bytes:
         for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
             axes.set_title(figure.label(mode, most=30))
             if one.scale is None:
-                figure.note(
-                    axes, "every difference is 0" if np.isfinite(one.errors).all() else "no difference is finite"
-                )
+                finite = np.isfinite(one.errors).all()
+                figure.note(axes, "every difference is 0" if finite else "no difference is finite")
                 continue
             shown = figure.log_shade_map(axes, one.errors, one.scale, one.shape)
             axes.locator_params(nbins=5)
