@@ -1,9 +1,10 @@
-"""Writing so that a reader, or a kill at any moment, finds the old file or the new one, never half of one.
+"""Atomic writes, and locks: a reader, or a kill at any moment, finds the old file or the new one, never half of one.
 
 This package is the only one that opens files for writing. `write` and `write_all` are for everything that fits in
 memory. `create` and `move` are for a folder that is built under another name and then published by one rename.
 """
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import BinaryIO
 
 @contextmanager
 def writing(path: Path, error: Callable[[str], Exception]) -> Iterator[None]:
-    """A refusal of the system in the block (a full disk, no permission) is raised as `error`, in one message."""
+    """Raise an OSError of the block (a full disk, no permission) as `error`, in one message."""
     try:
         yield
     except OSError as problem:
@@ -24,17 +25,18 @@ def writing(path: Path, error: Callable[[str], Exception]) -> Iterator[None]:
 def write(path: str | Path, data: str | bytes) -> Path:
     """Replace the file, text as UTF-8, and make its folder. An OSError names `path`, and the old file is whole.
 
-    A link is followed. What is no regular file, such as /dev/null or a pipe, is written to and stays.
+    Links are followed. Anything but a regular file, such as /dev/null or a pipe, is written to in place.
     """
-    if Path(path).exists() and not Path(path).is_file():
-        Path(path).write_bytes(_encoded(data))
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        path.write_bytes(_encoded(data))
     else:
-        write_all({Path(path): data})
-    return Path(path)
+        write_all({path: data})
+    return path
 
 
 def write_all(files: Mapping[Path, str | bytes]) -> None:
-    """Replace several files, each as `write` does; a disk that has no room for all of them keeps every old file.
+    """Replace several files, each as `write` does. If the disk has no room for all of them, every old file is kept.
 
     All are written under temporary names before the first is renamed. A kill between two renames leaves some files
     old and some new, each of them whole.
@@ -57,7 +59,7 @@ def write_all(files: Mapping[Path, str | bytes]) -> None:
         for temporary in temporaries.values():
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        if isinstance(problem, OSError) and problem.errno is not None:  # it names the temporary file
+        if isinstance(problem, OSError) and problem.errno is not None:  # its message names the temporary file
             raise OSError(problem.errno, problem.strerror, str(path)) from None
         raise
 
@@ -67,9 +69,9 @@ def _encoded(data: str | bytes) -> bytes:
 
 
 def remove_unfinished(folder: Path, process: int | None = None) -> None:
-    """Delete the temporary files that a killed `write` left in `folder`: of one process, or of any (None).
+    """Delete the temporary files that a killed `write` left in `folder`: those of one process, or of any (None).
 
-    A folder that is then empty is deleted too where a process is given: it was made for that write.
+    If a process is given and the folder is empty afterwards, it is deleted too: it was made for that write.
     """
     for temporary in folder.glob(f".*.{'*' if process is None else process}.tmp"):
         temporary.unlink(missing_ok=True)
@@ -78,7 +80,7 @@ def remove_unfinished(folder: Path, process: int | None = None) -> None:
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file, open for reading and writing. It replaces a link of that name; it does not write through it."""
+    """A new file, open for reading and writing. A link of that name is replaced, not written through."""
     path.unlink(missing_ok=True)
     return path.open("w+b")
 
@@ -92,8 +94,8 @@ def move(source: Path, target: Path) -> None:
 def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
     """Put a folder in the place of another, which is deleted.
 
-    No system call does that in one step: a kill between the two renames leaves the old folder as `aside`. If the
-    second rename fails, the old folder is put back.
+    This takes two renames: a kill between them leaves the old folder as `aside`. If the second fails, the old folder
+    is put back.
     """
     shutil.rmtree(aside, ignore_errors=True)
     target.rename(aside)
@@ -107,7 +109,7 @@ def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, durably."""
+    """Make a folder and its missing parents, and wait until they are on disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -115,7 +117,7 @@ def make_folder(folder: Path) -> None:
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """A second name for a file that is never changed in place; a copy where the file system has no hard links."""
+    """Hard-link a file that is never changed in place; copy it where the file system has no hard links."""
     with suppress(OSError):
         os.link(source, target)
         return
@@ -123,7 +125,7 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """A new folder `target` with everything that is in `source`, its files by `link_or_copy`, links as links."""
+    """Make `target` a copy of the folder `source`: its files by `link_or_copy`, its symbolic links as they are."""
     shutil.copytree(source, target, copy_function=link_or_copy, symlinks=True)
 
 
@@ -141,3 +143,24 @@ def sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a folder, or of a file that is made if missing: alone, or with other readers (`shared`).
+
+    Without `wait`, a lock that another process holds is a BlockingIOError. The system releases a lock when its process
+    ends. Some network file systems have no locks; there the block runs without one.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # no locks here
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,11 +1,11 @@
-"""JSON: documents from elsewhere, walked value by value so that a defect names its key; and numbers that JSON has."""
+"""JSON documents from elsewhere, checked value by value so that an error names its key; and `finite` figures."""
 
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from probe.files.defects import DefectError
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Node:
-    """A value of a document and its key; a method for each kind of value, which refuses any other."""
+    """A value of a document and its key. Each method returns one kind of value and refuses any other."""
 
     key: str
     value: Any
 
     def wrong(self, expected: str) -> DefectError:
-        """The error that something else was expected here."""
+        """The error for a value that is not what was expected."""
         where = f"{self.key}: " if self.key else ""
         return DefectError(f"{where}expected {expected}, found {_shown(self.value)}")
 
     def members(self, *keys: str, empty: bool = False) -> dict[str, "Node"]:
-        """Of an object: exactly these keys, or any if none are given."""
+        """The members of an object: exactly these keys, or any if none are given."""
         if not isinstance(self.value, dict) or not (self.value or empty) or not all(map(_is_text, self.value)):
             raise self.wrong("an object with named keys")
         for key in sorted(self.value.keys() ^ set(keys)) if keys else ():
@@ -34,13 +34,13 @@ class Node:
         return {key: Node(self._below(key), value) for key, value in self.value.items()}
 
     def entries(self, *, empty: bool = False) -> list["Node"]:
-        """Of a list."""
+        """The entries of a list."""
         if not isinstance(self.value, list) or not (self.value or empty):
             raise self.wrong("a list that is not empty")
         return [Node(f"{self.key}[{index}]", value) for index, value in enumerate(self.value)]
 
     def text(self, pattern: re.Pattern[str] | None = None, expected: str = "a text") -> str:
-        """A text, of the pattern if there is one."""
+        """A text, one that matches the pattern if there is one."""
         if not _is_text(self.value) or (pattern and not pattern.fullmatch(self.value)):
             raise self.wrong(expected)
         return str(self.value)
@@ -52,7 +52,7 @@ class Node:
         return self.value
 
     def or_null(self, read: Callable[["Node"], T]) -> T | None:
-        """What `read` makes of it, or None for null."""
+        """The result of `read`, or None for null."""
         return None if self.value is None else read(self)
 
     def count(self) -> int:
@@ -77,26 +77,38 @@ class Node:
             raise self.wrong("true or false")
         return self.value
 
+    def as_dataclass(self, cls: type[T], **readers: Callable[["Node"], Any]) -> T:
+        """An object whose keys are the fields of `cls`; each is read by its type, or by the reader of its name."""
+        types = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
+        members = self.members(*types)
+        return cls(**{name: (readers.get(name) or _READERS[types[name]])(members[name]) for name in types})
+
     def _below(self, key: str) -> str:
         return f"{self.key}.{key}" if self.key else key
 
 
+_READERS: dict[Any, Callable[[Node], Any]] = {
+    **{str: Node.text, int: Node.count, float: Node.number, bool: Node.flag},
+    str | None: lambda node: node.or_null(Node.text),
+}
+
+
 def document(data: bytes, *, version: int) -> Node:
-    """The whole document: each key once, no NaN or Infinity, and a `version` that this probe reads."""
+    """The whole document, in which each key occurs once, no number is NaN or Infinity, and `version` is not newer."""
     try:
         whole = Node("", json.loads(data.decode(), object_pairs_hook=_each_key_once, parse_constant=_no_constant))
     except (RecursionError, ValueError) as problem:
         raise DefectError(f"is not JSON that can be read ({problem})") from None
     if isinstance(whole.value, dict) and "version" in whole.value:
-        found = whole.members()["version"].count()
-        if found > version:
-            newer = f"version: was written by a newer probe, {found}; this one reads {version}"
+        written = whole.members()["version"].count()
+        if written > version:
+            newer = f"version: was written by a newer probe, {written}; this one reads {version}"
             raise DefectError(newer, remedy="Upgrade probe.")
     return whole
 
 
 def finite(value: Any) -> Any:
-    """For JSON, which has no NaN and no infinity: `value` with every such number as None, also inside of tables."""
+    """`value` with None for every NaN and infinity, which JSON lacks, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -122,7 +134,7 @@ def _no_constant(name: str) -> float:
 
 
 def _is_text(value: Any) -> bool:
-    """Texts come up in messages and reports, so they hold nothing that a terminal would obey."""
+    """Texts are shown in messages and reports, so control characters are not allowed in them."""
     return isinstance(value, str) and value != "" and value.isprintable()
 
 

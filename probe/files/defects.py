@@ -1,17 +1,14 @@
-"""Defects of files from elsewhere: one message with the file, what is wrong in it, and what to do."""
+"""Defects of files from elsewhere: one message with the file, the defect, and what to do."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from probe.words import printable
-
-#: The longest message of a parser that is quoted.
-QUOTED = 160
+from probe.words import printable, single_line
 
 
 class DefectError(Exception):
-    """What is wrong inside a file. `reading` adds which file and, unless `remedy` says it, what to do."""
+    """A defect of a file. `reading` adds the name of the file and, unless `remedy` says it, what to do."""
 
     def __init__(self, problem: str, *, remedy: str = "") -> None:
         super().__init__(problem)
@@ -20,9 +17,9 @@ class DefectError(Exception):
 
 @contextmanager
 def reading(file: Path, error: Callable[[str], Exception], *, remedy: str) -> Iterator[None]:
-    """A defect of `file` in the block, or a refusal of the system to read it, is raised as `error` with the remedy.
+    """Raise a DefectError or OSError of the block as `error`, with the file and the remedy.
 
-    The defect may quote the file: nothing of it reaches a terminal as a command.
+    A defect may quote the file, so control characters in it are spelled out.
     """
     try:
         yield
@@ -34,12 +31,21 @@ def reading(file: Path, error: Callable[[str], Exception], *, remedy: str) -> It
 
 @contextmanager
 def parsing(kind: str) -> Iterator[None]:
-    """Whatever a parser raises in the block, other than an OSError, is a defect: the file is not `kind`."""
+    """Raise whatever a parser raises in the block, except OSError, as a DefectError: the file is not `kind`."""
     try:
         yield
     except (DefectError, OSError):
         raise
     except Exception as problem:
-        words = " ".join(str(problem).split()) or type(problem).__name__
-        words = words if len(words) <= QUOTED else words[: QUOTED - 3] + "..."
+        words = single_line(" ".join(str(problem).split()), most=160) or type(problem).__name__
         raise DefectError(f"is not {kind} that can be read ({words})") from None
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder from elsewhere. A missing file, or a link out of the folder, is a DefectError."""
+    file = folder / name
+    if not file.is_file():
+        raise DefectError("is missing, so the folder is not whole")
+    if file.resolve() != folder.resolve() / name:
+        raise DefectError(f"is a link to {file.resolve()}, which is not in the folder")
+    return file

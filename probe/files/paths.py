@@ -1,13 +1,18 @@
-"""Paths: names that are safe as one part of a path, and outputs that are checked before the work starts."""
+"""Paths of outputs: safe names, a check before the work starts, and the files of an earlier run in the same folder."""
 
+import hashlib
+import json
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from probe.files.defects import DefectError
+from probe.files.atomic import write
 
-Given = str | Path | None
+#: The file that lists what runs wrote to a folder, with the sha256 of each file.
+LIST = ".analysis_files.json"
 
 
 def safe_name(name: str) -> str:
@@ -18,38 +23,28 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).strip(".") or "_"
 
 
-def file_inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder from elsewhere; a missing one, or a link out of the folder, is a DefectError."""
-    file = folder / name
-    if not file.is_file():
-        raise DefectError("is missing, so the folder is not whole")
-    if file.resolve() != folder.resolve() / name:
-        raise DefectError(f"is a link to {file.resolve()}, which is not in the folder")
-    return file
-
-
-def check_outputs(*, files: Iterable[Given] = (), folders: Iterable[Given] = ()) -> None:
-    """Refuse, before the work starts, what could not be written after it; None and `-` (standard output) are fine.
+def check_outputs(*, files: Iterable[str | Path | None] = (), folders: Iterable[str | Path | None] = ()) -> None:
+    """Refuse outputs that cannot be written, before the work starts; None and the file `-` (standard output) are fine.
 
     Missing folders are made, a file is made in each, and both are removed again.
     """
-    for given in files:
-        if given not in (None, "-"):
-            if Path(str(given)).is_dir():
-                raise ValueError(f"cannot write {given}: it is a folder. Give the name of a file.")
-            _try_folder(Path(str(given)).parent, f"cannot write {given}", "Give a file in a folder")
-    for given in folders:
-        if given is not None:
-            _try_folder(Path(str(given)), f"cannot write to {given}", "Give a folder")
+    for file in files:
+        if file not in (None, "-"):
+            if Path(str(file)).is_dir():
+                raise ValueError(f"cannot write {file}: it is a folder. Give the name of a file.")
+            _try_folder(Path(str(file)).parent, f"cannot write {file}", "Give a file in a folder")
+    for folder in folders:
+        if folder is not None:
+            _try_folder(Path(folder), f"cannot write to {folder}", "Give a folder")
 
 
 def _try_folder(folder: Path, cannot: str, instead: str) -> None:
     made: list[Path] = []
     try:
-        for one in (*reversed(folder.parents), folder):
-            if not one.is_dir():
-                one.mkdir()
-                made.append(one)
+        for path in (*reversed(folder.parents), folder):
+            if not path.is_dir():
+                path.mkdir()
+                made.append(path)
         with tempfile.NamedTemporaryFile(prefix=".probe-", dir=folder):
             pass
     except FileExistsError as problem:
@@ -58,5 +53,43 @@ def _try_folder(folder: Path, cannot: str, instead: str) -> None:
         why = (problem.strerror or str(problem)).lower()
         raise ValueError(f"{cannot}: {why}. {instead} that can be written.") from None
     finally:
-        for one in reversed(made):
-            one.rmdir()
+        for path in reversed(made):
+            path.rmdir()
+
+
+@contextmanager
+def replacing_earlier_files(folder: Path, *, progress: Callable[[str], Any]) -> Iterator[list[Path]]:
+    """Yields a list, to which the block adds the paths that it writes; the files of earlier runs are then deleted.
+
+    A file that was changed after its run stays, with a note to `progress`. A block that fails deletes nothing.
+    """
+    earlier = _read_list(folder)
+    written: list[Path] = []
+    try:
+        yield written
+        names = {path.name for path in written}
+        for name, digest in earlier.items():
+            old = folder / name
+            if name not in names and old.is_file() and not old.is_symlink():
+                if _digest(old) == digest:
+                    old.unlink()
+                else:
+                    progress(f"note: {old} is of an earlier run, and stays since it was changed after that")
+        earlier = {}
+    finally:
+        if digests := earlier | {path.name: _digest(path) for path in written}:
+            write(folder / LIST, json.dumps(digests, indent=1, sort_keys=True) + "\n")
+
+
+def _read_list(folder: Path) -> dict[str, str]:
+    """The digests by name. The list may have been edited: names outside the folder and unreadable lists are ignored."""
+    try:
+        content = json.loads((folder / LIST).read_text())
+    except (OSError, ValueError):
+        return {}
+    names = [name for name in content if name == Path(name).name != LIST] if isinstance(content, dict) else []
+    return {name: str(content[name]) for name in names}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,8 +1,8 @@
-"""Tensor files, .safetensors .npy .npz .pt: what is in one without loading it, one tensor of it, and writing one.
+"""Tensor files (.safetensors, .npy, .npz, .pt): list their tensors without loading them, load one, write one.
 
-Nothing is ever unpickled, and what a header claims is checked against the size of the file. Whatever is wrong with a
-file is a DefectError (`reading` names the file). Sizes beyond memory are no problem: tensors are mapped from the disk
-where the file allows it, and .npy and .npz files are written row by row.
+Nothing is ever unpickled, and the claims of a header are checked against the size of the file. Whatever is wrong with
+a file is a DefectError (`reading` adds the name of the file). Tensors larger than memory can be used: they are mapped
+from the disk where the file allows it, and .npy and .npz files are written row by row.
 """
 
 import math
@@ -21,14 +21,14 @@ from probe.files.atomic import create
 from probe.files.defects import DefectError, parsing
 from probe.words import first_few
 
-#: Types as torch calls them, and as safetensors does. Others keep the name of safetensors.
+#: Torch's name of each type, and that of safetensors. A type that torch lacks keeps its safetensors name.
 SAFETENSORS_TYPES = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
     **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
     **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL", "complex64": "C64"},
     **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8"},
 }
-_TORCH_TYPES = {theirs: ours for ours, theirs in SAFETENSORS_TYPES.items()}
+_TORCH_TYPES = {theirs: torchs for torchs, theirs in SAFETENSORS_TYPES.items()}
 CHUNK = 1 << 20
 
 
@@ -43,12 +43,12 @@ class Kind(NamedTuple):
 
 
 def kind_of(tensor: Tensor) -> Kind:
-    """The kind of a tensor in memory."""
+    """The type and shape of a tensor in memory."""
     return Kind(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def tensors_in(file: Path) -> dict[str | None, Kind]:
-    """The tensors of a file by name, in its order; None is the name in a file that is one tensor."""
+    """The tensors of a file by name, in the order of the file; a file that is one tensor has the name None."""
     return _READERS[file.suffix].kinds(file)
 
 
@@ -86,84 +86,62 @@ def _load_safetensors(file: Path, name: str | None) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ numpy
 
 
-class _Header(NamedTuple):
-    """Of an array: its type as it is stored, and whether its memory is in the order of Fortran."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    fortran: bool
-
-    @property
-    def loaded(self) -> np.dtype[Any]:
-        """The type in memory: torch has neither the other byte order nor floats of more than 64 bits."""
-        return np.dtype(np.float64) if self.dtype.char == "g" else self.dtype.newbyteorder("=")
-
-    @property
-    def kind(self) -> Kind:
-        return Kind(str(self.loaded), self.shape)
-
-
-def _header(stream: IO[bytes], size: int) -> _Header:
-    """Read the head of an array, once `size` bytes are known to hold it whole."""
+def _checked_kind(stream: IO[bytes], size: int) -> Kind:
+    """The kind of the array in a stream of `size` bytes, which must be exactly what its header claims."""
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(stream)
+    shape, _, dtype = read(stream)
     if dtype.kind not in "fiub":
         raise DefectError(f"holds {dtype}, not numbers that torch knows. Expected floats, such as float32")
     expected = stream.tell() + math.prod(shape) * dtype.itemsize
     if size != expected:
         raise DefectError(f"has {size} bytes, and an array of {dtype} {list(shape)} takes {expected}: it is cut short")
-    return _Header(dtype, shape, fortran)
+    return Kind(str(_native(dtype)), shape)
 
 
-def _tensor_of(array: np.ndarray[Any, Any], header: _Header) -> Tensor:
-    return torch.from_numpy(array if array.dtype == header.loaded else array.astype(header.loaded))
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in memory: torch has neither the other byte order nor floats of more than 64 bits."""
+    return np.dtype(np.float64) if dtype.char == "g" else dtype.newbyteorder("=")
 
 
-def _npy_header(file: Path) -> _Header:
-    with parsing("an .npy array"), open(file, "rb") as stream:
-        return _header(stream, file.stat().st_size)
+def _tensor_of(array: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(array.astype(_native(array.dtype), copy=False))
 
 
 def _kinds_of_npy(file: Path) -> dict[str | None, Kind]:
-    return {None: _npy_header(file).kind}
+    with parsing("an .npy array"), open(file, "rb") as stream:
+        return {None: _checked_kind(stream, file.stat().st_size)}
 
 
 def _load_npy(file: Path, name: str | None) -> Tensor:
     if name is not None:
         raise DefectError(f"is one array and has no {name!r}", remedy="Leave the name out.")
-    header = _npy_header(file)
-    mode: Any = "c" if math.prod(header.shape) else None  # torch wants writable memory; nothing cannot be mapped
+    size = math.prod(_kinds_of_npy(file)[None].shape)
+    mode: Any = "c" if size else None  # torch wants writable memory; an empty array cannot be mapped
     with parsing("an .npy array"):
-        return _tensor_of(np.load(file, mmap_mode=mode, allow_pickle=False), header)
+        return _tensor_of(np.load(file, mmap_mode=mode, allow_pickle=False))
 
 
 def _kinds_of_npz(file: Path) -> dict[str | None, Kind]:
     with parsing("an .npz archive"), zipfile.ZipFile(file) as archive:
-        found: dict[str | None, Kind] = {}
+        kinds: dict[str | None, Kind] = {}
         for member in archive.infolist():
             with archive.open(member) as stream:
-                found[member.filename.removesuffix(".npy")] = _header(stream, member.file_size).kind
-        return found
+                kinds[member.filename.removesuffix(".npy")] = _checked_kind(stream, member.file_size)
+        return kinds
 
 
 def _load_npz(file: Path, name: str | None) -> Tensor:
     with parsing("an .npz archive"), zipfile.ZipFile(file) as archive:
         member = archive.getinfo(f"{name}.npy")
         with archive.open(member) as stream:
-            header = _header(stream, member.file_size)
-            values = np.empty(math.prod(header.shape), header.dtype)
-            left = values.view(np.uint8).data
-            while chunk := stream.read(CHUNK):  # to the end, where zipfile compares the checksum
-                left[: len(chunk)] = chunk
-                left = left[len(chunk) :]
-        if len(left):
-            raise DefectError(f"{name} ends {len(left)} bytes early: it is cut short")
-        return _tensor_of(values.reshape(header.shape, order="F" if header.fortran else "C"), header)
+            _checked_kind(stream, member.file_size)
+            stream.seek(0)
+            return _tensor_of(np.lib.format.read_array(stream, allow_pickle=False))  # zipfile compares the checksum
 
 
 def numpy_dtype(dtype: str) -> str:
-    """The type in which numpy holds all values of a torch type: the same, or float32 where numpy has none."""
+    """The numpy type that represents all values of a torch type: the same, or float32 where numpy has none."""
     return dtype if hasattr(np, dtype) else "float32"
 
 
@@ -175,11 +153,11 @@ def write_npy(file: Path, tensor: Tensor) -> None:
 
 @contextmanager
 def npz_writer(file: Path) -> Iterator[Callable[[str, Tensor], None]]:
-    """Yields `add(name, tensor)` of a new compressed archive. The same tensors give the same bytes at any time."""
+    """Yields `add(name, tensor)` for a new compressed archive. The same tensors always give the same bytes."""
     with create(file) as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
 
         def add(name: str, tensor: Tensor) -> None:
-            member = zipfile.ZipInfo(f"{name}.npy")  # without a time of its own
+            member = zipfile.ZipInfo(f"{name}.npy")  # without the present time
             member.compress_type = zipfile.ZIP_DEFLATED
             with archive.open(member, "w", force_zip64=True) as opened:
                 _write_array(opened, tensor)
@@ -199,7 +177,7 @@ def _write_array(stream: IO[bytes], tensor: Tensor) -> None:
 
 
 def load_plain(file: Path) -> Any:
-    """What a .pt file holds: tensors and plain values only, tensors mapped where the file allows it."""
+    """The content of a .pt file of tensors and plain values; tensors are mapped where the file allows it."""
     with parsing("a .pt file of tensors and plain values"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mapped = zipfile.is_zipfile(file)  # files of old versions of torch cannot be mapped
@@ -207,18 +185,20 @@ def load_plain(file: Path) -> Any:
 
 
 def _pt_tensors(file: Path) -> dict[str | None, Tensor]:
-    found = load_plain(file)
-    tensors: dict[str | None, Tensor] = {None: found}
-    if isinstance(found, Mapping):
-        tensors = {name: one for name, one in found.items() if isinstance(name, str) and _is_dense(one)}
+    content = load_plain(file)
+    if isinstance(content, Mapping):
+        tensors: dict[str | None, Tensor] = {
+            name: value for name, value in content.items() if isinstance(name, str) and _is_dense(value)
+        }
         if not tensors:
-            keys = first_few([str(key) for key in found]) or "nothing"
+            keys = first_few([str(key) for key in content]) or "nothing"
             raise DefectError(f"is not a tensor but a dict of {keys}, none of which is one")
-    elif not isinstance(found, Tensor):
-        raise DefectError(f"is not a tensor but a {type(found).__name__}")
-    elif not _is_dense(found):
-        raise DefectError(f"holds a tensor that is {found.layout} on {found.device}. Expected a dense one")
-    return tensors
+        return tensors
+    if not isinstance(content, Tensor):
+        raise DefectError(f"is not a tensor but a {type(content).__name__}")
+    if not _is_dense(content):
+        raise DefectError(f"holds a tensor that is {content.layout} on {content.device}. Expected a dense one")
+    return {None: content}
 
 
 def _is_dense(value: Any) -> bool:
@@ -234,7 +214,7 @@ def _load_pt(file: Path, name: str | None) -> Tensor:
     if name not in tensors:
         if name is not None:
             raise DefectError(f"has no tensor {name!r}")
-        raise DefectError(f"is not a tensor but a dict of {first_few([str(one) for one in tensors])}")
+        raise DefectError(f"is not a tensor but a dict of {first_few([str(key) for key in tensors])}")
     return tensors[name].detach()
 
 

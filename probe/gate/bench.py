@@ -15,7 +15,7 @@ from torch import Tensor
 
 from probe.data.batches import token_batches, token_fingerprint
 from probe.data.texts import text_of
-from probe.files.lock import locked
+from probe.files.atomic import locked
 from probe.gate.baselines import BaselineError, Entry, ModeBaselines, Store
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings

@@ -1,11 +1,14 @@
 """Where a model runs: on one device, or, where it does not fit, offloaded by accelerate to the CPU or to disk."""
 
+import ctypes
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,6 +164,8 @@ def offload(model: nn.Module, room: Room) -> Placed:
 
 def _placed(model: nn.Module, room: Room) -> Placed:
     away = _size(t for t in _tensors(model) if t.is_meta)
+    for block in _stack(model) if away else ():
+        block.register_forward_hook(return_free_memory)
     what = f"{format_bytes(away)} of {format_bytes(size_of(model))} of weights"
     return Placed(model, room.device, f"{what} are kept on {room.elsewhere} and brought in to run" if away else "")
 
@@ -208,5 +213,23 @@ def at_hand(module: nn.Module) -> Iterator[None]:
         return
     from accelerate.utils import align_module_device
 
-    with align_module_device(module):
-        yield
+    try:
+        with align_module_device(module):
+            yield
+    finally:
+        return_free_memory()
+
+
+def return_free_memory(*_: object) -> None:
+    """Give the memory of freed weights back to the system, if the C library can; also a forward hook.
+
+    The allocator of glibc keeps freed blocks of up to 32 MB for reuse, so weights that were let go still take memory.
+    """
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from probe.data.batches import token_fingerprint
 from probe.files.atomic import link_or_copy, write
-from probe.files.defects import DefectError, parsing
-from probe.files.paths import file_inside
+from probe.files.defects import DefectError, file_inside, parsing
 from probe.files.tensors import Kind, kind_of, load_plain, npz_writer, tensors_in, write_npy, write_pt
 from probe.recordings import script_formats as scripts
 from probe.recordings.manifest import (

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.files.atomic import link_or_copy, link_tree, make_folder, move, replace_folder, sync_tree, write
-from probe.files.lock import locked
+from probe.files.atomic import link_or_copy, link_tree, locked, make_folder, move, replace_folder, sync_tree, write
 from probe.recordings.manifest import (
     MANIFEST,
     Layout,

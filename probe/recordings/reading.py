@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from probe.data.batches import token_fingerprint
-from probe.files.defects import DefectError
-from probe.files.paths import file_inside
+from probe.files.defects import DefectError, file_inside
 from probe.files.tensors import Kind, kind_of, load_tensor, numpy_dtype, tensors_in
 from probe.recordings.manifest import (
     AGAIN,

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -113,3 +114,22 @@ def test_numbers_that_json_does_not_have_become_null() -> None:
 
 def test_repeated_names() -> None:
     assert repeated(["b", "a", "b", "c", "a", "b"]) == ["b", "a"]
+
+
+@dataclass(frozen=True)
+class Example:
+    name: str
+    remark: str | None
+    count: int
+    share: float
+    odd: bool
+
+
+def test_an_object_is_read_as_a_dataclass_by_the_types_of_its_fields() -> None:
+    value = {"name": "x", "remark": None, "count": 3, "share": 0.5, "odd": True}
+    assert node(value).as_dataclass(Example) == Example("x", None, 3, 0.5, True)
+    assert node(value).as_dataclass(Example, name=lambda text: text.text() * 2).name == "xx"
+    with pytest.raises(DefectError, match=r"a\.b\.count: expected a whole number, 1 or more, found 0"):
+        node({**value, "count": 0}).as_dataclass(Example)
+    with pytest.raises(DefectError, match=r"the key a\.b\.more is unknown"):
+        node({**value, "more": 1}).as_dataclass(Example)

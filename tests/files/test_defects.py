@@ -1,10 +1,10 @@
-"""A defect of a file is one message: the file, what is wrong, what to do."""
+"""A defect of a file is one message: the file, what is wrong, what to do. Files stay in their folder."""
 
 from pathlib import Path
 
 import pytest
 
-from probe.files.defects import DefectError, parsing, reading
+from probe.files.defects import DefectError, file_inside, parsing, reading
 
 FILE = Path("folder/x.json")
 
@@ -52,3 +52,22 @@ def test_whatever_a_parser_raises_is_a_defect(problem: Exception, message: str) 
 def test_a_refusal_of_the_system_is_no_defect_of_the_content() -> None:
     with pytest.raises(FileNotFoundError), parsing("a picture"):
         raise FileNotFoundError
+
+
+def test_a_file_stays_in_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "x").touch()
+    (folder / "sub" / "y").touch()
+    (tmp_path / "outside").touch()
+    assert file_inside(folder, "x") == folder / "x"
+    assert file_inside(folder, "sub/y") == folder / "sub" / "y"
+    (tmp_path / "link").symlink_to("folder")
+    assert file_inside(tmp_path / "link", "x").read_bytes() == b"", "the folder itself may be a link"
+    (folder / "out").symlink_to("../outside")
+    for name in ("out", "../outside"):
+        with pytest.raises(DefectError, match=r"is a link to .*/outside, which is not in the folder"):
+            file_inside(folder, name)
+    for name in ("missing", "sub"):
+        with pytest.raises(DefectError, match="is missing, so the folder is not whole"):
+            file_inside(folder, name)

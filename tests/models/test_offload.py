@@ -86,7 +86,7 @@ PEAK = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from probe.activations.configuration import read_configuration
+from probe.activations.settings import read_configuration
 from probe.activations.run import analyze
 
 def anonymous():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from probe.files import atomic, defects, lock
+from probe.files import atomic, defects
 from probe.files.defects import DefectError
 from probe.gate.baselines.format import (
     BaselineError,
@@ -223,7 +223,7 @@ class Store:
     def _locked(self, folder: Path, *, shared: bool = False) -> Iterator[None]:
         with _reading(folder):
             os.listdir(folder)
-        with lock.locked(folder, shared=shared):
+        with atomic.locked(folder, shared=shared):
             yield
 
     def _old_layout(self) -> BaselineError:

@@ -12,7 +12,7 @@ from probe.activations.run import Analysis
 from probe.activations.settings import Settings
 from probe.files.atomic import write
 from probe.files.checked_json import finite
-from probe.files.leftovers import replacing_earlier_files
+from probe.files.paths import replacing_earlier_files
 from probe.report.activations import layer_plots, tensor_plots
 from probe.report.activations.page import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, PREDICTED, Picture, page_of
 from probe.report.numbers import csv_text

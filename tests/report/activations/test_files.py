@@ -12,7 +12,7 @@ import pytest
 from probe.activations.export import histogram, tables
 from probe.activations.run import Analysis
 from probe.commands import main
-from probe.files.leftovers import LIST
+from probe.files.paths import LIST
 from probe.report.activations.files import heat_file, planned_files, write_analysis
 from tests.report.activations.analysed import FEW, TOY, found, quiet
 
