@@ -16,6 +16,13 @@ from probe.report.document import Document
 from probe.words import columns, printable
 
 PAGE, FIGURES = "diff.html", "diff.json"
+#: The columns of the table of layers, with the fields that they show.
+COLUMNS = {
+    **{"layer": "label", "max abs": "max_abs", "mean abs": "mean_abs", "median abs": "median_abs"},
+    **{"max rel": "max_relative", "mean rel": "mean_relative", "median rel": "median_relative", "within": "within"},
+    **{"cosine": "cosine", "pearson": "correlation", "added": "added", "noise": "noise"},
+}
+NOT_FINITE = {"NaN A": "nan_a", "Inf A": "inf_a", "NaN B": "nan_b", "Inf B": "inf_b"}
 
 
 def write_device_page(folder: Path | str, found: DeviceComparison, drawn: DrawnTensor | None) -> Path:
@@ -62,13 +69,14 @@ def _layers(page: Document, found: DeviceComparison) -> None:
         "added: the difference in what the layer adds, relative to it; noise: what sound devices stay below there.",
         bad=[sign in (">", "✗") for sign in marks],
     )
-    worst = [
-        {"rank": place, "by max abs": by_size.label, "max abs": by_size.max_abs, "by cosine": by_cosine.label}
-        | {"cosine": by_cosine.cosine}
-        for place, (by_size, by_cosine) in enumerate(zip(found.worst_by_max_abs, found.worst_by_cosine, strict=True), 1)
-    ]
+    worst = enumerate(zip(found.worst_by_max_abs, found.worst_by_cosine, strict=True), 1)
     page.heading("Worst layers")
-    page.table(worst)
+    page.table(
+        [
+            {"rank": rank, "by max abs": a.label, "max abs": a.max_abs, "by cosine": b.label, "cosine": b.cosine}
+            for rank, (a, b) in worst
+        ]
+    )
 
 
 def device_text(found: DeviceComparison) -> str:
@@ -100,30 +108,12 @@ def limits_text(found: DeviceComparison) -> str:
 
 def rows(found: DeviceComparison) -> list[dict[str, object]]:
     """The table of the text and of the page, with columns for a reference and for NaN and Inf if there are any."""
-    not_finite = any(layer.nan_a or layer.inf_a or layer.nan_b or layer.inf_b for layer in found.layers)
-    return [_row(layer, not_finite=not_finite, reference=found.reference is not None) for layer in found.layers]
-
-
-def _row(layer: LayerDifference, *, not_finite: bool, reference: bool) -> dict[str, object]:
-    row: dict[str, object] = {
-        "layer": layer.label,
-        "max abs": layer.max_abs,
-        "mean abs": layer.mean_abs,
-        "median abs": layer.median_abs,
-        "max rel": layer.max_relative,
-        "mean rel": layer.mean_relative,
-        "median rel": layer.median_relative,
-        "within": layer.within,
-        "cosine": layer.cosine,
-        "pearson": layer.correlation,
-        "added": layer.added,
-        "noise": layer.noise,
-    }
-    if reference:
-        row |= {"recipe error": layer.recipe_error, "x recipe": layer.recipe_errors}
-    if not_finite:
-        row |= {"NaN A": layer.nan_a, "Inf A": layer.inf_a, "NaN B": layer.nan_b, "Inf B": layer.inf_b}
-    return row
+    keys = COLUMNS
+    if found.reference is not None:
+        keys = {**keys, "recipe error": "recipe_error", "x recipe": "recipe_errors"}
+    if any(getattr(layer, key) for layer in found.layers for key in NOT_FINITE.values()):
+        keys = {**keys, **NOT_FINITE}
+    return [{name: getattr(layer, key) for name, key in keys.items()} for layer in found.layers]
 
 
 def _sides(found: DeviceComparison) -> str:

@@ -67,19 +67,10 @@ def _verdict(health: Health) -> str:
 
 
 def _row(layer: LayerHealth) -> dict[str, object]:
-    return {
-        "": layer.mark,
-        "layer": layer.name,
-        "mean": layer.mean,
-        "std": layer.std,
-        "min": layer.min,
-        "max": layer.max,
-        "NaN": layer.nan,
-        "Inf": layer.inf,
-        "mean |change|": layer.mean_change,
-        "max |change|": layer.max_change,
-        "problem": "; ".join(layer.problems),
-    }
+    figures = {name: getattr(layer, name) for name in ("mean", "std", "min", "max")}
+    counts = {"NaN": layer.nan, "Inf": layer.inf}
+    changes = {"mean |change|": layer.mean_change, "max |change|": layer.max_change}
+    return {"": layer.mark, "layer": layer.name, **figures, **counts, **changes, "problem": "; ".join(layer.problems)}
 
 
 def health_by_layer(health: Health) -> bytes:

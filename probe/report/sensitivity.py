@@ -41,11 +41,11 @@ def describe(found: Sensitivity, model: str) -> str:
 
 def table_rows(found: Sensitivity, *, top: int | None = None) -> list[dict[str, object]]:
     """The figures as text, the most sensitive first, by KL alone."""
-    rows = []
-    for row, effect in list(zip(_rows(found), found.by_kl(), strict=True))[:top]:
-        texts = {name: _text(name, value) for name, value in row.items() if name != "mse without"}
-        rows.append({**texts, "keep": "keep" if effect.name in found.advice.keep else ""})
-    return rows
+    return [
+        {name: _text(name, value) for name, value in row.items() if name != "mse without"}
+        | {"keep": "keep" if effect.name in found.advice.keep else ""}
+        for row, effect in list(zip(_rows(found), found.by_kl(), strict=True))[:top]
+    ]
 
 
 def _text(name: str, value: Any) -> object:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +49,26 @@ def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) 
     """The pictures of everything that is enabled and has data."""
     drawing = analysis.settings.visualization
     dpi = drawing.dpi
-    if rows := tables.get("predicted_error"):
-        png = layer_plots.noise_picture(rows, dpi=dpi)
-        yield Picture("predicted_error", PREDICTED, "Predicted noise / signal of every layer in each format.", png)
-    for kind in ("input", "output", "weight"):
-        if rows := tables.get(f"magnitude_{kind}"):
-            png = layer_plots.magnitude_picture(rows, reduce_dim=drawing.magnitude.reduce_dim, dpi=dpi)
-            yield Picture(f"magnitude_{kind}", MAGNITUDES, f"Magnitudes of {kind}s.", png)
-    if rows := tables.get("outlier_layer_wise"):
-        png = layer_plots.outlier_picture(rows, threshold=drawing.outlier.threshold, dpi=dpi)
-        yield Picture("outlier_layer_wise", OUTLIERS, "Outliers by layer.", png)
-    if rows := tables.get("outlier_position"):
-        length, names = analysis.facts["longest"], list(analysis.outliers)
-        png = tensor_plots.position_picture(rows, names, length=length, dpi=dpi)
-        yield Picture("outlier_position", OUTLIERS, "Outliers by position.", png)
-    if rows := tables.get("outlier_token"):
-        yield Picture("outlier_token", OUTLIERS, "Outliers by token.", tensor_plots.token_picture(rows, dpi=dpi))
-    if rows := tables.get("distribution_boxplot"):
-        png = layer_plots.box_picture(rows, dpi=dpi)
-        yield Picture("distribution_boxplot", DISTRIBUTIONS, f"|x| of {rows[0]['kind']}s.", png)
-    if rows := tables.get("distribution_histogram"):
-        png = tensor_plots.histogram_picture(rows, dpi=dpi)
-        yield Picture("distribution_histogram", DISTRIBUTIONS, f"|x| of {rows[0]['kind']}s, histograms.", png)
+    magnitudes = partial(layer_plots.magnitude_picture, reduce_dim=drawing.magnitude.reduce_dim)
+    outliers = partial(layer_plots.outlier_picture, threshold=drawing.outlier.threshold)
+    positions = partial(tensor_plots.position_picture, layers=list(analysis.outliers), length=analysis.facts["longest"])
+    drawings: tuple[tuple[str, str, str, Callable[..., bytes]], ...] = (
+        (
+            "predicted_error",
+            PREDICTED,
+            "Predicted noise / signal of every layer in each format.",
+            layer_plots.noise_picture,
+        ),
+        *((f"magnitude_{x}", MAGNITUDES, f"Magnitudes of {x}s.", magnitudes) for x in ("input", "output", "weight")),
+        ("outlier_layer_wise", OUTLIERS, "Outliers by layer.", outliers),
+        ("outlier_position", OUTLIERS, "Outliers by position.", positions),
+        ("outlier_token", OUTLIERS, "Outliers by token.", tensor_plots.token_picture),
+        ("distribution_boxplot", DISTRIBUTIONS, "|x| of {kind}s.", layer_plots.box_picture),
+        ("distribution_histogram", DISTRIBUTIONS, "|x| of {kind}s, histograms.", tensor_plots.histogram_picture),
+    )
+    for name, section, caption, draw in drawings:
+        if rows := tables.get(name):
+            yield Picture(name, section, caption.format(kind=rows[0].get("kind")), draw(rows, dpi=dpi))
     heats = drawn_heat(analysis)
     for index, heat in enumerate(heats):
         png = tensor_plots.heat_picture(heat, view_angle=drawing.heatmap_3d.view_angle, dpi=dpi)

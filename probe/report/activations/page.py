@@ -123,9 +123,7 @@ def _standing_out(page: Document, analysis: Analysis) -> None:
 _CAPTIONS = {
     "keep_in_higher_precision": "The layers that hold half of the predicted noise of each format, the noisiest first",
     "predicted_error": "Predicted noise / signal of every layer in each format",
-    "magnitude_input": "Magnitudes of the inputs",
-    "magnitude_output": "Magnitudes of the outputs",
-    "magnitude_weight": "Magnitudes of the weights",
+    **{f"magnitude_{kind}": f"Magnitudes of the {kind}s" for kind in ("input", "output", "weight")},
     "outlier_layer_wise": "Outlier tokens of every layer, and how far out the farthest is",
     "outlier_token": "Which tokens are outliers, and in how many layers, the most frequent first",
     "outlier_worst": "The tokens of every layer that are farthest out, one by one",
@@ -150,6 +148,5 @@ def shown_rows(count: int, file: str | None) -> str:
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its texts as Python writes them, so that spaces and line ends can be seen."""
-    return {
-        key: repr(value) if key in ("text", "around") and value is not None else value for key, value in row.items()
-    }
+    texts = {key: repr(row[key]) for key in ("text", "around") if row.get(key) is not None}
+    return {**row, **texts}

@@ -168,7 +168,7 @@ def octave_ticks(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int) -> bytes:
+def position_picture(rows: Rows, *, layers: Sequence[str], length: int, dpi: int) -> bytes:
     """Outliers by position, over all layers and layer by layer."""
     places = {name: i for i, name in enumerate(layers)}
     counts = np.zeros((len(layers), length), np.int64)

@@ -1,6 +1,7 @@
 """The summary of a test run: as JSON for programs, and as Markdown for a pull request."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, takewhile
 from typing import Any
 
 from probe.files.checked_json import finite
@@ -12,6 +13,7 @@ from probe.running.environment import differences
 from probe.version import VERSION
 from probe.words import first_few, single_line
 
+Facts = Mapping[str, str]
 #: The version of the layout of summary.json; it goes up when a key changes its meaning or disappears.
 LAYOUT = 1
 #: GitHub accepts 65536 characters in a comment.
@@ -19,11 +21,7 @@ MOST_CHARACTERS = 60_000
 
 
 def summary(
-    outcomes: Sequence[Outcome],
-    *,
-    environment: Mapping[str, str],
-    baseline_environment: Mapping[str, str] | None,
-    exit_status: int,
+    outcomes: Sequence[Outcome], *, environment: Facts, baseline_environment: Facts | None, exit_status: int
 ) -> dict[str, Any]:
     """Everything but the sampled values, as plain JSON: NaN and Inf are null."""
     found = runs(outcomes)
@@ -40,11 +38,7 @@ def summary(
 
 
 def markdown(
-    outcomes: Sequence[Outcome],
-    *,
-    environment: Mapping[str, str],
-    baseline_environment: Mapping[str, str] | None,
-    exit_status: int,
+    outcomes: Sequence[Outcome], *, environment: Facts, baseline_environment: Facts | None, exit_status: int
 ) -> str:
     """A comment for a pull request, of at most MOST_CHARACTERS; it says how much is left out."""
     found = runs(outcomes)
@@ -146,11 +140,8 @@ def _heat_table(heat: HeatMap) -> str:
 
 def _as_fits(parts: Sequence[str], room: int, name: str) -> str:
     """As many of the parts as fit into `room` characters, and how many are left out."""
-    kept = 0
     note = "\n{} more {} are left out: GitHub has no room for them. They are in the report.\n"
-    left = room - len(note) - len(name) - 8
-    while kept < len(parts) and len(parts[kept]) <= left:
-        left -= len(parts[kept])
-        kept += 1
+    ends = accumulate(map(len, parts))
+    kept = sum(1 for _ in takewhile(lambda end: end <= room - len(note) - len(name) - 8, ends))
     rest = len(parts) - kept
     return "".join(parts[:kept]) + (note.format(rest, name) if rest else "")

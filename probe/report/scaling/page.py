@@ -209,7 +209,7 @@ def rules_block(rules: Sequence[RuleResult]) -> list[str]:
 
 
 def rule_rows(rules: Sequence[RuleResult]) -> list[dict[str, object]]:
-    """A row for every rule; shares in percent."""
+    """A row for every rule, with shares in percent."""
     return [_rule_row(rule) for rule in rules]
 
 
