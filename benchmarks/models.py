@@ -14,13 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from probe.data.batches import token_batches
 from probe.data.library_logs import quietly
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.metrics import Comparison
 from probe.models.loading import load_model
-from probe.models.mamba import with_sites
-from probe.models.scans import fast, sequential
+from probe.models.mamba import fast, sequential, with_sites
 from probe.running.capture import capture
 from probe.running.measurement import measure_all
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import token_batches
 from probe.data.library_logs import quietly
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.models.loading import load_model
 from probe.running.recipes import Recipe

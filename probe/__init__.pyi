@@ -3,7 +3,7 @@
 from probe.comparisons.devices.diff import DeviceComparison as DeviceComparison, diff as diff
 from probe.comparisons.health import Health as Health, check as check
 from probe.comparisons.modes import ModeComparison as ModeComparison, compare as compare
-from probe.data.batches import token_batches as token_batches
+from probe.data.samples import token_batches as token_batches
 from probe.data.texts import text_of as text_of
 from probe.formats import FORMATS as FORMATS, Format as Format
 from probe.metrics import (

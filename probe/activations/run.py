@@ -15,9 +15,8 @@ from probe.activations.plan import Plan, make_plan, weight_rows
 from probe.activations.prediction import unlike
 from probe.activations.settings import MemorySettings, Settings
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure
-from probe.data.batches import token_fingerprint
 from probe.data.library_logs import quietly
-from probe.data.samples import Batch, batches_of, samples_of
+from probe.data.samples import Batch, batches_of, samples_of, token_fingerprint
 from probe.data.sources import documents_of
 from probe.data.tokenizers import Tokenizer
 from probe.models.loading import Loaded, load_model

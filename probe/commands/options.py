@@ -46,7 +46,7 @@ def model_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 def data_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """What `add_data` and `add_calibration` added, as keyword arguments of the library."""
-    from probe.data.batches import TextSamples
+    from probe.data.samples import TextSamples
 
     return {
         "data": TextSamples(options.data, options.samples, options.seqlen, options.batch_size),

@@ -13,7 +13,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 from torch import Tensor
 
-from probe.data.batches import token_batches, token_fingerprint
+from probe.data.samples import token_batches, token_fingerprint
 from probe.data.texts import text_of
 from probe.files.atomic import locked
 from probe.gate.baselines import BaselineError, Entry, ModeBaselines, Store
@@ -24,14 +24,12 @@ from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba
 from probe.recordings import Recording, read_recording
-from probe.running.anchors import Anchors, anchored
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
-from probe.running.devices import is_recorded, recorded_folder
-from probe.running.environment import ANCHORS, differences
+from probe.running.environment import ANCHORS, differences, is_recorded, recorded_folder
 from probe.running.modes import expand_modes, find_mode
+from probe.running.noise import Anchors, Variation, anchored, under
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.running.reference import Reference, load_reference, run_reference, save_reference
-from probe.running.variations import Variation, under
 from probe.words import LOGITS
 
 T = TypeVar("T")

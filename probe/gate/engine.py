@@ -15,11 +15,10 @@ from probe.gate.configuration import Settings
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import RULES, Rule
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
-from probe.running.devices import is_recorded
-from probe.running.environment import differences
+from probe.running.environment import differences, is_recorded
+from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
 from probe.running.traces import LayerTrace
-from probe.running.variations import BASE, variations
 from probe.words import LOGITS
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import token_fingerprint
+from probe.data.samples import token_fingerprint
 from probe.gate.cases import Verdict
 from probe.gate.golden_values import Golden, corner_sketch
 from probe.gate.tolerances import OF_VALUES, RULES

@@ -113,7 +113,7 @@ class Session:
 
     def request(self, marked: Mapping[str, Any], *, where: str) -> list[CaseRequest]:
         """The cases of a test: those of the configured matrix, or of its marker, narrowed by the options."""
-        from probe.running.devices import check_device
+        from probe.running.environment import check_device
 
         configured = self.settings if not self.options.model else replace(self.settings, model=self.options.model)
         if self.options.baselines:
@@ -294,8 +294,8 @@ class Session:
 
     def _update(self, known: ModelCases, *, keep_obsolete: bool) -> None:
         from probe.gate.baselines import Store
-        from probe.running.anchors import Anchors
         from probe.running.environment import environment
+        from probe.running.noise import Anchors
 
         model = known.settings.model
         entries = self.entries.get(model, {})

@@ -1,6 +1,8 @@
-"""The linear modes: every nn.Linear but the output head with its weight, and its input, on a grid."""
+"""Quantizing every nn.Linear but the output head: on a grid (the linear modes), or by torchao (its int8 modes)."""
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,4 +61,30 @@ def grid_linears(model: nn.Module, format: str, amax_of: Callable[[str], float |
             replaced.input.grid = activation_grid(format, amax_of(linear_key(name)))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replaced)
+    return model
+
+
+def torchao_int8(model: nn.Module, format: str, *, dynamic: bool) -> nn.Module:
+    """torchao's int8 quantization of every nn.Linear but the head, in place.
+
+    Weight-only: int8 weights per output channel. Dynamic: int8 inputs per token as well.
+    """
+    if format != "int8":
+        raise ValueError(f"torchao's int8 modes take the format int8, not {format}.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchao's own deprecations
+        try:
+            from torchao.quantization import (
+                Int8DynamicActivationInt8WeightConfig,
+                Int8WeightOnlyConfig,
+                quantize_,
+            )
+        except ImportError:
+            raise ValueError(
+                "the torchao modes need torchao, which is not installed. "
+                'Install it with: pip install "quant-probe[torchao]"'
+            ) from None
+        chosen = set(linears(model))
+        config: Any = Int8DynamicActivationInt8WeightConfig() if dynamic else Int8WeightOnlyConfig()
+        quantize_(model, config, filter_fn=lambda module, name: name in chosen)
     return model

@@ -232,7 +232,7 @@ def probe_activations(request: pytest.FixtureRequest) -> ProbeCase:
 
 def _given(request: pytest.FixtureRequest) -> ProbeCase:
     from probe.plugin.fixtures import ProbeCase
-    from probe.running.devices import is_present
+    from probe.running.environment import is_present
 
     assert request.fixturename is not None
     given = ProbeCase(

@@ -7,7 +7,7 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-from probe.running.devices import DEVICES, is_recorded
+from probe.running.environment import DEVICES, is_recorded
 
 
 class RecipeScheduling(LoadScopeScheduling):  # type: ignore[misc]

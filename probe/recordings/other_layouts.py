@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from probe.data.batches import token_fingerprint
+from probe.data.samples import token_fingerprint
 from probe.files.atomic import link_or_copy, write
 from probe.files.defects import DefectError, file_inside, parsing
 from probe.files.tensors import Kind, kind_of, load_plain, npz_writer, tensors_in, write_npy, write_pt

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.data.batches import token_fingerprint
+from probe.data.samples import token_fingerprint
 from probe.files.defects import DefectError, file_inside
 from probe.files.tensors import Kind, kind_of, load_tensor, numpy_dtype, tensors_in
 from probe.recordings.manifest import (

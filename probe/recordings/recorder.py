@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from probe.data.batches import token_fingerprint
+from probe.data.samples import token_fingerprint
 from probe.files.atomic import make_folder, sync_tree, write
 from probe.recordings import publishing, taps
 from probe.recordings.manifest import (

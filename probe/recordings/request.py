@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import token_batches
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
@@ -25,7 +25,7 @@ from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibr
 from probe.recordings.script_formats import NPZ, ScriptFacts
 from probe.recordings.taps import TAPS, is_compiled, points_returned, unwrapped
 from probe.running.calibration import Calibration
-from probe.running.devices import check_device, is_present, is_recorded
+from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.words import look_up
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import TextSamples, token_fingerprint
+from probe.data.samples import TextSamples, token_fingerprint
 from probe.files.atomic import write
 from probe.files.defects import DefectError, parsing, reading
 from probe.formats import PERCENTILE

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import CALIBRATION, EVALUATION, TextSamples
+from probe.data.samples import CALIBRATION, EVALUATION, TextSamples
 from probe.files.checked_json import finite
 from probe.formats import PERCENTILE
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics

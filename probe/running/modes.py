@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from probe.models.libraries import torchao_int8
+from probe.models.linear import torchao_int8
 from probe.running.calibration import Calibration
 from probe.words import look_up
 

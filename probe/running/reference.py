@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from probe.files import atomic
 from probe.models.loading import weight_fingerprint
 from probe.models.offload import device_of
-from probe.running.anchors import Anchors, narrowed, near_ties
 from probe.running.capture import UncoveredError, capture, with_first_tensor
+from probe.running.noise import Anchors, jittered, narrowed, near_ties
 from probe.running.recipes import Recipe, apply
-from probe.running.variations import jittered
 from probe.words import LOGITS
 
 #: Called with a label, the output of that layer (or the logits), and what the reference has for it.

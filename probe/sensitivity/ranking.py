@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import token_batches
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.formats import FORMATS, PERCENTILE
 from probe.metrics import Comparison, LogitComparison
@@ -18,7 +18,7 @@ from probe.models.mamba import is_mamba
 from probe.models.offload import device_of
 from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on
-from probe.running.devices import check_device, is_present, is_recorded
+from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.recipes import Recipe, check_recipes
 from probe.running.reference import logits_of
 from probe.sensitivity.advice import advise

@@ -23,7 +23,7 @@ from probe.activations.prediction import (
 from probe.activations.run import analyze, prepare
 from probe.activations.settings import read_configuration
 from probe.activations.statistics import LayerStatistics, measure
-from probe.data.batches import token_batches
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.linear import linear_key, linears

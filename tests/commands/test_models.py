@@ -5,7 +5,7 @@ import json
 import pytest
 
 from probe.commands import main
-from probe.data.batches import TextSamples
+from probe.data.samples import TextSamples
 from probe.formats import GATE_FORMATS
 from probe.running.measurement import measure_all
 from probe.running.modes import MODES

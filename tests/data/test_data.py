@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from probe.data.batches import token_batches, token_fingerprint
+from probe.data.samples import token_batches, token_fingerprint
 from probe.data.texts import TEXTS, text_of
 from probe.data.tokenizers import ByteTokenizer
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import token_batches
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.diagnosis.causes import WIDTH, diagnose, wrong_corners
 from probe.formats import GATE_FORMATS

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from probe.data.batches import token_batches
 from probe.data.library_logs import quietly
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.data.tokenizers import ByteTokenizer
 from probe.models.loading import EMBEDDED, Loaded, load_model, weight_fingerprint

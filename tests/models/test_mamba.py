@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.data.batches import token_batches
 from probe.data.library_logs import quietly
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.data.tokenizers import ByteTokenizer
 from probe.models.loading import load_model

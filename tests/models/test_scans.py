@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from probe.models.scans import CHUNK, SCANS
+from probe.models.mamba import CHUNK, SCANS
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 SCAN = pytest.mark.parametrize("name", ["sequential", "fast"], ids=["reference", "fast"])

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from probe.gate import bench
 from probe.gate.baselines import Store
 from probe.plugin.scheduling import recipe_of
-from probe.running.anchors import Anchors
+from probe.running.noise import Anchors
 from tests.plugin.conftest import UNUSED, Run
 from tests.plugin.project import files
 from tests.plugin.test_lifecycle import snapshot

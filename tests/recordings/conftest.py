@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from probe.data.batches import token_batches
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
 from probe.running.calibration import Calibration, calibrate_on

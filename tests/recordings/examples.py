@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probe.data.batches import token_fingerprint
+from probe.data.samples import token_fingerprint
 from probe.gate.observations import Observation, observe_recording
 from probe.models.loading import Loaded
 from probe.recordings import Recording, RecordingError, read_recording, write_recording

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from probe.data.batches import token_fingerprint
+from probe.data.samples import token_fingerprint
 from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording, write_recording
 from probe.recordings.manifest import manifest_from_json, manifest_to_json

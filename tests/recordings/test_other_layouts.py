@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import probe
-from probe.data.batches import token_fingerprint
+from probe.data.samples import token_fingerprint
 from probe.recordings import RecordingError, read_recording
 from tests.recordings.models import Stack
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from probe.data.batches import token_batches
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording, write_recording

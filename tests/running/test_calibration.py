@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from probe.data.batches import token_batches, token_fingerprint
+from probe.data.samples import token_batches, token_fingerprint
 from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, rotated_twin

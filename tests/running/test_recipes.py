@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import probe.numerics.grids
-from probe.data.batches import token_batches
 from probe.data.library_logs import quietly
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.formats import GATE_FORMATS
 from probe.models.loading import Loaded, load_model

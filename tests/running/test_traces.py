@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from probe.data.batches import token_batches
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import probe
-from probe.running.anchors import NEAR, SAME_SCALE, Anchors, anchored, narrowed, near_ties
 from probe.running.calibration import Calibration
+from probe.running.noise import NEAR, SAME_SCALE, Anchors, anchored, narrowed, near_ties
 
 X = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(0))
 
@@ -75,7 +75,7 @@ def test_united_anchors_are_those_of_all_and_of_two_the_first() -> None:
 
 
 def test_with_anchors_a_jittered_model_is_fed_the_very_bits() -> None:
-    from probe.running.variations import Variation, under
+    from probe.running.noise import Variation, under
 
     loaded = probe.load_model("tiny-mamba")
     text = probe.text_of("evaluation")
