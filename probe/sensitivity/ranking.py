@@ -23,7 +23,7 @@ from probe.running.recipes import Recipe, check_recipes
 from probe.running.reference import logits_of
 from probe.sensitivity.advice import advise
 from probe.sensitivity.results import Advice, Effect, Figures, Sensitivity
-from probe.sensitivity.runs import CannotRestartError, Side, layer_order
+from probe.sensitivity.runs import CannotRestartError, Side, restart_plan
 from probe.sensitivity.units import Twins, Unit, layer_units, make_twins, site_units
 from probe.words import require_positive
 
@@ -35,7 +35,7 @@ Progress = Callable[[int, int, str], Any]
 TRIED_TOKENS = 16
 
 _KINDS = {None: "layers", "across": "sites", "within": "layer sites"}
-_NO_ADVICE = Advice(keep=(), kl_all=None, kl_kept=None, reached=False, text="No advice was asked for.")
+_NO_ADVICE = Advice(keep=(), kl_all=None, kl_kept=None, reached=False, text="Advice is off.")
 
 
 @dataclass
@@ -73,6 +73,7 @@ def rank_layers(
     sites: Sites | None = None,
     advice: bool = True,
     restart: bool = True,
+    together: int | None = None,
     threads: int | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Sensitivity:
@@ -84,17 +85,19 @@ def rank_layers(
     advice     search, and check by runs, which of them to keep in higher precision
     restart    start each run at the layer that differs, after what the layers before it returned in a whole run.
                False runs the whole model every time: the definition, and what a model that cannot be restarted gets
+    together   runs in one forward; None chooses. The figures do not depend on it beyond the order of sums
     threads    forwards at a time, on the CPU; None: as many as torch has threads, which are divided among them
 
     Batches are worked on one at a time: of one the outputs of all layers are kept, of the others the logits.
     """
     _check(batches, sites)
+    require_positive("together", together)
     require_positive("threads", threads)
     twins = make_twins(model, recipe, calibration, sites=sites is not None)
     units = site_units(twins, recipe, layers, across=sites == "across") if sites else layer_units(twins, layers)
-    device = device_of(model)
-    batches = [batch.to(device) for batch in batches]
-    alone, without, notes = _sides(twins, batches[0][:2, :TRIED_TOKENS] if restart else None, threads)
+    batches = [batch.to(device_of(model)) for batch in batches]
+    alone, without, notes = _sides(twins, batches[0][:2, :TRIED_TOKENS] if restart else None)
+    alone, without = (replace(side, together=together, threads=threads) for side in (alone, without))
     runs = _Runs(alone, without, units, batches, progress)
     runs.measure()
     effects = runs.effects()
@@ -127,18 +130,20 @@ def _check(batches: Sequence[Tensor], sites: str | None) -> None:
         raise ValueError(f"sites is {sites!r}. Give 'across', 'within', or None for whole layers.")
 
 
-def _sides(twins: Twins, sample: Tensor | None, threads: int | None) -> tuple[Side, Side, list[str]]:
+def _sides(twins: Twins, sample: Tensor | None) -> tuple[Side, Side, list[str]]:
     """Both sides, and a note if they cannot be restarted; without a sample to try it on they are not."""
     layers = tuple(blocks_of(twins.plain))
-    alone = Side("alone", twins.plain, twins.floating, twins.quantized, layers, threads=threads)
-    without = Side("without", twins.quantized, twins.quantized, twins.floating, layers, threads=threads)
+    alone = Side("alone", twins.plain, twins.floating, twins.quantized, layers)
+    without = Side("without", twins.quantized, twins.quantized, twins.floating, layers)
     if sample is None:
         return alone, without, []
     try:
-        orders = [layer_order(side.shell, sample, layers) for side in (alone, without)]
+        plan = restart_plan(alone.shell, sample, layers)
+        # built-in modes change what is inside the layers, not how they are called
+        other = restart_plan(without.shell, sample, layers) if twins.is_foreign else plan
     except CannotRestartError as problem:
         return alone, without, [f"every run is a whole run, which takes longer: {problem}."]
-    return replace(alone, order=orders[0]), replace(without, order=orders[1]), []
+    return replace(alone, plan=plan), replace(without, plan=other), []
 
 
 def _idle(effects: Sequence[Effect]) -> list[str]:

@@ -6,21 +6,33 @@
 A run that differs from the whole run first in layer i starts there: it is the model's own forward, in which every layer
 before i returns what it returned in the whole run. So masks, positions and whatever lies between layers stay the
 model's business, and a restarted run gives the same bits as a whole one.
+
+Several runs share one forward, over the batch repeated once for each. A layer splits its rows by run:
+
+    runs that start later          are not worked on; their rows are the layer's output in the whole run
+    a run that differs here        goes through its own copy of the layer
+    neighbours that do not         go through the layer together
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from probe.running.reference import logits_of
 from probe.sensitivity.units import Unit, by_layer, mixed, structure
 
+#: Tokens in one forward over several runs: larger batches are no faster and take more memory.
+TOKENS_TOGETHER = 512
+
+Forward = Callable[..., Any]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -83,16 +95,51 @@ def _copy(value: Any) -> Any:
     return tree_map_only(Tensor, torch.clone, value)
 
 
-def skip_layers(model: nn.Module, returned: Mapping[str, Any]) -> nn.Module:
-    """`model`, a copy made by `structure`, changed so that these layers only return what they returned before."""
-    for name, output in returned.items():
-        layer: Any = model.get_submodule(name)
-        layer.forward = lambda *args, output=output, **kwargs: _copy(output)  # the model may write to it
-    return model
+def _stack(outputs: Sequence[Any]) -> Any:
+    """One output of a layer from its outputs for parts of the batch; a copy, since the model may write to it."""
+    if len(outputs) == 1:
+        return _copy(outputs[0])
+    return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
 
-def layer_order(model: nn.Module, batch: Tensor, layers: Sequence[str]) -> tuple[str, ...]:
-    """The layers in the order in which they run, if runs may start at any of them; else a CannotRestartError.
+def split_forward(forwards: Sequence[Forward | None], output: Any, samples: int, by_sample: Sequence[bool]) -> Forward:
+    """A forward of one layer over stacked runs, `samples` rows each: those of run i go through `forwards[i]`.
+
+    For None they are `output`, without work. `by_sample` marks the arguments that hold a row per sample; the others
+    are the same for all runs.
+    """
+    parts = [(part, len(list(runs))) for part, runs in groupby(forwards)]
+    if len(parts) == 1:
+        return forwards[0] or (lambda *args, **kwargs: _stack([output] * len(forwards)))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, form = tree_flatten((args, kwargs))
+        outputs: list[Any] = []
+        end = 0
+        for part, runs in parts:
+            rows = slice(end, end := end + runs * samples)
+            if part is None:
+                outputs += [output] * runs
+                continue
+            own = [leaf[rows] if is_cut else leaf for leaf, is_cut in zip(leaves, by_sample, strict=True)]
+            own_args, own_kwargs = tree_unflatten(own, form)
+            outputs.append(part(*own_args, **own_kwargs))
+        return _stack(outputs)
+
+    return forward
+
+
+@dataclass(frozen=True, eq=False)
+class RestartPlan:
+    """How the runs of a model start in the middle."""
+
+    order: tuple[str, ...]  # the layers as they run
+    by_sample: Mapping[str, Sequence[bool]]  # layer -> which of its arguments hold a row per sample
+    stackable: bool  # whether several runs fit in one forward
+
+
+def restart_plan(model: nn.Module, batch: Tensor, layers: Sequence[str]) -> RestartPlan:
+    """The plan for a model whose runs may start at any of these layers; else a CannotRestartError.
 
     The model runs once as it is, and once with layers that only return what they returned before: every argument of
     every layer and the logits must be the same, bit for bit. A layer that leaves a tensor in an attribute for a later
@@ -106,13 +153,48 @@ def layer_order(model: nn.Module, batch: Tensor, layers: Sequence[str]) -> tuple
     silent = [name for name in layers if name not in first.returned]
     if silent:
         raise CannotRestartError(f"{silent[0]} does not run")
-    again = whole_run(skip_layers(structure(model), first.returned), batch, layers, keep_inputs=True)
+    again = _idle_run(model, first, 1)
     for name, leaves in first.given.items():
         if len(again.given[name]) != len(leaves) or not all(map(_same, again.given[name], leaves)):
             raise CannotRestartError(f"{name} is given something that the layers before it do not return")
     if not torch.equal(again.logits, first.logits):
         raise CannotRestartError("its logits depend on more than what its layers return")
-    return tuple(first.returned)
+    by_sample = _arguments_by_sample(model, first)
+    return RestartPlan(tuple(first.returned), by_sample or {}, by_sample is not None)
+
+
+def _idle_run(model: nn.Module, known: WholeRun, times: int) -> WholeRun:
+    """A run over the batch, repeated, in which the layers do nothing but return what they returned in `known`."""
+    idle = structure(model)
+    for name, output in known.returned.items():
+        layer: Any = idle.get_submodule(name)
+        layer.forward = split_forward([None] * times, output, len(known.batch), ())
+    return whole_run(idle, torch.cat([known.batch] * times), list(known.returned), keep_inputs=True)
+
+
+def _arguments_by_sample(model: nn.Module, first: WholeRun) -> dict[str, list[bool]] | None:
+    """For each layer which arguments hold a row per sample: those that are repeated when the batch is.
+
+    None if runs cannot be stacked: a layer returns more than one tensor with a row per sample, or is given something
+    that is neither the same nor repeated for a repeated batch, such as a tensor that depends on the place in it.
+    """
+    for output in first.returned.values():
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if [tensor.shape[:1] for tensor in tensors] != [first.batch.shape[:1]]:
+            return None
+    try:
+        twice = _idle_run(model, first, 2)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+    found: dict[str, list[bool]] = {}
+    for name, leaves in first.given.items():
+        if len(twice.given[name]) != len(leaves):
+            return None
+        found[name] = [not _same(*pair) for pair in zip(twice.given[name], leaves, strict=True)]
+        for repeated, leaf, is_cut in zip(twice.given[name], leaves, found[name], strict=True):
+            if is_cut and not (isinstance(leaf, Tensor) and leaf.ndim and _same(repeated, torch.cat([leaf, leaf]))):
+                return None
+    return found if torch.allclose(twice.logits, torch.cat([first.logits] * 2), rtol=1e-4, atol=1e-4) else None
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -130,12 +212,14 @@ class Side:
     base: nn.Module  # where the rest of a layer that differs is taken from
     donor: nn.Module  # where the unit is taken from
     layers: tuple[str, ...]  # by module name
-    order: tuple[str, ...] = ()  # the layers as they run; empty if every run must be a whole run
+    plan: RestartPlan | None = None  # None: every run is a whole run
+    together: int | None = None  # runs in one forward; None chooses by TOKENS_TOGETHER
     threads: int | None = None  # forwards at a time on a CPU; None: as many as torch has threads
 
     def run(self, batch: Tensor, units: Sequence[Unit]) -> WholeRun:
         """The whole run, with the outputs that the runs of these units need."""
-        return whole_run(self.shell, batch, self.order[: max(self._start(unit) for unit in units)])
+        order = self.plan.order if self.plan else ()
+        return whole_run(self.shell, batch, order[: max(self._start(unit) for unit in units)])
 
     def work(self, units: Sequence[Unit]) -> int:
         """How many layers all these runs go through, with the whole run that they share."""
@@ -143,16 +227,34 @@ class Side:
 
     def logits(self, shared: WholeRun, units: Sequence[Unit]) -> Iterator[tuple[Unit, Tensor, int]]:
         """(unit, its logits, the layers that its run went through) of every unit, in the order of their starts."""
-
-        @torch.no_grad()  # a thread has a grad mode of its own
-        def run(unit: Unit) -> Tensor:
-            skipped = self.order[: self._start(unit)]
-            model = skip_layers(self.whole(unit.paths), {name: shared.returned[name] for name in skipped})
-            return logits_of(model, shared.batch)
-
+        inside = [unit for unit in sorted(units, key=self._start) if self._paths_by_layer(unit)]
+        is_stackable = self.plan is not None and self.plan.stackable
+        size = (self.together or max(1, TOKENS_TOGETHER // shared.batch.numel())) if is_stackable else 1
+        groups = [[unit] for unit in units if not self._paths_by_layer(unit)]
+        groups += [inside[first : first + size] for first in range(0, len(inside), size)]
         threads = (self.threads or torch.get_num_threads()) if shared.batch.device.type == "cpu" else 1
-        for unit, logits in at_once(run, sorted(units, key=self._start), threads):
-            yield unit, logits, len(self.layers) - self._start(unit)
+        for group, found in at_once(partial(self._forward, shared), groups, threads):
+            for unit, logits in zip(group, found, strict=True):
+                yield unit, logits, len(self.layers) - self._start(unit)
+
+    @torch.no_grad()  # a thread has a grad mode of its own
+    def _forward(self, shared: WholeRun, units: Sequence[Unit]) -> Sequence[Tensor]:
+        """The logits of each of these runs, which are made in one forward."""
+        inside = [paths for unit in units if (paths := self._paths_by_layer(unit))]
+        if self.plan is None or not inside:
+            return [logits_of(self.whole(unit.paths), shared.batch) for unit in units]
+        model, starts, samples = structure(self.shell), [self._start(unit) for unit in units], len(shared.batch)
+        for place, name in enumerate(self.plan.order):
+            layer: Any = model.get_submodule(name)
+            forwards = [
+                mixed(self.base, self.donor, paths[name], at=name).__call__  # as an attribute a module is a child
+                if name in paths
+                else (layer.forward if start <= place else None)
+                for paths, start in zip(inside, starts, strict=True)
+            ]
+            by_sample = self.plan.by_sample.get(name, ())
+            layer.forward = split_forward(forwards, shared.returned.get(name), samples, by_sample)
+        return torch.split(logits_of(model, torch.cat([shared.batch] * len(units))), samples)
 
     @torch.no_grad()
     def whole(self, paths: Sequence[str]) -> nn.Module:
@@ -166,10 +268,14 @@ class Side:
             model.get_submodule(parent)._modules[child] = mixed(self.base, self.donor, inner, at=name)
         return model
 
+    def _paths_by_layer(self, unit: Unit) -> Mapping[str, Sequence[str]] | None:
+        """The paths of a unit by layer; None if its run is a whole run."""
+        return by_layer(unit.paths, self.layers) if self.plan else None
+
     def _start(self, unit: Unit) -> int:
         """The place in the order of layers where the run of a unit starts; 0 for a whole run."""
-        inside = by_layer(unit.paths, self.layers) if self.order else None
-        return 0 if inside is None else min(self.order.index(name) for name in inside)
+        inside = self._paths_by_layer(unit)
+        return min(self.plan.order.index(name) for name in inside) if self.plan and inside else 0
 
 
 def at_once(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[tuple[Item, Result]]:

@@ -36,6 +36,7 @@ class Twins:
     plain: nn.Module  # mode fp32: the reference, and every layer that no unit touches
     floating: nn.Module  # where float modules are taken from; the rotated twin for sites of Mamba blocks
     quantized: nn.Module
+    is_foreign: bool  # whether a user's mode built the quantized one
 
 
 def make_twins(model: nn.Module, recipe: Recipe, calibration: Calibration | None, *, sites: bool) -> Twins:
@@ -56,7 +57,7 @@ def make_twins(model: nn.Module, recipe: Recipe, calibration: Calibration | None
     if sites and mode.kind == "ssm":
         floating = rotated_twin(model, scan=mode.scan)
         _mark_sites(floating, quantized)
-    return Twins(plain, floating, quantized)
+    return Twins(plain, floating, quantized, mode.kind == "user")
 
 
 def _mark_sites(floating: nn.Module, quantized: nn.Module) -> None:

@@ -103,6 +103,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"batches": []}, "there is nothing to run: not one batch was given"),
     ({"batches": [torch.zeros(1, 1, dtype=torch.int64)]}, "a batch has sequences of one token"),
     ({"sites": "all"}, "sites is 'all'. Give 'across', 'within'"),
+    ({"together": 0}, "together is 0; expected 1 or more"),
     ({"threads": 0}, "threads is 0; expected 1 or more"),
     ({"layers": [9]}, "layer 9 matches none"),
     ({"sites": "within", "layers": ["norm_f"]}, "there is no site in backbone.norm_f"),

@@ -196,7 +196,7 @@ def test_the_command_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[
     assert found.recipe == "linear_wa-fp4_e2m1"
     assert found.kind == "sites"
     assert [effect.name for effect in found.effects][:2] == ["self_attn.q_proj", "self_attn.k_proj"]
-    assert found.advice.text == "No advice was asked for."
+    assert found.advice.text == "Advice is off."
 
 
 @pytest.mark.parametrize(

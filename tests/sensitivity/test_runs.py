@@ -10,7 +10,7 @@ from probe.models.loading import Loaded
 from probe.running.calibration import Calibration
 from probe.running.recipes import Recipe
 from probe.sensitivity import rank_layers
-from probe.sensitivity.runs import at_once
+from probe.sensitivity.runs import at_once, restart_plan
 from tests.sensitivity.models import Stack, assert_same, batches_of, random_batch
 
 MAMBA = [("2-1", "int8"), ("2-1", "fp8_e4m3"), ("0", "nvfp4"), ("3", "int8"), ("linear_wa", "fp4_e2m1")]
@@ -23,7 +23,7 @@ def test_restarted_runs_of_a_mamba_give_what_whole_runs_give(
     loaded, calibration = mamba
     given: Any = (loaded.model, Recipe(mode, format), batches_of(loaded), calibration)
     whole = rank_layers(*given, restart=False, advice=False)
-    assert rank_layers(*given, threads=1, advice=False) == whole  # the same shapes, so the same bits
+    assert rank_layers(*given, together=1, advice=False) == whole  # the same shapes, so the same bits
     assert_same(rank_layers(*given, advice=False), whole)
 
 
@@ -50,15 +50,33 @@ def test_sites_of_mamba_blocks_restart_too(mamba: tuple[Loaded, Calibration], si
     assert_same(found, rank_layers(*given, restart=False, sites=sites, advice=False, layers=[1, 2]))
 
 
-@pytest.mark.parametrize("how", ["plain", "tuple", "by sample", "by place", "residual", "skip", "in place"])
-def test_layers_called_in_other_ways_restart(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "stackable"),
+    [
+        ("plain", True),
+        ("tuple", True),
+        ("by sample", True),
+        ("by place", False),
+        ("residual", False),
+        ("skip", True),
+        ("in place", True),
+    ],
+)
+def test_layers_called_in_other_ways_restart(how: str, stackable: bool) -> None:
     """By keyword alone, with a tuple returned, with a row per sample or per place in the batch, with a second stream
-    from layer to layer, with the first output added to the last, and with outputs that the model writes to."""
+    from layer to layer, with the first output added to the last, and with outputs that the model writes to.
+
+    Where a row depends on its place in the batch, or a layer returns two tensors, each run has a forward of its own.
+    """
     model = Stack(how).eval()
+    plan = restart_plan(model, torch.arange(6).view(2, 3), [f"layers.{i}" for i in range(3)])
+    assert plan.stackable == stackable
     given: Any = (model, Recipe("linear_w", "fp4_e2m1"), [random_batch(3)])
     found = rank_layers(*given, advice=False)
     assert found.notes == ()
-    assert found.effects == rank_layers(*given, restart=False, advice=False).effects
+    assert_same(found, rank_layers(*given, restart=False, advice=False))
+    alone = rank_layers(*given, together=1, advice=False)
+    assert alone.effects == rank_layers(*given, restart=False, advice=False).effects
 
 
 @pytest.mark.parametrize(
@@ -107,6 +125,11 @@ def test_restarting_does_the_work_of_the_layers_that_differ_only(
     given: Any = (loaded.model, Recipe("2-1", "int8"), batches_of(loaded, 2, 24), calibration)
     rank_layers(*given, advice=False)
     assert sum(rows) == 2 * (2 * 4 + 2 * (4 + 3 + 2 + 1))
+    stacked = len(rows)
+    rows.clear()
+    rank_layers(*given, advice=False, together=1)
+    assert sum(rows) == 2 * (2 * 4 + 2 * (4 + 3 + 2 + 1))
+    assert len(rows) == 28 > stacked
     rows.clear()
     rank_layers(*given, advice=False, restart=False)
     assert sum(rows) == 2 * (2 * 4 + 2 * 4 * 4)
@@ -121,9 +144,9 @@ def test_forwards_at_the_same_time_give_what_one_after_the_other_gives(
     own = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        expected = rank_layers(*given, advice=False, threads=1)
+        expected = rank_layers(*given, advice=False, together=1, threads=1)
         torch.set_num_threads(threads)
-        found = rank_layers(*given, advice=False, threads=threads)
+        found = rank_layers(*given, advice=False, together=1, threads=threads)
         assert torch.get_num_threads() == threads, "as before"
     finally:
         torch.set_num_threads(own)
