@@ -51,7 +51,7 @@ def _pictures(page: Document, folder: Path, found: DeviceComparison, drawn: Draw
     page.heading("Error by layer")
     errors = error_picture(found)
     write(folder / "error_by_layer.png", errors)
-    caption = "Left, dashed: the limits. Right, grey: the differences that noise may cause."
+    caption = "Left, dashed: the limits. Right, grey: the noise bound."
     page.picture(errors, alt="differences by layer", caption=caption)
     page.heading(f"Values of {drawn.label}")
     values = value_picture(drawn)
@@ -181,7 +181,7 @@ MOST_DOTS = 4000
 
 
 def error_picture(found: DeviceComparison) -> bytes:
-    """Differences by layer with their limits, and the differences that each layer adds with the level of noise."""
+    """Differences by layer with their limits, and the differences that each layer adds with the noise bound."""
     with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
         left, right = page.panels
         left.set_title("|B - A| by layer")
@@ -199,7 +199,7 @@ def error_picture(found: DeviceComparison) -> bytes:
         if _curves(right, added):
             noise = figure.positives([layer.noise for layer in found.layers])
             places = range(len(noise))
-            right.fill_between(places, 0, noise, color=figure.GREY, alpha=0.15, linewidth=0, label="noise may reach")
+            right.fill_between(places, 0, noise, color=figure.GREY, alpha=0.15, linewidth=0, label="noise bound")
             right.plot(places, noise, color=figure.GREY, linewidth=1)
             _finish(right, found)
         return page.png()
