@@ -96,7 +96,7 @@ def _compare(options: argparse.Namespace) -> int:
     _save(options.save, folder, facts)
     if options.report:
         from probe.comparisons.samples import drawn_modes
-        from probe.report.modes.page import write_modes_page
+        from probe.report.modes import write_modes_page
 
         with Progress() as progress:
             drawn = drawn_modes(compared, progress=progress.status)

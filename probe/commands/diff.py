@@ -54,12 +54,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(options.json, found.as_dict())
     if options.json != "-":
-        from probe.report.devices.page import device_text
+        from probe.report.devices import device_text
 
         echo(device_text(found))
     if options.report:
         from probe.comparisons.samples import drawn_devices
-        from probe.report.devices.page import write_device_page
+        from probe.report.devices import write_device_page
 
         echo(f"report: {write_device_page(options.report, found, drawn_devices(found))}", error=True)
     return 0 if found.passed else 1
