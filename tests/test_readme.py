@@ -136,7 +136,7 @@ def test_every_verdict_has_its_line() -> None:
 
 
 def test_the_number_of_cases_is_that_of_the_stored_ones() -> None:
-    from probe.gate.baselines import Store
+    from probe.gate.baselines.store import Store
 
     store = Store(ROOT / "baselines")
     count = sum(len(store.read(model, device)) for model in store.models() for device in store.devices(model))

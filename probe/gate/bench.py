@@ -1,10 +1,10 @@
-"""A bench: one model with all that its recipes share, above all the reference, the calibration and the baselines.
+"""A bench: one model with what all its recipes share: the text, the reference, the calibration and the baselines.
 
-Reference and calibration are computed once for all processes of a run: the others read memory-mapped files.
+One process of a run computes a reference or a calibration; the others read it from memory-mapped files.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import TypeVar
 from safetensors import SafetensorError
 from torch import Tensor
 
-from probe.data.samples import token_batches, token_fingerprint
-from probe.data.texts import text_of
+from probe.data.samples import TextSamples, token_fingerprint
 from probe.files.atomic import locked
-from probe.gate.baselines import BaselineError, Entry, ModeBaselines, Store
+from probe.gate.baselines.format import BaselineError, Entry, ModeBaselines
+from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation, observe, observe_recording
@@ -34,18 +34,17 @@ from probe.words import LOGITS
 
 T = TypeVar("T")
 
-#: What fits: the modes of a matrix that names none.
+#: The modes of a matrix that names none.
 MAMBA_MODES = ("all", "fp16", "bf16")
 OTHER_MODES = ("linear_w", "linear_wa")
-#: What a full disk raises: then every process has its own.
+#: Errors of a full disk: then every process computes its own reference.
 NO_ROOM = (OSError, SafetensorError)
 
 
 class Bench:
-    """A model, its text, its baselines, and the runs over it that were made so far.
+    """A model, its text, its baselines, and the runs that were made so far.
 
-    Relative paths are taken from `root`. `folder` is one that the processes of this run share, or None for a process
-    alone.
+    Relative paths start at `root`. The processes of a run share `folder`; None for a single process.
     """
 
     def __init__(self, settings: Settings, *, root: Path | None = None, folder: Path | None = None) -> None:
@@ -88,10 +87,10 @@ class Bench:
     def cases(self) -> tuple[Case, ...]:
         """The whole matrix, recipe by recipe."""
         return tuple(
-            case
+            Case(find_mode(recipe.mode).id, label, device, recipe.format or "")
             for device in self.settings.devices
             for recipe in self.recipes
-            for case in cases_of(recipe, self.labels, device)
+            for label in (*self.labels, LOGITS)
         )
 
     def check(self) -> None:
@@ -101,28 +100,21 @@ class Bench:
     def batches(self, batch_size: int | None = None) -> list[Tensor]:
         """The text as tokens."""
         ours = self.settings
-        return token_batches(
-            text_of(ours.data),
-            self.loaded.tokenizer,
-            samples=ours.samples,
-            seqlen=ours.seqlen,
-            batch_size=batch_size or ours.batch_size,
-        )
+        samples = TextSamples(ours.data, ours.samples, ours.seqlen, batch_size or ours.batch_size)
+        return samples.batches(self.loaded.tokenizer)
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """How much text a token is."""
+        """The mean length of a token in bytes of text."""
         batches = self.batches()
         text = "".join(self.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch)
         return max(1, len(text.encode("utf-8"))) / sum(batch.numel() for batch in batches)
 
     @cached_property
     def input_facts(self) -> dict[str, str]:
-        """What the figures depend on beside the code: baselines made with another input cannot be compared."""
+        """The input that figures depend on: baselines that were made with another input cannot be compared."""
         ours = self.settings.calibration
-        sampled = token_batches(
-            text_of(ours.data), self.loaded.tokenizer, samples=ours.samples, seqlen=ours.seqlen, batch_size=8
-        )
+        sampled = TextSamples(ours.data, ours.samples, ours.seqlen).batches(self.loaded.tokenizer)
         return {
             "input.model": self.loaded.fingerprint,
             "input.tokens": f"{token_fingerprint(self.batches())} ({self.settings.samples} x {self.settings.seqlen})",
@@ -141,17 +133,17 @@ class Bench:
         return next((mode.entries[case] for mode in self.stored(case.device) if case in mode.entries), None)
 
     def environment(self, case: Case) -> dict[str, str]:
-        """What the baselines of the mode of a case were made with; empty where there are none."""
+        """The environment in which the baselines of a case's mode were made; empty where there are none."""
         return next((mode.environment for mode in self.stored(case.device) if mode.mode == case.mode), {})
 
     def other_input(self, case: Case) -> str:
-        """Why the baselines of the mode of a case cannot be compared: what of their input is another; else empty."""
+        """How the input of the baselines of a case's mode differs from this one; empty if it does not."""
         stored = self.environment(case)
         then = {name: stored.get(name, "none") for name in self.input_facts}
         return "; ".join(differences(then, self.input_facts)) if stored else ""
 
     def use_stored_anchors(self, *, all_devices: bool) -> None:
-        """Take the anchors of the baselines that have this input; with `all_devices`, of devices beside the matrix too.
+        """Use the anchors of the baselines that have this input; with `all_devices`, also of devices not in the matrix.
 
         All modes name the same anchors, unless an update was killed half way or measured other layers.
         """
@@ -181,7 +173,7 @@ class Bench:
         return self._references[variation]
 
     def calibration(self, variation: Variation | None = None) -> Calibration:
-        """The scales; with anchors, those that are the golden ones but for noise are the golden ones."""
+        """The scales; with anchors, a scale that differs from the golden one only by noise is the golden one."""
         if variation not in self._calibrations:
             model = self.loaded.fingerprint
             self._calibrations[variation] = shared(
@@ -194,8 +186,8 @@ class Bench:
         found = self._calibrations[variation]
         return found if self.anchors is None else anchored(found, self.anchors.amax)
 
-    def make_anchors(self, variation: Variation) -> Anchors:
-        """Anchors of all layers, from the run under `variation`, used from now on; those that are there stay."""
+    def make_anchors(self, variation: Variation) -> None:
+        """Add anchors of all layers that have none, from the run under `variation`."""
         there = self.anchors or Anchors()
         if not set(self.labels) <= set(there.places):
             ties = self.reference(variation).ties
@@ -204,7 +196,6 @@ class Bench:
                 {**{label: values for label, (_, values) in ties.items()}, **there.values},
                 {**self.calibration(variation).amax, **there.amax},
             )
-        return self.anchors or there
 
     def observe(self, recipe: Recipe, device: str, variation: Variation | None = None) -> dict[str, Observation]:
         """Both measurements of every layer of a recipe, on a device or from a recording."""
@@ -248,8 +239,8 @@ class Bench:
         name = "check" if variation is None else variation.name.replace(" ", "_").replace(",", "")
         ours = self.settings
         data = (ours.data, ours.samples, ours.seqlen, ours.batch_size, ours.calibration)
-        given = hashlib.sha256(repr((ours.model, ours.baselines, ours.layers, data)).encode()).hexdigest()[:16]
-        return f"{kind}-{self.loaded.fingerprint}-{given}-{name}"
+        digest = hashlib.sha256(repr((ours.model, ours.baselines, ours.layers, data)).encode()).hexdigest()[:16]
+        return f"{kind}-{self.loaded.fingerprint}-{digest}-{name}"
 
 
 @lru_cache(maxsize=4)
@@ -257,15 +248,10 @@ def _load(model: str, allow_download: bool, trust_remote_code: bool) -> Loaded:
     return load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
 
 
-def cases_of(recipe: Recipe, labels: Iterable[str], device: str) -> list[Case]:
-    """The cases of a recipe: its layers, and the whole model."""
-    return [Case(find_mode(recipe.mode).id, label, device, recipe.format or "") for label in (*labels, LOGITS)]
-
-
 def shared(
     folder: Path | None, name: str, make: Callable[[], T], save: Callable[[T, Path], None], load: Callable[[Path], T]
 ) -> T:
-    """What another process of this run has saved as `folder / name`; else what `make` makes, left for the others."""
+    """The value that another process of this run saved as `folder / name`; else a new one, saved for the others."""
     if folder is None:
         return make()
     file, made = folder / name, None

@@ -1,6 +1,6 @@
-"""The gate: measures recipes, or is handed figures, and judges each case against its baseline or makes it the new one.
+"""The gate: measures recipes, or takes figures of a tool, and judges each case against its baseline or updates it.
 
-The pytest plugin and anything else that wants a verdict comes through here; nothing here knows of pytest.
+The pytest plugin calls this; nothing here knows of pytest.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from probe.diagnosis.causes import corner_cause, diagnose
-from probe.gate.baselines import BaselineError, Entry
+from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
@@ -24,7 +24,7 @@ from probe.words import LOGITS
 
 @dataclass(frozen=True)
 class Judged:
-    """Outcomes by layer; in an update also what is to be stored, and why something must not be."""
+    """Outcomes by layer; in an update also the entries to store, and why others must not be stored."""
 
     outcomes: dict[str, Outcome]
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -33,10 +33,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class GoldenFigures:
-    """Figures of one case that were measured outside the gate, with their tolerances.
+    """Figures of one case that a tool measured, with their tolerances.
 
-    `settings` is what the figures depend on beside model and code. It is stored with them: figures that were made with
-    other settings are not compared, since a threshold that nothing reaches would let everything pass.
+    The figures depend on `settings`, which are stored with them. Figures that were made with other settings are not
+    compared: a threshold that nothing reaches would let everything pass.
     """
 
     figures: dict[str, float | None]
@@ -53,21 +53,17 @@ class Gate:
         self.update = update
         self.reason = reason
         self._folder = folder
-        self._benches: dict[str, Bench] = {}
+        self.benches: dict[str, Bench] = {}  # by the key of their settings
         self._judged: dict[tuple[str, str, str], Judged] = {}
 
     def bench(self, settings: Settings) -> Bench:
         """The bench of these settings; nothing is loaded, measured or read from disk yet."""
-        if settings.key not in self._benches:
-            self._benches[settings.key] = Bench(settings, root=self.root, folder=self._folder)
-        return self._benches[settings.key]
-
-    def benches(self) -> list[Bench]:
-        """Those in use."""
-        return list(self._benches.values())
+        if settings.key not in self.benches:
+            self.benches[settings.key] = Bench(settings, root=self.root, folder=self._folder)
+        return self.benches[settings.key]
 
     def judge_recipe(self, settings: Settings, case: Case) -> Judged:
-        """The whole recipe of a case, all its layers; it runs with the first of its cases."""
+        """All layers of the recipe of a case; the recipe runs once, with the first of its cases."""
         key = (settings.key, case.device, case.recipe)
         if key not in self._judged:
             self._judged[key] = self._run(self.bench(settings), case)
@@ -96,7 +92,7 @@ class Gate:
         if other_input and not self.update:
             raise BaselineError(
                 f"the baselines of {bench.settings.model} were made with another input: {other_input}. "
-                "Undo that, or make all of them again with: pytest --update-baselines"
+                "Restore the old input, or make all of them again with: pytest --update-baselines"
             )
         bench.use_stored_anchors(all_devices=self.update)
         if self.update:
@@ -128,7 +124,7 @@ class Gate:
     def _with_cause(
         self, bench: Bench, recipe: Recipe, device: str, outcomes: dict[str, Outcome]
     ) -> dict[str, Outcome]:
-        """The outcomes, with the likely cause at the first layer that failed by its own doing."""
+        """The outcomes, with the likely cause at the first layer whose own figures failed."""
         failing = [one for one in outcomes.values() if one.status == "failed" and one.verdict != "missing"]
         first = next((one for one in failing if one.is_own), failing[0] if failing else None)
         if first is None or first.case.layer == LOGITS or is_recorded(device) or first.verdict == "uncovered":
@@ -142,7 +138,7 @@ class Gate:
         return {**outcomes, first.case.layer: replace(first, cause=cause)}
 
     def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other_input: bool) -> Judged:
-        """Measure under every harmless change, and say what to store."""
+        """Measure under every harmless change, and find what to store."""
         bench.make_anchors(BASE)
         base = bench.observe(recipe, device, BASE)
         changes = () if is_recorded(device) else variations()
@@ -169,12 +165,12 @@ def _changed_settings(then: Mapping[str, str], now: Mapping[str, str]) -> list[s
 
 
 def _not_compared(outcome: Outcome, changed: tuple[str, ...]) -> Outcome:
-    """The outcome of a case whose settings changed. What is wrong whatever the baseline says, a NaN, comes first."""
+    """The outcome of a case whose settings changed; a flaw that no baseline excuses, such as a NaN, comes first."""
     if outcome.verdict not in (None, "drift", "changed values"):
         return replace(outcome, details=(*outcome.details, *(f"also another setting: {one}" for one in changed)))
     names = ", ".join(one.partition(" ")[0] for one in changed)
     message = (
         f"the baseline was made with other settings ({names}), so the figures are not compared. "
-        "Undo that, or accept it with --update-baselines."
+        "Restore those settings, or accept the new ones with --update-baselines."
     )
     return replace(outcome, status="failed", verdict=None, message=message, details=changed, cause="")

@@ -1,6 +1,6 @@
-"""What the gate sees of a recipe: both measurements of every layer, golden values, and flaws no baseline excuses."""
+"""Observations: the figures and golden values of every layer of a recipe, and the flaws that no baseline excuses."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,22 +20,20 @@ from probe.running.coverage import rounding_bound, watching
 from probe.running.measurement import NOISE
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
-from probe.running.reference import Reference, check_reference, replay
+from probe.running.reference import Reference, Take, check_reference, replay
 from probe.words import LOGITS
 
 #: The stored figures of each group: those with a rule, except the comparisons of golden values. Rmse, psnr, sqnr and
 #: the relative errors follow from mse, mae and the reference, so they have no rule.
 FIGURES = {
-    group: tuple(
-        name for kind, _, name in (one.partition(".") for one in RULES) if kind == group and name not in OF_VALUES
-    )
+    group: [name.partition(".")[2] for name in RULES if name.startswith(f"{group}.") and not name.endswith(OF_VALUES)]
     for group in ("injected", "propagated", "logits")
 }
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """Something wrong in itself, whatever the baseline says."""
+    """Something that is wrong whatever the baseline says."""
 
     verdict: Verdict
     message: str
@@ -56,16 +54,45 @@ class Observation:
 class Stream:
     """The accumulators of one layer in one measurement."""
 
-    def __init__(self, count: int, *, percentiles: bool) -> None:
+    def __init__(self, count: int, *, percentiles: bool = True) -> None:
         self.comparison = Comparison(percentiles=percentiles)
         self.golden = Golden(count)
-        self.seen = False
+
+    @property
+    def seen(self) -> bool:
+        """Whether there was a batch."""
+        return self.golden.seen > 0
 
     def take(self, output: Tensor, expected: Tensor) -> None:
         """Append a batch."""
         self.comparison.update(output, expected)
         self.golden.update(output, expected)
-        self.seen = True
+
+
+class LogitStream(Stream):
+    """The accumulators of the logits, which are also compared as predictions of the next token."""
+
+    def __init__(self, reference: Reference) -> None:
+        super().__init__(sum(batch.numel() for batch in reference.logits), percentiles=False)
+        self.predictions = LogitComparison()
+        self._tokens = iter(reference.batches)
+
+    def take(self, output: Tensor, expected: Tensor) -> None:
+        """Append a batch."""
+        super().take(output, expected)
+        self.predictions.update(output[:, :-1], expected[:, :-1], next(self._tokens)[:, 1:])
+
+    def observation(self, bytes_per_token: float, *, missing: str) -> Observation:
+        """The figures of the whole model; `missing` says why there are none."""
+        if not self.seen:
+            return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {missing}"),))
+        values, predictions, count = self.comparison.metrics(), self.predictions.metrics(), self.golden.count
+        known = {**values.as_dict(), **predictions.as_dict()}
+        for name, bits in (("bits_per_byte", "bits_per_token"), ("change_in_bits_per_byte", "change_in_bits")):
+            known[name] = None if known[bits] is None else known[bits] / bytes_per_token
+        figures = {f"logits.{name}": known[name] for name in FIGURES["logits"]}
+        flaws = tuple(_not_finite(LOGITS, LOGITS, values))
+        return Observation(figures, {"logits": self.golden.values()}, {"logits": count}, flaws=flaws)
 
 
 @torch.no_grad()
@@ -78,45 +105,39 @@ def observe(
     device: str = "cpu",
     bytes_per_token: float = 1.0,
 ) -> dict[str, Observation]:
-    """Run the recipe twice, propagated and injected, and look at every layer of the reference, and at the logits."""
+    """Run the recipe twice, propagated and injected, and observe every layer of the reference, and the logits."""
     check_reference(model, reference)
     twin = apply(model, recipe, calibration).to(device)
-    streams = {
-        kind: {label: Stream(reference.count(label), percentiles=True) for label in reference.layers}
+    logits = LogitStream(reference)
+    streams: dict[str, dict[str, Stream]] = {
+        kind: {label: Stream(reference.count(label)) for label in reference.layers}
         for kind in ("propagated", "injected")
     }
-    whole, logits = LogitComparison(), Stream(sum(one.numel() for one in reference.logits), percentiles=False)
-    batches = iter(reference.batches)
-
-    def propagated(label: str, output: Tensor, expected: Tensor) -> None:
-        if label == LOGITS:
-            whole.update(output[:, :-1], expected[:, :-1], next(batches)[:, 1:])
-            logits.take(output, expected)
-        else:
-            streams["propagated"][label].take(output, expected)
-
-    def injected(label: str, output: Tensor, expected: Tensor) -> None:
-        streams["injected"][label].take(output, expected)
-
+    streams["propagated"][LOGITS] = logits
     answers = corner_answers(twin, recipe, calibration)
     uncovered: list[str] = []
     with watching(twin, recipe) as strays:
-        for take, feed in ((propagated, False), (injected, True)):
+        for kind, layers in streams.items():
             try:
-                replay(twin, reference, take, injected=feed)
+                replay(twin, reference, _into(layers), injected=kind == "injected")
             except UncoveredError as problem:
                 uncovered.append(str(problem))
+    missing = uncovered[0] if uncovered else "its hook never fired."
     found = {}
     for label in reference.layers:
         own = {kind: layers[label] for kind, layers in streams.items()}
-        seen = layer_observation(label, recipe, reference, own, strays, uncovered)
+        seen = _layer_observation(label, recipe, reference, own, strays, missing=missing)
         found[label] = _with_corners(seen, reference.modules[label], answers)
-    found[LOGITS] = logits_observation(whole, logits, uncovered, bytes_per_token)
+    found[LOGITS] = logits.observation(bytes_per_token, missing=missing)
     return found
 
 
+def _into(layers: Mapping[str, Stream]) -> Take:
+    return lambda label, output, expected: layers[label].take(output, expected)
+
+
 def _with_corners(seen: Observation, module: str, answers: dict[str, CornerAnswer]) -> Observation:
-    """What the grids inside the layer make of corner values, beside what they make of the text."""
+    """The observation of a layer, with the golden values of its grids on corner values."""
     inside = [answer.relative.numpy() for name, answer in answers.items() if name.startswith(f"{module}.")]
     if not inside:
         return seen
@@ -124,13 +145,14 @@ def _with_corners(seen: Observation, module: str, answers: dict[str, CornerAnswe
     return replace(seen, values={**seen.values, "corners": sketch}, counts={**seen.counts, "corners": count})
 
 
-def layer_observation(
+def _layer_observation(
     label: str,
     recipe: Recipe,
     reference: Reference,
     streams: dict[str, Stream],
     strays: dict[str, str],
-    uncovered: list[str],
+    *,
+    missing: str,
 ) -> Observation:
     """A layer from its measurements; the injected one, if there is one, shows whether the recipe was applied."""
     judged = "injected" if "injected" in streams else "propagated"
@@ -140,8 +162,7 @@ def layer_observation(
     flaws: list[Flaw] = []
     for kind, stream in streams.items():
         if not stream.seen:
-            why = uncovered[0] if uncovered else "its hook never fired."
-            flaws.append(Flaw("uncovered", f"{label} gave nothing in the {kind} run: {why}"))
+            flaws.append(Flaw("uncovered", f"{label} gave nothing in the {kind} run: {missing}"))
             continue
         metrics = stream.comparison.metrics()
         figures |= {f"{kind}.{name}": getattr(metrics, name) for name in FIGURES[kind]}
@@ -149,13 +170,9 @@ def layer_observation(
         flaws += _not_finite(label, kind, metrics)
         if kind == judged:
             flaws += _not_applied(label, recipe, reference, metrics, strays)
-    shown = streams[judged].golden.points
-    points = {"reference": _plain(shown[0]), "output": _plain(shown[1])}
+    both = zip(("reference", "output"), streams[judged].golden.points, strict=True)
+    points = {name: [float(f"{x:.6g}") for x in values] for name, values in both}
     return Observation(figures, values, counts, points, tuple(flaws))
-
-
-def _plain(values: object) -> list[float]:
-    return [float(f"{x:.6g}") for x in values]  # type: ignore[attr-defined]
 
 
 def _not_finite(label: str, kind: str, metrics: Metrics) -> list[Flaw]:
@@ -181,7 +198,7 @@ def _not_applied(
     module = reference.modules[label]
     inside = [text for name, text in strays.items() if name.startswith(f"{module}.")]
     if metrics.identical or (metrics.relative_mse is not None and metrics.relative_mse < NOISE):
-        what = "to the bit" if metrics.identical else "but for the order of sums"
+        what = "to the bit" if metrics.identical else "up to the order of sums"
         return [Flaw("not applied", f"{recipe} left {label} as it was: its output is the float layer's {what}.")]
     if inside:
         return [Flaw("not applied", f"{recipe} was not applied to all of {label}: {inside[0]}.", tuple(inside[1:4]))]
@@ -207,30 +224,6 @@ def _change(reference: Reference, label: str) -> float:
     return squares / count
 
 
-def logits_observation(
-    whole: LogitComparison, stream: Stream, uncovered: list[str], bytes_per_token: float
-) -> Observation:
-    """The figures of the whole model."""
-    if not stream.seen:
-        return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {uncovered[0]}"),))
-    metrics, values = whole.metrics(), stream.comparison.metrics()
-    known = {
-        **values.as_dict(),
-        **metrics.as_dict(),
-        "bits_per_byte": _per_byte(metrics.bits_per_token, bytes_per_token),
-        "change_in_bits_per_byte": _per_byte(metrics.change_in_bits, bytes_per_token),
-    }
-    figures = {f"logits.{name}": known[name] for name in FIGURES["logits"]}
-    golden = stream.golden
-    return Observation(
-        figures, {"logits": golden.values()}, {"logits": golden.count}, flaws=tuple(_not_finite(LOGITS, LOGITS, values))
-    )
-
-
-def _per_byte(bits: float | None, bytes_per_token: float) -> float | None:
-    return None if bits is None else bits / bytes_per_token
-
-
 @torch.no_grad()
 def observe_recording(
     recording: Recording,
@@ -241,7 +234,7 @@ def observe_recording(
     data_fingerprint: str,
     bytes_per_token: float = 1.0,
 ) -> dict[str, Observation]:
-    """What `observe` sees of a recipe, from its recording: the propagated figures of every layer, and the logits.
+    """As `observe`, from a recording of the recipe: the propagated figures of every layer, and the logits.
 
     A layer or recipe that was not recorded is a flaw, `uncovered`. A recording of another model, of other tokens or
     of other shapes is a RecordingError: there is nothing to compare.
@@ -251,18 +244,16 @@ def observe_recording(
     has = ", ".join(recording.layers(key)) if key in recording.recipes else ", ".join(recording.recipes)
     found = {}
     for label in reference.layers:
-        stream = Stream(reference.count(label), percentiles=True)
+        stream = Stream(reference.count(label))
         for output, expected in _pairs(recording, key, f"{label}.output", reference.tensors[f"{label}.output"]):
             stream.take(output, expected)
-        uncovered = [f"{recording.folder} has no {label} of {key}, only {has}. {AGAIN}"]
-        found[label] = layer_observation(label, recipe, reference, {"propagated": stream}, {}, uncovered)
-    whole, logits = LogitComparison(), Stream(sum(one.numel() for one in reference.logits), percentiles=False)
-    batches = iter(reference.batches)
+        missing = f"{recording.folder} has no {label} of {key}, only {has}. {AGAIN}"
+        found[label] = _layer_observation(label, recipe, reference, {"propagated": stream}, {}, missing=missing)
+    logits = LogitStream(reference)
     for output, expected in _pairs(recording, key, LOGITS, reference.logits):
-        whole.update(output[:, :-1], expected[:, :-1], next(batches)[:, 1:])
         logits.take(output, expected)
-    uncovered = [f"{recording.folder} has none of {key}, only {has}. {AGAIN}"]
-    found[LOGITS] = logits_observation(whole, logits, uncovered, bytes_per_token)
+    missing = f"{recording.folder} has none of {key}, only {has}. {AGAIN}"
+    found[LOGITS] = logits.observation(bytes_per_token, missing=missing)
     return found
 
 

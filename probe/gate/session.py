@@ -1,7 +1,7 @@
-"""One run of the tests as probe sees it: which cases there are, what became of them, what is written at the end.
+"""The state of one run of the tests: which cases there are, their outcomes, and the update at the end.
 
-Every process has one. Workers hand their outcomes and, at the end, what they know of each model to the controller,
-which alone writes. Importing this loads nothing heavy; the gate is loaded when a test first takes a case.
+Every process has a session. Workers send their outcomes and, at the end, their cases to the controller, which alone
+writes. Importing this module loads nothing heavy; the gate is loaded when a test first takes a case.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from probe.settings import ConfigurationError
 from probe.words import LOGITS, near_or_first
 
 if TYPE_CHECKING:
-    from probe.gate.baselines import Entry
+    from probe.gate.baselines.format import Entry
+    from probe.gate.baselines.store import Store
     from probe.gate.engine import Gate, Judged
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; axes that it does not name are None."""
+    """The options of the command line; axes that it does not name are None."""
 
     model: str | None = None
     axes: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Options:
 class CaseRequest:
     """The case of one test, and the settings that it is measured with."""
 
-    has_recipe: ClassVar[bool] = True
+    has_recipe: ClassVar[bool] = True  # all layers of a recipe are judged together and explained once
 
     settings: Settings
     case: Case
@@ -51,7 +52,7 @@ class CaseRequest:
 
 @dataclass
 class ModelCases:
-    """The cases of a model as one process knows them: all, those that were selected, and what an update needs."""
+    """The cases of a model in one process: all of them, the selected ones, and what an update needs."""
 
     settings: Settings
     matrix: dict[Case, None] = field(default_factory=dict)  # in order, as configured, whatever the options say
@@ -60,7 +61,7 @@ class ModelCases:
     anchors: list[bytes] = field(default_factory=list)  # tests with other layers have their own
 
     def as_dict(self) -> dict[str, Any]:
-        """For execnet."""
+        """As plain values, for execnet."""
         return {
             "settings": self.settings.as_dict(),
             "matrix": [vars(case) for case in self.matrix],
@@ -96,8 +97,8 @@ class Session:
         self.written: set[str] = set()  # models whose baselines were updated
         self.update_lines: list[str] = []  # what an update changed, for the terminal
         self.problems: list[str] = []  # each fails the run
-        self.tellers: dict[tuple[str, str, str, bool], str] = {}  # by recipe: the case that tells its story
-        self.drawn: dict[tuple[str, str, str], int] = {}  # by recipe: how many of its cases have a picture
+        self.tellers: dict[tuple[str, str, str, bool], str] = {}  # by recipe: the case that explains its failure
+        self.drawn: Counter[tuple[str, str, str]] = Counter()  # by recipe: how many of its cases have a picture
         self._folder = folder
         self._gate: Gate | None = None
 
@@ -115,17 +116,16 @@ class Session:
         """The cases of a test: those of the configured matrix, or of its marker, narrowed by the options."""
         from probe.running.environment import check_device
 
-        configured = self.settings if not self.options.model else replace(self.settings, model=self.options.model)
-        if self.options.baselines:
-            configured = replace(configured, baselines=self.options.baselines)
+        configured = self.settings_for(self.options.model or self.settings.model)
         configured = settings_of(marked, where=where, base=configured) if marked else configured
         axes: dict[str, Any] = {name: value for name, value in self.options.axes.items() if value is not None}
         named = settings_of(axes, where="the options", base=configured)
         narrowed = configured if marked else named
         for device in (*narrowed.devices, *named.devices):
             check_device(device, self.root)
-        self.gate.bench(narrowed).check()
-        cases = list(self.gate.bench(narrowed).cases)
+        bench = self.gate.bench(narrowed)
+        bench.check()
+        cases = list(bench.cases)
         if marked:
             cases = self._named(cases, axes, configured, has_own_model="model" in marked)
         if not marked and narrowed.model == self.settings.model:
@@ -136,7 +136,7 @@ class Session:
         return [CaseRequest(narrowed, case) for case in cases]
 
     def settings_for(self, model: str) -> Settings:
-        """The settings of golden figures, which have a model of their own among the baselines."""
+        """The settings with another model; golden figures have a model of their own among the baselines."""
         return replace(self.settings, model=model, baselines=self.options.baselines or self.settings.baselines)
 
     def add_cases(self, settings: Settings, depends_on: Mapping[Case, object], *, where: str) -> None:
@@ -151,11 +151,15 @@ class Session:
                 )
         known.matrix |= dict.fromkeys(depends_on)
 
+    def store(self, settings: Settings) -> Store:
+        """The baselines that these settings name."""
+        from probe.gate.baselines.store import Store
+
+        return Store(self.root / settings.baselines)
+
     def _model_cases(self, settings: Settings) -> ModelCases:
         if settings.model not in self.models:
-            from probe.gate.baselines import Store
-
-            Store(self.root / settings.baselines).check_layout(settings.model)
+            self.store(settings).check_layout(settings.model)
             self.models[settings.model] = ModelCases(settings)
         return self.models[settings.model]
 
@@ -177,9 +181,8 @@ class Session:
                 except ValueError:
                     if not has_own_model:  # else it may be a pattern for another model
                         raise
-        wanted = {
-            part: ("", *names) for part, names in named.items() if names is not None
-        }  # a float mode has no format
+        # a float mode has no format
+        wanted = {part: ("", *names) for part, names in named.items() if names is not None}
         left = [case for case in cases if all(getattr(case, part) in names for part, names in wanted.items())]
         return left if any(case.layer != LOGITS for case in left) else []
 
@@ -187,8 +190,8 @@ class Session:
         for name in ("data", "samples", "seqlen", "calibration", "baselines"):
             if getattr(one, name) != getattr(other, name):
                 raise ValueError(
-                    f"two tests measure {one.model} with another {name}: {getattr(one, name)!r} and "
-                    f"{getattr(other, name)!r}. One set of baselines serves one of them: make them agree."
+                    f"two tests measure {one.model} with different {name}: {getattr(one, name)!r} and "
+                    f"{getattr(other, name)!r}. They share one set of baselines, so give both the same {name}."
                 )
 
     def select(self, request: CaseRequest) -> None:
@@ -196,8 +199,8 @@ class Session:
         self.models[request.settings.model].selected.add(request.case)
 
     def close(self) -> dict[str, Any]:
-        """What this process knows of its models, complete, for the controller."""
-        for bench in self._gate.benches() if self.options.update and self._gate is not None else ():
+        """The cases of this process by model, complete, as plain values for the controller."""
+        for bench in self._gate.benches.values() if self.options.update and self._gate is not None else ():
             if bench.anchors is not None:  # else nothing was measured on it
                 known = self.models[bench.settings.model]
                 known.facts = bench.input_facts
@@ -205,7 +208,7 @@ class Session:
         return {model: known.as_dict() for model, known in self.models.items()}
 
     def merge(self, given: Mapping[str, Any]) -> None:
-        """Add what a worker knows."""
+        """Add the cases of a worker."""
         for model, one in given.items():
             other = ModelCases.from_dict(one)
             mine = self.models.setdefault(model, ModelCases(other.settings))
@@ -215,7 +218,7 @@ class Session:
             mine.anchors += other.anchors
 
     def add_outcome(self, outcome: Outcome, entry: Entry | None, refusal: str) -> None:
-        """What became of a case, in the process that writes."""
+        """Add the outcome of a case, in the process that writes."""
         self.outcomes[outcome.model, outcome.case] = outcome
         if entry is not None:
             self.entries.setdefault(outcome.model, {})[outcome.case] = entry
@@ -223,20 +226,20 @@ class Session:
             self.refusals[outcome.model, outcome.case] = refusal
 
     def ordered(self) -> list[Outcome]:
-        """The outcomes in the order of the matrix; what it does not have comes last, as it came."""
+        """The outcomes in the order of the matrix; those that it does not have come last."""
         places = {(model, case): i for model, one in self.models.items() for i, case in enumerate(one.matrix)}
         return [self.outcomes[key] for key in sorted(self.outcomes, key=lambda key: places.get(key, len(places)))]
 
     def finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str = "") -> None:
-        """At the end, where all is known: obsolete cases become problems, and an update is written, or refused.
+        """Turn obsolete cases into problems, and write the update or refuse it, at the end of the run.
 
-        Where tests or folders of tests were left out, what was not asked for may be another test's. `stopped` says why
+        Where tests or folders were left out, a case that nobody asked for may belong to one of them. `stopped` says why
         the run ended early, if it did.
         """
         self._finish(tests_left_out=tests_left_out, folders_left_out=folders_left_out, stopped=stopped)
         for key, outcome in self.outcomes.items():
             if outcome.status == "updated" and outcome.model not in self.written:
-                # nothing was written, so it is what it was before: the message says what is wrong, if anything is
+                # nothing was written, so the old outcome counts: the message says what is wrong, if anything is
                 self.outcomes[key] = replace(outcome, status="failed" if outcome.message else "passed")
 
     def _finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str) -> None:
@@ -272,28 +275,26 @@ class Session:
             self.problems.append(f"obsolete: {case} of {model}: {message}")
 
     def _find_obsolete_models(self) -> None:
-        from probe.gate.baselines import Store, path_part
+        from probe.gate.baselines.format import path_part
 
-        for root in {self.root / known.settings.baselines for known in self.models.values()}:
-            ours = [known.settings for known in self.models.values()]
-            used = {path_part(one.model) for one in ours if self.root / one.baselines == root}
-            for model in Store(root).models():
-                if path_part(model) not in used:
+        used: dict[Store, set[str]] = {}
+        for known in self.models.values():
+            used.setdefault(self.store(known.settings), set()).add(path_part(known.settings.model))
+        for store, folders in used.items():
+            for model in store.models():
+                if path_part(model) not in folders:
                     self.problems.append(
-                        f"obsolete: {root / path_part(model)} has baselines of {model}, which no test measures. "
+                        f"obsolete: {store.root / path_part(model)} has baselines of {model}, which no test measures. "
                         "Delete the folder, or add a test for it."
                     )
 
     def _obsolete(self, known: ModelCases) -> list[Case]:
         """Stored cases that the matrix does not have; a device that it does not name at all counts too."""
-        from probe.gate.baselines import Store
-
-        store, model = Store(self.root / known.settings.baselines), known.settings.model
+        store, model = self.store(known.settings), known.settings.model
         stored = [case for device in store.devices(model) for case in store.read(model, device)]
         return sorted(set(stored) - set(known.matrix))
 
     def _update(self, known: ModelCases, *, keep_obsolete: bool) -> None:
-        from probe.gate.baselines import Store
         from probe.running.environment import environment
         from probe.running.noise import Anchors
 
@@ -305,30 +306,24 @@ class Session:
         if lost:
             refused = [text for (one, case), text in self.refusals.items() if one == model and case in lost]
             first = refused[0] if refused else f"{min(lost)} was not measured."
-            raise ValueError(
-                f"no baseline of {model} was written: {len(lost)} of {len(known.selected)} cases have nothing to "
-                f"store. {first}"
-            )
+            count = f"{len(lost)} of {len(known.selected)} cases have nothing to store"
+            raise ValueError(f"no baseline of {model} was written: {count}. {first}")
         if not entries:
             return
         absent = {case.device for case in skipped}
         whole = known.selected - skipped >= {case for case in known.matrix if case.device not in absent}
-        store = Store(self.root / known.settings.baselines)
+        store = self.store(known.settings)
         stored = store.environment(model) or {}
         if not whole and any(stored.get(key, value) != value for key, value in known.facts.items()):
             raise ValueError(
-                f"no baseline of {model} was written: the input changed, so all cases must be made anew. "
+                f"no baseline of {model} was written: the input changed, so all cases must be updated. "
                 "Run pytest --update-baselines without -k and without --probe-* options."
             )
         drop = self._obsolete(known) if whole and not keep_obsolete else []
         united = Anchors.united(Anchors.from_bytes(data) for data in sorted(set(known.anchors)))
-        lines = store.write(
-            model,
-            entries,
-            environment={**environment(), **known.facts},
-            anchors=united.to_bytes() if known.anchors else None,
-            drop=drop,
-        )
+        anchors = united.to_bytes() if known.anchors else None
+        facts = {**environment(), **known.facts}
+        lines = store.write(model, entries, environment=facts, anchors=anchors, drop=drop)
         self.written.add(model)
         kind = "all" if whole else "some"
         self.update_lines.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
@@ -336,7 +331,7 @@ class Session:
 
 
 def _check_limits(settings: Settings, recipes: set[str]) -> None:
-    """A limit for no recipe at all would never be looked at."""
+    """Refuse a limit for no recipe of the matrix: nothing would ever be compared with it."""
     for pattern in settings.limits:
         if not any(fnmatchcase(recipe, pattern) for recipe in recipes):
             hint = near_or_first(pattern, sorted(recipes))
@@ -354,5 +349,5 @@ def _shortened(lines: list[str], *, most: int = 2000) -> list[str]:
         else:
             rest.append(line)
     counted = [f"{what}: {count} cases of {mode}" for (what, mode), count in sorted(counts.items())]
-    left = len(rest) - most
-    return [*counted, *rest[:most], *([f"and {left} more; see git diff"] if left > 0 else [])]
+    more = [f"and {len(rest) - most} more; see git diff"] if len(rest) > most else []
+    return [*counted, *rest[:most], *more]

@@ -14,13 +14,8 @@ from probe.words import look_up
 
 #: The verdict of a case with several findings is the first of these.
 ORDER: tuple[Verdict, ...] = (
-    "uncovered",
-    "not finite",
-    "not applied",
-    "missing",
-    "over the limit",
-    "drift",
-    "changed values",
+    *("uncovered", "not finite", "not applied", "missing"),
+    *("over the limit", "drift", "changed values"),
 )
 
 
@@ -44,7 +39,7 @@ def judge(
         findings.append(Flaw("missing", f"there is no baseline for {case}."))
     else:
         figures = compared(seen, entry, standards, is_float_mode=not case.format)
-        if sound:  # the figures of a NaN are no news
+        if sound:  # else the flaw explains every figure that moved
             findings += _moved(figures)
     findings.sort(key=lambda flaw: ORDER.index(flaw.verdict))
     first = findings[0] if findings else None
@@ -87,13 +82,9 @@ def _gaps(
     seen: Observation, golden: Mapping[str, tuple[float, ...]], old: Mapping[str, float]
 ) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
-    for group, values in golden.items():
-        if group not in seen.values:
-            continue
-        between = gap(seen.values[group], values, count=seen.counts[group], rmse=_own_error(group, old))
-        for name in OF_VALUES:
-            if f"{group}.{name}" in old:
-                found[f"{group}.{name}"] = getattr(between, name)
+    for group in (group for group in golden if group in seen.values):
+        between = gap(seen.values[group], golden[group], count=seen.counts[group], rmse=_own_error(group, old))
+        found |= {f"{group}.{name}": getattr(between, name) for name in OF_VALUES if f"{group}.{name}" in old}
     return found
 
 
@@ -110,7 +101,7 @@ def _moved(figures: Mapping[str, Figure]) -> list[Flaw]:
     of_values = all(name.endswith(OF_VALUES) for name in moved)
     of_text = {name: figure for name, figure in moved.items() if not name.startswith("corners.")}  # these say more
     name, figure = max((of_text or moved).items(), key=lambda pair: strength(pair[1]))
-    text = f"{len(moved)} of {len(figures)} figures moved, {name} by most: {_change(figure)}."
+    text = f"{len(moved)} of {len(figures)} figures moved, most of all {name}: {_change(figure)}."
     return [Flaw("changed values" if of_values else "drift", text)]
 
 
@@ -159,7 +150,6 @@ def renewed(
         return old
     if outcome.verdict in ("uncovered", "not finite", "not applied", "over the limit"):
         raise RefusedError(f"{outcome.case} cannot be stored, it is {outcome.verdict}: {outcome.message}")
-    undefined = [name for name, value in base.figures.items() if value is None or not math.isfinite(value)]
     worse = [name for name, figure in outcome.figures.items() if figure.direction == "worse" and figure.moved]
     if worse and not reason:
         figure = outcome.figures[worse[0]]
@@ -170,8 +160,7 @@ def renewed(
         )
     figures = {}
     for name, value in base.figures.items():
-        if name not in undefined:
-            assert value is not None
+        if value is not None and math.isfinite(value):
             spread = max((_between(value, other.figures.get(name)) for other in others), default=0.0)
             figures[name] = Stored(value, spread, reason if name in worse else "")
     for group, values in base.values.items():

@@ -1,17 +1,16 @@
-"""The pytest plugin: translates pytest to library calls. Loaded in every pytest run, so nothing heavy is imported here.
+"""The pytest plugin: translates pytest to library calls. Every pytest run loads it, so it imports nothing heavy.
 
-A test that takes the fixture `probe_case` is run for every case of the matrix:
+A test that takes the fixture `probe_case` runs for every case of the matrix:
 
     def test_matches_baseline(probe_case):
         probe_case.check()
 
-One that takes `probe_scaling`, for every tensor and format of its marker (docs/scaling.md); one that takes
-`probe_activations`, for every tensor that the configuration of its marker chooses (docs/activations.md).
+A test that takes `probe_scaling` runs for every tensor and format of its marker (docs/scaling.md); a test that takes
+`probe_activations`, for every tensor that the configuration of its marker selects (docs/activations.md).
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import tempfile
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
 FOLDER = pytest.StashKey[Path]()
-GIVEN: pytest.StashKey[ProbeCase] = pytest.StashKey()
+CASE: pytest.StashKey[ProbeCase] = pytest.StashKey()
 
 MARKERS = (
     "probe(model=..., modes=[...], layers=[...], formats=[...], ...): "
@@ -41,16 +40,11 @@ MARKERS = (
     "probe_activations(config='configs/default.yaml', overrides={...}, figures=[...], tolerances={...}): "
     "the layers whose statistics are compared with a baseline",
 )
-#: The fixtures that give a case, each with its marker.
+#: The fixtures that give a case, and the marker of each.
 FIXTURES = {"probe_case": "probe", "probe_scaling": "probe_scaling", "probe_activations": "probe_activations"}
-#: The modules that find the cases of golden figures and measure them.
-GOLDEN_FIGURES = {
-    "probe_scaling": "probe.plugin.golden_scaling",
-    "probe_activations": "probe.plugin.golden_activations",
-}
-#: In the place of the cases of a test that has none.
+#: The parameter of a test for which the options leave no case.
 LEFT_OUT = "left out"
-#: The category of further failures of a recipe, which is explained once; they fail the run all the same.
+#: The category of further failures of a recipe: they fail the run, but only the first one is explained.
 FOLLOWS = "failed in the same recipe"
 
 
@@ -134,7 +128,7 @@ def _reason(config: pytest.Config) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of xdist: with plain `-n`, a recipe stays together. Another --dist is left to xdist."""
+    """Hook of xdist: with plain `-n`, a recipe stays on one worker. Any other --dist is left to xdist."""
     if config.getoption("dist") == "load" and has_settings(config.rootpath):
         from probe.plugin.scheduling import RecipeScheduling
 
@@ -144,7 +138,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of xdist, in the controller: where the workers share what they compute."""
+    """Hook of xdist, in the controller: the folder in which workers share references and calibrations."""
     stash = node.config.stash
     if FOLDER not in stash:
         stash[FOLDER] = Path(tempfile.mkdtemp(prefix="probe-"))
@@ -152,7 +146,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Take the shared folder away."""
+    """Delete the shared folder."""
     if FOLDER in config.stash:
         shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
 
@@ -171,8 +165,10 @@ def _generate(metafunc: pytest.Metafunc, fixture: str) -> None:
         raise pytest.Collector.CollectError(f"probe: the marker of {name} takes keywords only, such as model=...")
     _share_cores()
     find: Any = session.request
-    if fixture in GOLDEN_FIGURES:
-        find = partial(importlib.import_module(GOLDEN_FIGURES[fixture]).request, session)
+    if fixture != "probe_case":
+        from probe.plugin.golden_figures import REQUESTS
+
+        find = partial(REQUESTS[fixture], session)
     try:
         requests = find(marker.kwargs if marker else {}, where=f"the {FIXTURES[fixture]} marker of {name}")
     except (ValueError, OSError) as problem:
@@ -182,7 +178,7 @@ def _generate(metafunc: pytest.Metafunc, fixture: str) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A marked test of which the options leave no case is deselected, as -k would do it."""
+    """Deselect, as -k would, a marked test for which the options leave no case."""
     empty = [item for item in items if _request(item) is LEFT_OUT]
     if empty:
         config.hook.pytest_deselected(items=empty)
@@ -190,7 +186,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _share_cores() -> None:
-    """Among workers, each takes its part of the cores: twice as many threads as cores would wait for one another."""
+    """Divide the cores among the workers: more threads than cores would wait for one another."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         import torch
@@ -199,11 +195,10 @@ def _share_cores() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is left after -k, -m, --deselect and paths is selected."""
+    """Tell the session which cases are left after -k, -m, --deselect and paths."""
     ours = session.config.stash[SESSION]
-    for item in session.items:
-        request = _request(item)
-        if request is not None and request is not LEFT_OUT:
+    for request in map(_request, session.items):
+        if request not in (None, LEFT_OUT):
             ours.select(request)
 
 
@@ -215,44 +210,42 @@ def _request(item: pytest.Item) -> Any:
 @pytest.fixture
 def probe_case(request: pytest.FixtureRequest) -> ProbeCase:
     """One case of the matrix; `check()` measures it and compares it with its baseline."""
-    return _given(request)
+    return _case_of(request)
 
 
 @pytest.fixture
 def probe_scaling(request: pytest.FixtureRequest) -> ProbeCase:
-    """One tensor in one format; `check()` sweeps its scale and compares what is recommended with the baseline."""
-    return _given(request)
+    """One tensor in one format; `check()` sweeps its scale and compares the recommendation with the baseline."""
+    return _case_of(request)
 
 
 @pytest.fixture
 def probe_activations(request: pytest.FixtureRequest) -> ProbeCase:
     """One tensor of one layer; `check()` compares its statistics with the baseline."""
-    return _given(request)
+    return _case_of(request)
 
 
-def _given(request: pytest.FixtureRequest) -> ProbeCase:
+def _case_of(request: pytest.FixtureRequest) -> ProbeCase:
     from probe.plugin.fixtures import ProbeCase
     from probe.running.environment import is_present
 
-    assert request.fixturename is not None
-    given = ProbeCase(
-        request.fixturename, request.param, request.config.stash[SESSION], _plain_nodeid(request.node.nodeid)
-    )
-    request.node.stash[GIVEN] = given
+    nodeid, session = _plain_nodeid(request.node.nodeid), request.config.stash[SESSION]
+    given = ProbeCase(str(request.fixturename), request.param, session, nodeid)
+    request.node.stash[CASE] = given
     if not is_present(given.case.device):
         pytest.skip(f"device {given.case.device} is not present on this machine: {given.case} was not measured")
     return given
 
 
 def _plain_nodeid(nodeid: str) -> str:
-    """Without the group that xdist's loadgroup puts behind it."""
+    """The nodeid without the group that xdist's loadgroup appends."""
     head, bracket, _ = nodeid.rpartition("]@")
     return f"{head}]" if bracket else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_html_results_table_row(report: Any, cells: list[str]) -> None:
-    """Of pytest-html, which writes test ids unescaped: layer names come from models."""
+    """Hook of pytest-html, which does not escape test ids: layer names come from models."""
     if escape(report.nodeid) == report.nodeid:
         return
     from probe.report.gate.page import name_cell
@@ -264,9 +257,9 @@ def pytest_html_results_table_row(report: Any, cells: list[str]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put outcome, story, tables and pictures on the report; it may be on its way to another process."""
+    """Attach outcome, explanation, tables and pictures to the report; xdist may send it to another process."""
     report = yield
-    given = item.stash.get(GIVEN, None)
+    given = item.stash.get(CASE, None)
     if given is not None:
         from probe.plugin.fixtures import describe
 
@@ -276,7 +269,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, Any] | None:
-    """Further failures of a recipe are counted as failures, but its story is printed once."""
+    """Count further failures of a recipe as failures without printing their text: the first one explains them."""
     if getattr(report, "probe_follows", False):
         return FOLLOWS, "F", ("FAILED", {"red": True})
     return None
@@ -284,14 +277,14 @@ def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Of xdist, in the controller: a worker has ended, and hands over what it knows."""
+    """Hook of xdist, in the controller: merge the cases that a worker knew when it ended."""
     given = getattr(node, "workeroutput", {}).get("probe")
     if given:
         node.config.stash[SESSION].merge(given)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In a worker: hand over what it knows. What the controller does is in `Controller`."""
+    """In a worker: send its cases to the controller. `Controller` does the rest."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["probe"] = session.config.stash[SESSION].close()

@@ -1,6 +1,6 @@
-"""The process that writes: gathers what cases became, and at the end says what is obsolete, stores and reports.
+"""The process that writes: gathers outcomes, and at the end finds obsolete baselines, stores updates and reports.
 
-Serial runs have only this process; under xdist it is the controller, and the workers' reports come to it.
+A serial run has only this process; under xdist it is the controller, which receives the reports of the workers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Controller:
         self._finished = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take what a case became."""
+        """Add the outcome of a case to the session."""
         given = getattr(report, "probe", None)
         if given is None:
             return
-        from probe.gate.baselines import Entry
+        from probe.gate.baselines.format import Entry
         from probe.gate.cases import Outcome
 
         stored = given["entry"] and Entry.from_dict(given["entry"])
         self.session.add_outcome(Outcome.from_dict(given["outcome"]), stored, given["refusal"])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Find what is obsolete, write an update; either may fail the run."""
+        """Find obsolete baselines and write an update; either may fail the run."""
         self._finished = True
         ours = self.session
         if not ours.outcomes:
@@ -81,12 +81,11 @@ class Controller:
         return Path(report).parent if report else None
 
     def _facts(self) -> dict[str, Any]:
-        from probe.gate.baselines import Store
         from probe.running.environment import comparable, environment
 
         settings = next(known.settings for known in self.session.models.values())
         try:
-            stored = Store(self.session.root / settings.baselines).environment(settings.model)
+            stored = self.session.store(settings).environment(settings.model)
         except ValueError:
             stored = None
         return {"environment": comparable(environment()), "baseline_environment": stored and comparable(stored)}

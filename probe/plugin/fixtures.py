@@ -1,20 +1,18 @@
-"""What a test is given: one case to check, and what pytest's report of the test then carries.
+"""The value of the fixtures, one case to check, and what is added to pytest's report of the test.
 
-`probe_case`, `probe_scaling` and `probe_activations` give the same thing; they differ in how the figures of a case are
-measured. The report may be on its way from a worker to the controller, so all that it carries is plain data.
+`probe_case`, `probe_scaling` and `probe_activations` have the same type; they differ in how the figures of a case are
+measured. A worker sends the report to the controller, so everything that is added to it is plain data.
 """
 
 import base64
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import pytest
 
-from probe.gate.baselines import Entry
-from probe.gate.cases import Case, Outcome
-from probe.gate.configuration import Settings
-from probe.gate.engine import Judged
-from probe.gate.session import Session
+from probe.gate.baselines.format import Entry
+from probe.gate.cases import Outcome
+from probe.gate.session import CaseRequest, Session
 from probe.report.gate.page import figure_table
 from probe.report.gate.plots import recipe_picture
 from probe.report.gate.text import case_text, golden_text, one_line, story
@@ -25,25 +23,13 @@ PICTURED = 8
 
 
 class GateFailure(AssertionError):  # noqa: N818
-    """A case that does not match; its text is all there is to say, without a traceback."""
-
-
-class Request(Protocol):
-    """The case of a test, and how its figures are measured and judged."""
-
-    has_recipe: ClassVar[bool]  # whether all layers of a recipe are judged together and tell one story
-
-    @property
-    def settings(self) -> Settings: ...  # noqa: D102
-    @property
-    def case(self) -> Case: ...  # noqa: D102
-    def judge(self, session: Session) -> Judged: ...  # noqa: D102
+    """A case that does not match its baseline; its text is printed without a traceback."""
 
 
 class ProbeCase:
     """The case of this test. `str()` of it is the pytest id."""
 
-    def __init__(self, fixture: str, request: Request, session: Session, nodeid: str) -> None:
+    def __init__(self, fixture: str, request: CaseRequest, session: Session, nodeid: str) -> None:
         self.fixture = fixture
         self.request = request
         self.case = request.case
@@ -78,7 +64,7 @@ class ProbeCase:
 
     @property
     def teller(self) -> str:
-        """The case that tells the story of this failure: of a recipe, the first of this process to fail."""
+        """The case whose report explains this failure: of a recipe, the first that fails in this process."""
         failed = self.refusal or self.outcome is None or self.outcome.status == "failed"
         if not failed or not self.request.has_recipe:
             return str(self)
@@ -87,34 +73,30 @@ class ProbeCase:
 
 
 def describe(report: pytest.TestReport, given: ProbeCase, problem: BaseException | None, config: pytest.Config) -> None:
-    """Add to the report of a phase what is known of its case."""
+    """Add the outcome of a case to the report of a phase of its test."""
     if report.when == "setup" and report.skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         _attach(report, given, Outcome(given.settings.model, given.case, "skipped", message=reason))
     if report.when != "call":
         return
     if given.outcome is not None:
-        _describe_judged(report, given, given.outcome, problem, config)
+        _describe_judged(report, given, given.outcome, problem, config.getoption("htmlpath", None))
     else:
         _describe_unjudged(report, given, problem)
 
 
 def _describe_judged(
-    report: pytest.TestReport,
-    given: ProbeCase,
-    outcome: Outcome,
-    problem: BaseException | None,
-    config: pytest.Config,
+    report: pytest.TestReport, given: ProbeCase, outcome: Outcome, problem: BaseException | None, html: str | None
 ) -> None:
     _attach(report, given, outcome)
-    teller, html = given.teller, config.getoption("htmlpath", None)
+    teller = given.teller
     if isinstance(problem, GateFailure):
         if given.refusal:
             lines = [given.refusal]
         elif not given.request.has_recipe:
             lines = golden_text(outcome)
         elif teller == str(given):
-            lines = story(given.recipe, report=str(html) if html else None, environment=_changed_environment(given))
+            lines = story(given.recipe, report=html, environment=_changed_environment(given))
         else:
             lines = [one_line(outcome, explained_at=teller), *case_text(outcome)]
         report.longrepr = "\n".join(lines)
@@ -153,16 +135,14 @@ def _changed_environment(given: ProbeCase) -> list[str]:
 
 
 def _extras(given: ProbeCase, outcome: Outcome) -> list[dict[str, Any]]:
-    """The table of figures; and a picture, of every failing case and once of a recipe that passes."""
+    """The table of figures; and a picture of the first failing cases, or of one case of a recipe that passes."""
     from pytest_html import extras
 
-    found = [extras.html(figure_table(outcome))]
-    drawn = given.session.drawn
-    key = (given.settings.key, given.case.device, given.case.recipe)
+    added = [extras.html(figure_table(outcome))]
+    drawn, key = given.session.drawn, (given.settings.key, given.case.device, given.case.recipe)
     failed = outcome.status == "failed"
-    healthy = all(one.status != "failed" for one in given.recipe)
-    if (failed and drawn.get(key, 0) < PICTURED) or (healthy and key not in drawn and outcome.points):
-        drawn[key] = drawn.get(key, 0) + 1
-        picture = base64.b64encode(recipe_picture(given.recipe, outcome)).decode()
-        found.append(extras.png(picture))
-    return found
+    healthy = all(layer.status != "failed" for layer in given.recipe)
+    if (failed and drawn[key] < PICTURED) or (healthy and not drawn[key] and outcome.points):
+        drawn[key] += 1
+        added.append(extras.png(base64.b64encode(recipe_picture(given.recipe, outcome)).decode()))
+    return added

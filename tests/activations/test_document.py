@@ -9,7 +9,7 @@ import yaml
 from probe.activations.settings import Settings, full_key
 from probe.commands.analyze import overrides
 from probe.data.sources import HUB
-from probe.plugin.golden_activations import FIGURES, RULES
+from probe.plugin.golden_figures import ACTIVATIONS_FIGURES, ACTIVATIONS_RULES
 from probe.settings import keys_of
 
 TEXT = (Path(__file__).parents[2] / "docs" / "activations.md").read_text()
@@ -45,5 +45,5 @@ def test_the_datasets_it_names_are_those_of_the_table() -> None:
 
 
 def test_the_figures_of_the_gate() -> None:
-    assert f"figures={list(FIGURES)}".replace("'", '"') in TEXT
-    assert all(name in TEXT for name in RULES)
+    assert f"figures={list(ACTIVATIONS_FIGURES)}".replace("'", '"') in TEXT
+    assert all(name in TEXT for name in ACTIVATIONS_RULES)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
-from probe.gate.baselines import Entry, Store
+from probe.gate.baselines.format import Entry
+from probe.gate.baselines.store import Store
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import CalibrationSettings, Settings
 from probe.gate.engine import Gate

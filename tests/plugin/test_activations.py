@@ -129,8 +129,8 @@ def test_a_threshold_that_nothing_reaches_does_not_switch_the_check_off(run: Run
     assert lines_of(off.outlines, "activations-layers.0-cpu-output failed") == [
         "activations-layers.0-cpu-output failed",
         "  what           the baseline was made with other settings (outlier.threshold), so the figures are not "
-        "compared. Undo",
-        "                 that, or accept it with --update-baselines.",
+        "compared.",
+        "                 Restore those settings, or accept the new ones with --update-baselines.",
         "  changed        outlier.threshold 8.0 -> 100000.0",
         f"  baseline       {FILE}",
         f"  rerun          {ONE}",

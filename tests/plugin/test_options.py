@@ -307,8 +307,8 @@ def test_a_marked_test_of_which_the_options_leave_nothing_is_deselected(
         ('devices=["gpu"]', ["unknown device 'gpu'"]),
         ('layers=["blok"]', ["layer 'blok' matches none of the 12 modules"]),
         ('model="network:mak"', ["Did you mean 'network:make'?"]),
-        ("samples=3", ["two tests measure network:make with another samples: 2 and 3"]),
-        ('baselines="other"', ["two tests measure network:make with another baselines: 'baselines' and 'other'"]),
+        ("samples=3", ["two tests measure network:make with different samples: 2 and 3"]),
+        ('baselines="other"', ["two tests measure network:make with different baselines: 'baselines' and 'other'"]),
     ],
 )
 def test_a_marker_that_cannot_be_is_refused(

@@ -14,7 +14,7 @@ import pytest
 from safetensors import SafetensorError
 
 from probe.gate import bench
-from probe.gate.baselines import Store
+from probe.gate.baselines.store import Store
 from probe.plugin.scheduling import recipe_of
 from probe.running.noise import Anchors
 from tests.plugin.conftest import UNUSED, Run
@@ -323,7 +323,7 @@ def captured_update(project: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         return []
 
     with monkeypatch.context() as patched:
-        patched.setattr("probe.gate.baselines.Store.write", take)
+        patched.setattr("probe.gate.baselines.store.Store.write", take)
         changed = {**TWO_MODES, "seqlen": 32}
         assert project("--update-baselines", "--allow-worse", "longer samples now", **changed).ret == 0
     (update,) = taken

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from probe.gate.baselines import MAX_BYTES_PER_CASE, Store
+from probe.gate.baselines.store import Store
 from probe.models.loading import load_model
+from tests.gate.baselines.examples import MAX_BYTES_PER_CASE, size_per_case
 
 ROOT = Path(__file__).parents[2] / "baselines"
 MODELS = ("tiny-mamba", "tiny-llama")
@@ -18,7 +19,7 @@ def test_the_default_set_is_below_a_megabyte() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_case_takes_at_most_2_kb(model: str) -> None:
-    sizes = Store(ROOT).size_per_case(model, "cpu")
+    sizes = size_per_case(Store(ROOT), model)
     assert max(sizes.values()) <= MAX_BYTES_PER_CASE
 
 

@@ -30,7 +30,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Self
 
@@ -56,7 +56,7 @@ class BaselineError(ValueError):
 
 
 class OldLayoutError(DefectError):
-    """A file of version 1, in which golden values and environment were files of their own: see convert.py."""
+    """A file of version 1, which kept golden values and environment in other files: see convert.py."""
 
 
 @dataclass(frozen=True)
@@ -70,28 +70,27 @@ class Stored:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is stored of a case. Figures are called injected.mse, propagated.correlation; values are one flat row."""
+    """The baseline of a case. Figures are called injected.mse, propagated.correlation; values are one flat row."""
 
     figures: dict[str, Stored] = field(default_factory=dict)
     values: tuple[float, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
-    """What the figures depend on beside model and code, where each case has its own: outlier.threshold and its like."""
+    """The settings that golden figures depend on, such as outlier.threshold."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For the way from a worker to the controller."""
-        figures = {name: [one.value, one.spread, one.reason] for name, one in self.figures.items()}
-        return {"figures": figures, "values": list(self.values), "settings": dict(self.settings)}
+        """As plain values, for the way from a worker to the controller."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Self:
         """The inverse of as_dict."""
-        figures = {name: Stored(*figure) for name, figure in given["figures"].items()}
-        return cls(figures, tuple(given["values"]), dict(given["settings"]))
+        figures = {name: Stored(**figure) for name, figure in given["figures"].items()}
+        return cls(figures, tuple(given["values"]), given["settings"])
 
 
 @dataclass(frozen=True)
 class ModeBaselines:
-    """What the file of a mode on a device says."""
+    """The content of the file of a mode on a device."""
 
     model: str
     device: str
@@ -146,7 +145,7 @@ def path_part(name: str) -> str:
 
 
 def digest(data: bytes) -> str:
-    """The first 8 hex digits of sha256: against accidents, not against malice."""
+    """The first 8 hex digits of sha256, which detect accidents, not malice."""
     return hashlib.sha256(data).hexdigest()[:8]
 
 
@@ -156,7 +155,7 @@ def significant(x: float, digits: int = VALUE_DIGITS) -> float:
 
 
 def rounded(entry: Entry) -> Entry:
-    """The entry as it reads back once it is written: figures of 6 digits, spreads of 2, values of float32."""
+    """The entry as it is read back: figures with 6 digits, spreads with 2, values as float32."""
     figures = {
         name: Stored(significant(figure.value), significant(figure.spread, SPREAD_DIGITS), figure.reason)
         for name, figure in entry.figures.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from probe.gate.baselines import Store
+from probe.gate.baselines.store import Store
 from tests.gate.baselines.examples import MODEL, case, entry
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from probe.gate.baselines import Entry, Store, Stored
+from probe.gate.baselines.format import Entry, Stored, path_part
+from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 
 MODEL = "tiny-mamba"
@@ -94,3 +95,14 @@ def many(step: int) -> Entries:
         for layer in range(2)
         if mode % 5 or step % 2
     }
+
+
+#: What a case may take on disk.
+MAX_BYTES_PER_CASE = 2048
+
+
+def size_per_case(store: Store, model: str) -> dict[str, float]:
+    """Bytes of the file over the number of cases, by mode."""
+    modes = {mode.mode: mode.entries for mode in store.modes(model, "cpu")}
+    folder = store.folder(model, "cpu")
+    return {name: (folder / f"{path_part(name)}.json").stat().st_size / len(modes[name]) for name in modes}

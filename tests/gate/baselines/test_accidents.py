@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from probe.gate.baselines import BaselineError, Store
+from probe.gate.baselines.format import BaselineError
+from probe.gate.baselines.store import Store
 from tests.gate.baselines.examples import (
     MODEL,
     Entries,

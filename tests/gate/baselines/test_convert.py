@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from probe.gate.baselines import BaselineError, Entry, Store, Stored
 from probe.gate.baselines.convert import convert, main
-from probe.gate.baselines.format import digest, json_lines, rounded
+from probe.gate.baselines.format import BaselineError, Entry, Stored, digest, json_lines, rounded
+from probe.gate.baselines.store import Store
 from tests.gate.baselines.examples import MODEL, case, entry, files
 
 ENTRIES = {

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from probe.gate.baselines import BaselineError, Store
-from probe.gate.baselines.format import digest
+from probe.gate.baselines.format import BaselineError, digest
+from probe.gate.baselines.store import Store
 from tests.gate.baselines.examples import MODEL, case, entry, files, put
 
 

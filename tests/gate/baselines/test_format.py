@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from probe.gate.baselines import BaselineError, Entry, Store, Stored, changes, path_part
-from probe.gate.baselines.format import rounded
+from probe.gate.baselines.format import BaselineError, Entry, Stored, path_part, rounded
+from probe.gate.baselines.store import Store, changes
 from probe.gate.cases import Case
 from tests.gate.baselines.examples import MODEL, Entries, case, entry, files, golden
 
@@ -205,7 +205,7 @@ def test_no_name_leaves_its_folder(name: str) -> None:
 
 
 def test_loading_the_module_does_not_load_torch() -> None:
-    code = "import sys, probe.gate.baselines; print('torch' in sys.modules)"
+    code = "import sys, probe.gate.baselines.store; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], capture_output=True, text=True
     )

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from probe.gate.baselines import MAX_BYTES_PER_CASE, BaselineError, Entry, Store, Stored, changes
-from probe.gate.baselines.format import digest, rounded
+from probe.gate.baselines.format import BaselineError, Entry, Stored, digest, rounded
+from probe.gate.baselines.store import Store, changes
 from probe.words import natural_key
-from tests.gate.baselines.examples import MODEL, case, entry, files, golden
+from tests.gate.baselines.examples import MAX_BYTES_PER_CASE, MODEL, case, entry, files, golden, size_per_case
 
 
 def test_other_cases_and_modes_stay(store: Store) -> None:
@@ -55,7 +55,7 @@ def test_nothing_to_write_makes_no_folder(store: Store) -> None:
 def test_size_per_case_is_that_of_the_file(store: Store, small: Path) -> None:
     store.write(MODEL, {case(mode="bf16", fmt=""): entry(), case("layer_1", mode="bf16", fmt=""): entry()})
     float_mode = store.file(MODEL, case(mode="bf16")).stat().st_size
-    assert store.size_per_case(MODEL, "cpu") == {"bf16": float_mode / 2, "mode_2_1": small.stat().st_size}
+    assert size_per_case(store, MODEL) == {"bf16": float_mode / 2, "mode_2_1": small.stat().st_size}
     assert MAX_BYTES_PER_CASE == 2048
 
 
