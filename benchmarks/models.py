@@ -97,7 +97,7 @@ PEAK = """
 import sys, torch
 torch.set_num_threads(1); torch.set_grad_enabled(False)
 from probe.running.capture import capture
-from probe.data.batches import token_batches
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.metrics import Comparison
 from probe.models.loading import load_model

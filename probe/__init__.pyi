@@ -42,8 +42,9 @@ from probe.numerics.underflow import (
 )
 from probe.recordings.manifest import RecordingError as RecordingError
 from probe.recordings.reading import Recording as Recording, read_recording as read_recording
-from probe.recordings.recorder import record as record, write_recording as write_recording
+from probe.recordings.recorder import record as record
 from probe.recordings.request import RecordRequest as RecordRequest
+from probe.recordings.stream import write_recording as write_recording
 from probe.recordings.taps import record_outputs as record_outputs
 from probe.running.calibration import (
     Calibration as Calibration,

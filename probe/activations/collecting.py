@@ -1,4 +1,4 @@
-"""Hooks that gather statistics while the model runs: of tensors, by token (outliers, heat maps), by channel."""
+"""Hooks that gather statistics while the model runs: of whole tensors, by token (outliers, heat maps), by channel."""
 
 import weakref
 from collections import Counter
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from probe.activations.plan import Plan, Side
+from probe.activations.plan import SIDES, Plan, Side
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure, measure_bands
 from probe.data.samples import Batch
 from probe.running.capture import UncoveredError, first_tensor
@@ -28,7 +28,7 @@ Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 class Collector:
-    """Gathers what a plan asks for, batch after batch; `gaps` says why a tensor could not be measured."""
+    """Gathers what a plan needs, batch after batch; `gaps` has the reason for each tensor that was not measured."""
 
     def __init__(self, plan: Plan, *, threshold: float, heat_sample: int) -> None:
         self.plan = plan
@@ -41,8 +41,8 @@ class Collector:
         self._threshold = threshold
         self._heat_sample = heat_sample
         self._batch: Batch | None = None
-        self._last: tuple[Any, Any, LayerStatistics, npt.NDArray[np.float32]] | None = None
-        self._wanted = {side: set(plan.measured(side)) for side in ("input", "output")}
+        self._last: tuple[Any, Any, LayerStatistics, Floats] | None = None
+        self._wanted = {side: set(plan.measured(side)) for side in SIDES}
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator["Collector"]:
@@ -59,12 +59,11 @@ class Collector:
         self._last = None
 
     def _hook(self, name: str) -> Hook:
-        sides: tuple[Side, Side] = ("input", "output")
-        here = [side for side in sides if name in self._wanted[side] or self._is_banded(name, side)]
+        sides = [side for side in SIDES if name in self._wanted[side] or self._is_banded(name, side)]
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self.ran.add(name)
-            for side in here:
+            for side in sides:
                 try:
                     value = (*args, *kwargs.values()) if side == "input" else output
                     self._take(name, side, module, first_tensor(name, side, value))
@@ -101,33 +100,27 @@ class Collector:
 
     def _measure(
         self, name: str, side: Side, tensor: Tensor, values: Tensor, keep: Tensor | None
-    ) -> tuple[LayerStatistics, npt.NDArray[np.float32]]:
-        """Statistics and max |x| of rows; the input that q, k and v share is measured once."""
-        layout = tensor._version, values.shape, values.stride()  # the rows of a convolution's input are others
+    ) -> tuple[LayerStatistics, Floats]:
+        """Statistics and max |x| of rows; an input that q, k and v share is measured once."""
+        layout = tensor._version, values.shape, values.stride()  # a convolution has other rows than a linear layer
         if self._last is not None:
-            known, its, found, amax = self._last
-            if known() is tensor and its == layout:
+            last_tensor, last_layout, found, amax = self._last
+            if last_tensor() is tensor and last_layout == layout:
                 return replace(found, module=name, kind=side), amax
         found, amax = measure(values, module=name, kind=side, keep=keep)
         self._last = weakref.ref(tensor), layout, found, amax
         return found, amax
 
-    def _take_tokens(self, name: str, side: Side, values: Tensor, amax: npt.NDArray[np.float32], batch: Batch) -> None:
+    def _take_tokens(self, name: str, side: Side, values: Tensor, amax: Floats, batch: Batch) -> None:
         if side == "output" and name in self.plan.outliers:
-            for row in range(len(batch.tokens)):
-                kept = batch.mask[row].numpy()  # on the right there may be padding, so places are positions
-                found = find_outliers(
-                    name,
-                    amax[row][kept],
-                    batch.tokens[row].numpy()[kept],
-                    threshold=self._threshold,
-                    sample=batch.first + row,
-                )
+            for row, (tokens, mask) in enumerate(zip(batch.tokens.numpy(), batch.mask.numpy(), strict=True)):
+                sample = batch.first + row  # padding is on the right, so indices are positions also without it
+                found = find_outliers(name, amax[row][mask], tokens[mask], threshold=self._threshold, sample=sample)
                 self.outliers[name] = self.outliers[name].merge(found) if name in self.outliers else found
         row = self._heat_sample - batch.first
         if self.plan.heat[0] == side and name in self.plan.heat[1] and 0 <= row < len(batch.tokens):
-            here = values[row][batch.mask[row].to(values.device)]
-            self.heat[name] = heat_of(here, module=name, kind=side, sample=self._heat_sample)
+            tokens = values[row][batch.mask[row].to(values.device)]
+            self.heat[name] = heat_of(tokens, module=name, kind=side, sample=self._heat_sample)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,21 +185,26 @@ class LayerOutliers:
 
     def merge(self, other: "LayerOutliers") -> "LayerOutliers":
         """The outliers of both sets of samples."""
-        return LayerOutliers(
-            self.module,
-            self.threshold,
-            self.tokens + other.tokens,
-            self.count + other.count,
-            self.samples + other.samples,
-            max(self.largest_ratio, other.largest_ratio),
-            self.positions + other.positions,
-            self.token_ids + other.token_ids,
-            tuple(sorted(self.worst + other.worst, key=lambda one: (-one.ratio, one.sample, one.position))[:WORST]),
-        )
+        names = ("tokens", "count", "samples", "positions", "token_ids")
+        added = {name: getattr(self, name) + getattr(other, name) for name in names}
+        largest = max(self.largest_ratio, other.largest_ratio)
+        worst = sorted(self.worst + other.worst, key=lambda token: (-token.ratio, token.sample, token.position))
+        return replace(self, **added, largest_ratio=largest, worst=tuple(worst[:WORST]))
+
+    def figures(self) -> dict[str, Any]:
+        """Every fact that is one number, by name."""
+        return {
+            "module": self.module,
+            "outliers": self.count,
+            "tokens": self.tokens,
+            "share": self.count / self.tokens if self.tokens else 0.0,
+            "samples": self.samples,
+            "largest_ratio": self.largest_ratio,
+        }
 
 
 def find_outliers(
-    module: str, amax: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], *, threshold: float, sample: int
+    module: str, amax: Floats, tokens: npt.NDArray[np.int64], *, threshold: float, sample: int
 ) -> LayerOutliers:
     """The outliers of one sample, from max |x| and the id of each of its tokens, without padding."""
     if not amax.size:

@@ -1,58 +1,75 @@
-"""An analysis as tables and as JSON: every number behind every plot."""
+"""An analysis as tables and as JSON, and the comparison of two analyses that were written as JSON."""
 
+import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from probe.activations.collecting import HeatGrid, Key
 from probe.activations.prediction import keep_in_higher_precision, predict_layers, spoiled_share
 from probe.activations.reference import SIZES
 from probe.activations.run import Analysis
-from probe.activations.statistics import BANDS, PERCENTILES, LayerStatistics
+from probe.activations.statistics import BANDS, LayerStatistics
 from probe.files.checked_json import finite
 from probe.formats import GATE_FORMATS
 from probe.numerics.histogram import Trimmed
 from probe.version import VERSION
 
-#: Goes up when a key changes its meaning.
+#: The version of the JSON; it goes up when a key changes its meaning.
 FORMAT = 1
 #: Channels of a tensor that are listed, the largest first.
 TOP_CHANNELS = 10
 #: Buckets per octave of an exported histogram; 64 are counted.
 PER_OCTAVE = 4
+#: The most heat maps that are drawn: those of the layers with the largest max / median.
+MOST_HEAT = 12
+#: The figures that two analyses are compared by, in the order of the table; predicted errors follow.
+FIGURES = ("amax", "max_to_median", "max_to_p99", "kurtosis", "outliers")
+
+#: Tables that JSON has as lists of numbers, not as rows.
+_LARGE = ("heatmap_3d", "percentile_range")
+_BAND_NAMES = [f"p{percent:g}" for percent in BANDS]
 
 Rows = list[dict[str, Any]]
 
 
 def tables(analysis: Analysis) -> dict[str, Rows]:
     """The tables that are written, by file name; empty ones are left out."""
-    seen = analysis.settings.visualization
-    enabled, plan = seen.enabled, analysis.plan
+    visualization, plan, statistics = analysis.settings.visualization, analysis.plan, analysis.statistics
+    enabled = visualization.enabled
     found: dict[str, Rows] = {
-        "statistics": [s.figures() for s in analysis.statistics.values()],
-        "top_channels": top_channels(analysis.statistics.values()),
+        "statistics": [s.figures() for s in statistics.values()],
+        "top_channels": [row for s in statistics.values() for row in top_channels(s)],
     }
-    found |= quantization(_quantized(analysis))
+    chosen = {name for names in plan.magnitude.values() for name in names} | set(plan.distribution[1])
+    found |= quantization({key: s for key, s in statistics.items() if key[0] in chosen} or statistics)
     for kind, names in plan.magnitude.items():
-        found[f"magnitude_{kind}"] = [
-            {"module": name, **analysis.statistics[name, kind].magnitudes(cast(Any, seen.magnitude.reduce_dim))}
-            for name in names
-            if (name, kind) in analysis.statistics
-        ]
+        measured = [statistics[name, kind] for name in names if (name, kind) in statistics]
+        reduce_dim = visualization.magnitude.reduce_dim
+        found[f"magnitude_{kind}"] = [{"module": s.module, **s.magnitudes(reduce_dim)} for s in measured]
     if enabled.outlier_layer_wise:
-        found["outlier_layer_wise"] = outliers_by_layer(analysis)
+        found["outlier_layer_wise"] = [layer.figures() for layer in analysis.outliers.values()]
     if enabled.outlier_position:
-        found["outlier_position"] = outliers_by_position(analysis)
+        found["outlier_position"] = [
+            {"module": layer.module, "position": position, "outliers": count}
+            for layer in analysis.outliers.values()
+            for position, count in sorted(layer.positions.items())
+        ]
     if enabled.outlier_token:
         found["outlier_token"] = outliers_by_token(analysis)
         found["outlier_worst"] = worst_tokens(analysis)
     if enabled.distribution:
-        chosen = [s for (name, kind), s in analysis.statistics.items() if (kind, name) in _distributed(analysis)]
-        if "boxplot" in seen.distribution.plot_types:
-            found["distribution_boxplot"] = [_box(s) for s in chosen]
-        if "histogram" in seen.distribution.plot_types:
-            found["distribution_histogram"] = [row for s in chosen for row in histogram(s)]
+        side, names = plan.distribution
+        measured = [statistics[name, side] for name in names if (name, side) in statistics]
+        if "boxplot" in visualization.distribution.plot_types:
+            found["distribution_boxplot"] = [_box(s) for s in measured]
+        if "histogram" in visualization.distribution.plot_types:
+            found["distribution_histogram"] = [row for s in measured for row in histogram(s)]
     if enabled.heatmap_3d:
         found["heatmap_3d"] = heat_rows(analysis)
     if enabled.percentile_range:
@@ -60,84 +77,40 @@ def tables(analysis: Analysis) -> dict[str, Rows]:
     return {name: rows for name, rows in found.items() if rows}
 
 
-def _quantized(analysis: Analysis) -> dict[tuple[str, str], LayerStatistics]:
-    """The statistics of the layers with magnitudes or distributions; of all layers if there are none."""
-    plan = analysis.plan
-    chosen = {name for names in plan.magnitude.values() for name in names} | set(plan.distribution[1])
-    found = {key: s for key, s in analysis.statistics.items() if key[0] in chosen}
-    return found or analysis.statistics
-
-
-def quantization(statistics: Mapping[tuple[str, str], LayerStatistics]) -> dict[str, Rows]:
+def quantization(statistics: Mapping[Key, LayerStatistics]) -> dict[str, Rows]:
     """The predicted error of every layer in every format, and the layers that cause half of it."""
     usable = {key: s for key, s in statistics.items() if s.count}
     predictions = predict_layers(usable, GATE_FORMATS)
-    noise = {(one.module, one.format): one.noise for one in predictions}
-    predicted = {one.module: one.of for one in predictions}
-    rows = []
-    for module in dict.fromkeys(module for module, _ in usable):
-        kind = next(one for one in ("input", "output", "weight") if (module, one) in usable)
+    noise = {(prediction.module, prediction.format): prediction.noise for prediction in predictions}
+    rows: Rows = []
+    for module, predicted in {prediction.module: prediction.of for prediction in predictions}.items():
+        kind = next(kind for kind in ("input", "output", "weight") if (module, kind) in usable)
         spoiled = spoiled_share(usable[module, kind])
         by_format = {f"noise {format}": noise[module, format] for format in GATE_FORMATS}
-        what = {"kind": kind, "predicted": predicted[module]}
-        rows.append({"module": module, **what, "spoiled_blocks": spoiled, **by_format})
+        rows.append({"module": module, "kind": kind, "predicted": predicted, "spoiled_blocks": spoiled, **by_format})
     kept: Rows = []
-    for format in GATE_FORMATS if rows else ():
-        names = keep_in_higher_precision([one for one in predictions if one.format == format])
-        kept += [
-            {"format": format, "rank": i, "module": name, "noise": noise[name, format]}
-            for i, name in enumerate(names, 1)
-        ]
+    for format in GATE_FORMATS:
+        names = keep_in_higher_precision([prediction for prediction in predictions if prediction.format == format])
+        for rank, name in enumerate(names, 1):
+            kept.append({"format": format, "rank": rank, "module": name, "noise": noise[name, format]})
     return {"predicted_error": rows, "keep_in_higher_precision": kept}
 
 
-def _distributed(analysis: Analysis) -> set[tuple[str, str]]:
-    side, names = analysis.plan.distribution
-    return {(side, name) for name in names}
-
-
-def top_channels(statistics: Iterable[LayerStatistics]) -> Rows:
-    """The channels with the largest max |x| of every tensor, and their ratio to the median channel."""
+def top_channels(s: LayerStatistics) -> Rows:
+    """The channels of a tensor with the largest max |x|, and their ratio to the median channel."""
+    median = float(np.median(s.channel_amax)) if s.channels else 0.0
     rows = []
-    for s in statistics:
-        median = float(np.median(s.channel_amax)) if s.channel_amax.size else 0.0
-        for channel in np.argsort(-s.channel_amax, kind="stable")[:TOP_CHANNELS]:
-            amax = float(s.channel_amax[channel])
-            ratio = amax / median if median else None
-            rows.append(
-                {"module": s.module, "kind": s.kind, "channel": int(channel), "amax": amax, "to_median_channel": ratio}
-            )
+    for channel in np.argsort(-s.channel_amax, kind="stable")[:TOP_CHANNELS]:
+        amax = float(s.channel_amax[channel])
+        sizes = {"amax": amax, "to_median_channel": amax / median if median else None}
+        rows.append({"module": s.module, "kind": s.kind, "channel": int(channel), **sizes})
     return rows
-
-
-def outliers_by_layer(analysis: Analysis) -> Rows:
-    """Outlier counts by layer."""
-    return [
-        {
-            "module": one.module,
-            "outliers": one.count,
-            "tokens": one.tokens,
-            "share": one.count / one.tokens if one.tokens else 0.0,
-            "samples": one.samples,
-            "largest_ratio": one.largest_ratio,
-        }
-        for one in analysis.outliers.values()
-    ]
-
-
-def outliers_by_position(analysis: Analysis) -> Rows:
-    """Outlier counts by layer and position, without zeros."""
-    return [
-        {"module": one.module, "position": position, "outliers": one.positions[position]}
-        for one in analysis.outliers.values()
-        for position in sorted(one.positions)
-    ]
 
 
 def outliers_by_token(analysis: Analysis) -> Rows:
     """Outlier counts by token over all layers, the most frequent first."""
-    total: Counter[int] = sum((one.token_ids for one in analysis.outliers.values()), Counter())
-    layers = Counter(token for one in analysis.outliers.values() for token in one.token_ids)
+    total: Counter[int] = sum((layer.token_ids for layer in analysis.outliers.values()), Counter())
+    layers = Counter(token for layer in analysis.outliers.values() for token in layer.token_ids)
     return [
         {"token": token, "text": analysis.token_texts.get(token), "outliers": count, "layers": layers[token]}
         for token, count in sorted(total.items(), key=lambda item: (-item[1], item[0]))
@@ -149,42 +122,32 @@ def worst_tokens(analysis: Analysis) -> Rows:
     return [
         {
             "module": layer.module,
-            "sample": one.sample,
-            "position": one.position,
-            "token": one.token,
-            "text": analysis.token_texts.get(one.token),
-            "value": one.value,
-            "ratio": one.ratio,
-            "around": analysis.around.get((one.sample, one.position)),
+            "sample": outlier.sample,
+            "position": outlier.position,
+            "token": outlier.token,
+            "text": analysis.token_texts.get(outlier.token),
+            "value": outlier.value,
+            "ratio": outlier.ratio,
+            "around": analysis.around.get((outlier.sample, outlier.position)),
         }
         for layer in analysis.outliers.values()
-        for one in layer.worst
+        for outlier in layer.worst
     ]
 
 
 def _box(s: LayerStatistics) -> dict[str, Any]:
-    return {
-        "module": s.module,
-        "kind": s.kind,
-        **{f"p{percent:g}": s.percentile(percent) for percent in PERCENTILES},
-        "max": s.amax,
-        "mean": s.mean,
-        "std": s.std,
-        "kurtosis": s.kurtosis,
-    }
+    moments = {"mean": s.mean, "std": s.std, "kurtosis": s.kurtosis}
+    return {"module": s.module, "kind": s.kind, **s.percentiles(), "max": s.amax, **moments}
 
 
 def histogram(s: LayerStatistics) -> Rows:
     """|x| in PER_OCTAVE buckets per octave, without empty ones at the ends; the first row counts the zeros."""
     step = (1 << SIZES.mantissa_bits) // PER_OCTAVE
-    counts = s.buckets.reshape(-1, step).sum(1)
-    ends = SIZES.edges[::step]
-    some = np.flatnonzero(counts)
-    rows: Rows = [{"module": s.module, "kind": s.kind, "low": 0.0, "high": 0.0, "count": s.zeros}]
-    for bucket in range(int(some[0]), int(some[-1]) + 1) if some.size else ():
-        low, high = float(ends[bucket]), float(ends[bucket + 1])
-        rows.append({"module": s.module, "kind": s.kind, "low": low, "high": high, "count": int(counts[bucket])})
-    return rows
+    counts = Trimmed.of(s.buckets.reshape(-1, step).sum(1))
+    ends = SIZES.edges[::step].tolist()
+    rows = [(0.0, 0.0, s.zeros)]
+    rows += [(ends[i], ends[i + 1], count) for i, count in enumerate(counts.counts.tolist(), counts.first)]
+    return [{"module": s.module, "kind": s.kind, "low": low, "high": high, "count": n} for low, high, n in rows]
 
 
 def heat_rows(analysis: Analysis) -> Rows:
@@ -192,26 +155,17 @@ def heat_rows(analysis: Analysis) -> Rows:
     rows = []
     for heat in drawn_heat(analysis):
         down, across = heat.values.shape
-        for i in range(down):
-            for j in range(across):
-                token, channel = i * heat.tokens // down, j * heat.channels // across
-                value = float(heat.values[i, j])
-                rows.append(
-                    {"module": heat.module, "kind": heat.kind, "token": token, "channel": channel, "max": value}
-                )
+        for (i, j), value in np.ndenumerate(heat.values):
+            place = {"token": i * heat.tokens // down, "channel": j * heat.channels // across}
+            rows.append({"module": heat.module, "kind": heat.kind, **place, "max": float(value)})
     return rows
 
 
-#: The most heat maps that are drawn: those of the layers with the largest max / median.
-MOST_HEAT = 12
-
-
-def drawn_heat(analysis: Analysis) -> list[Any]:
-    """The heat maps worth drawing, in the order of the model."""
-    side = analysis.plan.heat[0]
+def drawn_heat(analysis: Analysis) -> list[HeatGrid]:
+    """The heat maps that are drawn, at most MOST_HEAT, in the order of the model."""
 
     def ratio(name: str) -> float:
-        s = analysis.statistics.get((name, side))
+        s = analysis.statistics.get((name, analysis.plan.heat[0]))
         return (s.max_to_median or 0.0) if s else 0.0
 
     chosen = set(sorted(analysis.heat, key=ratio, reverse=True)[:MOST_HEAT])
@@ -220,21 +174,11 @@ def drawn_heat(analysis: Analysis) -> list[Any]:
 
 def band_rows(analysis: Analysis) -> Rows:
     """The percentiles of every channel."""
-    rows = []
-    for band in analysis.bands.values():
-        found = band.percentiles()
-        for channel in range(found.shape[1]):
-            values = {f"p{percent:g}": float(found[i, channel]) for i, percent in enumerate(BANDS)}
-            rows.append({"module": band.module, "kind": band.kind, "channel": channel, **values})
-    return rows
-
-
-#: Tables that JSON has as lists of numbers, not as rows.
-_LARGE = ("heatmap_3d", "percentile_range")
-
-
-def _digits(values: Iterable[float]) -> list[float]:
-    return [float(f"{x:.6g}") for x in values]
+    return [
+        {"module": band.module, "kind": band.kind, "channel": channel, **dict(zip(_BAND_NAMES, values, strict=True))}
+        for band in analysis.bands.values()
+        for channel, values in enumerate(band.percentiles().T.tolist())
+    ]
 
 
 def as_json(analysis: Analysis, made: Mapping[str, Rows]) -> dict[str, Any]:
@@ -250,23 +194,27 @@ def as_json(analysis: Analysis, made: Mapping[str, Rows]) -> dict[str, Any]:
             {
                 "module": band.module,
                 "kind": band.kind,
-                **{f"p{p:g}": _digits(row) for p, row in zip(BANDS, band.percentiles(), strict=True)},
+                **{name: _digits(row) for name, row in zip(_BAND_NAMES, band.percentiles(), strict=True)},
             }
             for band in analysis.bands.values()
         ],
         "heat": [
             {
-                "module": one.module,
-                "kind": one.kind,
-                "sample": one.sample,
-                "tokens": one.tokens,
-                "channels": one.channels,
-                "max": [_digits(row) for row in one.values],
+                "module": heat.module,
+                "kind": heat.kind,
+                "sample": heat.sample,
+                "tokens": heat.tokens,
+                "channels": heat.channels,
+                "max": [_digits(row) for row in heat.values],
             }
-            for one in drawn_heat(analysis)
+            for heat in drawn_heat(analysis)
         ],
         "counts": [_counts(s) for s in analysis.statistics.values()],
     }
+
+
+def _digits(values: Iterable[float]) -> list[float]:
+    return [float(f"{x:.6g}") for x in values]
 
 
 def _counts(s: LayerStatistics) -> dict[str, Any]:
@@ -279,3 +227,127 @@ def _counts(s: LayerStatistics) -> dict[str, Any]:
         "depths": [[int(e), *Trimmed.of(s.depths[e]).as_list()] for e in np.flatnonzero(s.depths.sum(1))],
         "median_depths": s.kept["median_depths"].as_list(),
     }
+
+
+@dataclass(frozen=True)
+class SavedAnalysis:
+    """An analysis that was read back from its JSON."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    figures: Mapping[Key, Mapping[str, Any]]
+    """Statistics, outliers of outputs and predicted errors, by module and kind."""
+    predicted: tuple[str, ...]
+    """The names of predicted figures, such as `noise fp4_e2m1`."""
+
+    def tensors(self, *, without: "SavedAnalysis") -> tuple[str, ...]:
+        """The tensors that the other analysis does not have."""
+        return tuple(f"{module} {kind}" for module, kind in self.figures if (module, kind) not in without.figures)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row for every tensor that both runs have, and the tensors that only one of them has."""
+
+    a: SavedAnalysis
+    b: SavedAnalysis
+    rows: tuple[dict[str, Any], ...]
+    figures: tuple[str, ...]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    warnings: tuple[str, ...]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all statistics of the shared tensors are equal, also those that have no column here."""
+        return all(self.a.figures[key] == self.b.figures[key] for key in self.a.figures if key in self.b.figures)
+
+
+def read_run(path: str | Path) -> SavedAnalysis:
+    """Read the analysis.json of a run from its folder."""
+    folder = Path(path)
+    file = folder / "analysis.json"
+    if not file.is_file():
+        what = "has no analysis.json" if folder.is_dir() else f"does not exist (looked for {folder.absolute()})"
+        raise ValueError(
+            f"run {str(path)!r} {what}. Expected the folder of a run (visualization.save_dir) with json among its "
+            "output.formats."
+        )
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        rows = {(row["module"], row["kind"]): dict(row) for row in document["tables"]["statistics"]}
+        outliers = {row["module"]: row["outliers"] for row in document["tables"].get("outlier_layer_wise", [])}
+        predicted = document["tables"].get("predicted_error", [])
+        version, facts, settings = document["format"], document["facts"], document["settings"]
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(
+            f"{str(file)!r} is not what probe analyze writes ({type(problem).__name__}: {problem}). Run it again."
+        ) from None
+    if version != FORMAT:
+        raise ValueError(f"{str(file)!r} has the format {version}; this probe reads {FORMAT}. Run the analysis again.")
+    for (module, kind), row in rows.items():
+        row["outliers"] = outliers.get(module) if kind == "output" else None
+    labels = ("module", "kind", "predicted")
+    names = tuple(dict.fromkeys(name for row in predicted for name in row if name not in labels))
+    for row in predicted:
+        if (row["module"], row["kind"]) in rows:
+            rows[row["module"], row["kind"]] |= row
+    return SavedAnalysis(folder, facts, settings, rows, names)
+
+
+def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
+    """Compare the tensors that both runs have; an error if there are none."""
+    a, b = read_run(path_a), read_run(path_b)
+    shared = [key for key in a.figures if key in b.figures]
+    if not shared:
+        first = [next((f"{module} {kind}" for module, kind in run.figures), "no tensor") for run in (a, b)]
+        raise ValueError(
+            f"the runs {str(a.folder)!r} ({first[0]}) and {str(b.folder)!r} ({first[1]}) have no tensor in common. "
+            "Compare runs of the same layers of the same model."
+        )
+    figures = tuple(
+        name
+        for name in (*FIGURES, *(name for name in a.predicted if name in b.predicted))
+        if any(run.figures[key].get(name) is not None for run in (a, b) for key in shared)
+    )
+    rows = []
+    for key in shared:
+        row: dict[str, Any] = {"module": key[0], "kind": key[1]}
+        for name in figures:
+            x, y = a.figures[key].get(name), b.figures[key].get(name)
+            row |= {f"{name} A": x, f"{name} B": y, f"{name} B/A": _ratio(x, y)}
+        rows.append(row)
+    only = a.tensors(without=b), b.tensors(without=a)
+    return Comparison(a, b, tuple(rows), figures, only, tuple(_differences(a, b)))
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    """b / a; None where it has no meaning, 1 for 0 and 0."""
+    if a is None or b is None:
+        return None
+    if a == b:
+        return 1.0
+    return b / a if a and math.isfinite(b / a) else None
+
+
+def _differences(a: SavedAnalysis, b: SavedAnalysis) -> list[str]:
+    """Warnings about differences that make the runs hard to compare."""
+    warnings = []
+    for key, what in (("data_fingerprint", "tokens"), ("samples", "number of samples")):
+        if a.facts.get(key) != b.facts.get(key):
+            warnings.append(f"the {what} differ: {a.facts.get(key)} and {b.facts.get(key)}")
+    thresholds = [run.settings["visualization"]["outlier"]["threshold"] for run in (a, b)]
+    if thresholds[0] != thresholds[1]:
+        warnings.append(f"the outlier thresholds differ: {thresholds[0]:g} and {thresholds[1]:g}")
+    return warnings
+
+
+def ranked(comparison: Comparison, figure: str) -> list[dict[str, Any]]:
+    """The rows in which a figure changed, largest |log(B/A)| first; rows without a ratio come before all."""
+
+    def change(row: Mapping[str, Any]) -> float:
+        ratio = row.get(f"{figure} B/A")
+        return abs(math.log(ratio)) if ratio else math.inf
+
+    rows = [row for row in comparison.rows if row.get(f"{figure} A") != row.get(f"{figure} B")]
+    return sorted(rows, key=change, reverse=True)

@@ -1,9 +1,9 @@
-"""The fast twin: loops of numba that take every statistic of a row while the row is in the cache.
+"""The fast twin: numba loops that compute every statistic of a row while the row is in the cache.
 
 Everything but the sums equals the readable twin to the bit; sums differ by the order of additions.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -12,11 +12,13 @@ import numpy.typing as npt
 from probe.activations.reference import BLOCK, DEPTHS, SIDE, SIGNED_SIZES, SIZES, empty
 from probe.numerics.moments import Moments
 
-#: The places of sums, and those of counts.
+#: The indices into the array of sums and into that of counts.
 MEAN, SECOND, THIRD, FOURTH, MINIMUM, MAXIMUM, SMALLEST = range(7)
 COUNT, NONFINITE, ZEROS, NEGATIVES, ZERO_BLOCKS = range(5)
+#: The fields of LayerStatistics in the order of the counts.
+_COUNTED = ("count", "nonfinite", "zeros", "negatives", "zero_blocks")
 
-#: Sums may be taken in any order, and they see no NaN.
+#: Sums may be added in any order, and there is no NaN among the values.
 _ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 #: What the loops read of the buckets.
 SHIFT, SIGNED_SHIFT, SIGNED_FIRST = SIZES.shift, SIGNED_SIZES.shift, SIGNED_SIZES.first
@@ -28,11 +30,23 @@ _Whole = npt.NDArray[np.int64]
 _Bits = npt.NDArray[np.int32]
 
 
+class _Tables(NamedTuple):
+    """The arrays of LayerStatistics that the loops update in place."""
+
+    channel_amax: _Bits
+    buckets: _Whole
+    block_buckets: _Whole
+    depths: _Whole
+    median_depths: _Whole
+
+
 class Gathering:
     """Gathers the fields of LayerStatistics piece by piece, in place."""
 
     def __init__(self, channels: int) -> None:
         self._found = empty(channels)
+        tables = {name: self._found[name] for name in _Tables._fields}
+        self._tables = _Tables(**tables | {"channel_amax": self._found["channel_amax"].view(np.int32)})
         self._sums, self._counts = np.zeros(7), np.zeros(5, np.int64)
         self._sums[MINIMUM], self._sums[MAXIMUM], self._sums[SMALLEST] = np.inf, -np.inf, np.inf
         self._top, self._row_top = np.full(3, -1.0, np.float32), np.full(3, -1.0, np.float32)
@@ -41,18 +55,7 @@ class Gathering:
         """Append rows [rows, channels]; returns max |x| of each."""
         found = self._found
         amax = np.zeros(len(rows), np.float32)
-        _measure(
-            rows,
-            amax,
-            found["channel_amax"].view(np.int32),
-            self._sums,
-            self._counts,
-            self._top,
-            found["buckets"],
-            found["block_buckets"],
-            found["depths"],
-            found["median_depths"],
-        )
+        _measure(rows, amax, self._sums, self._counts, self._top, self._tables)
         _insert_all(self._row_top, amax)
         found["rows"] += len(rows)
         found["row_smallest"] = min(found["row_smallest"], float(amax.min()))
@@ -60,36 +63,22 @@ class Gathering:
         return amax
 
     def fields(self) -> dict[str, Any]:
-        """The fields of all rows taken so far."""
-        sums, counts = self._sums, self._counts
-        return self._found | {
-            "count": int(counts[COUNT]),
-            "nonfinite": int(counts[NONFINITE]),
-            "zeros": int(counts[ZEROS]),
-            "negatives": int(counts[NEGATIVES]),
-            "zero_blocks": int(counts[ZERO_BLOCKS]),
-            "minimum": float(sums[MINIMUM]) + 0.0,
-            "maximum": float(sums[MAXIMUM]) + 0.0,
-            "smallest": float(sums[SMALLEST]),
+        """The fields of all rows so far."""
+        sums, counts = self._sums.tolist(), self._counts.tolist()
+        return {
+            **self._found,
+            **dict(zip(_COUNTED, counts, strict=True)),
+            "minimum": sums[MINIMUM] + 0.0,
+            "maximum": sums[MAXIMUM] + 0.0,
+            "smallest": sums[SMALLEST],
             "largest": tuple(float(x) for x in self._top if x >= 0),
-            "moments": Moments(int(counts[COUNT]), *(float(x) for x in sums[:4])),
+            "moments": Moments(counts[COUNT], *sums[:MINIMUM]),
             "row_largest": tuple(float(x) for x in self._row_top if x >= 0),
         }
 
 
 @numba.njit(cache=True, nogil=True)
-def _measure(
-    rows: Floats,
-    row_amax: Floats,
-    channel_amax: _Bits,
-    sums: _Doubles,
-    counts: _Whole,
-    top: Floats,
-    buckets: _Whole,
-    block_buckets: _Whole,
-    depths: _Whole,
-    median_depths: _Whole,
-) -> None:
+def _measure(rows: Floats, row_amax: Floats, sums: _Doubles, counts: _Whole, top: Floats, tables: _Tables) -> None:
     channels = rows.shape[1]
     clean, packed = np.empty(channels, np.float32), np.empty(channels, np.float32)
     found, depth = np.empty(4), np.empty(DEPTHS, np.int32)
@@ -108,9 +97,7 @@ def _measure(
             _join(sums, found, counts[COUNT], values.size)
             counts[COUNT] += values.size
             row_amax[index] = amax
-        counts[ZERO_BLOCKS] += _of_blocks(
-            row.view(np.int32), channel_amax, buckets, block_buckets, depths, median_depths, depth
-        )
+        counts[ZERO_BLOCKS] += _count_blocks(row.view(np.int32), tables, depth)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -125,7 +112,7 @@ def _largest(bits: _Bits) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def _without_nonfinite(row: Floats, clean: Floats, packed: Floats) -> int:
-    """The row with zeros for NaN and Inf, and its finite values side by side; how many these are."""
+    """Write the row with zeros for NaN and Inf, and its finite values side by side; returns how many these are."""
     kept = 0
     for i in range(row.size):
         good = np.isfinite(row[i])
@@ -158,7 +145,7 @@ def _extremes(values: Floats, sums: _Doubles, counts: _Whole) -> float:
 
 @numba.njit(cache=True, nogil=True)
 def _insert_all(top: Floats, values: Floats) -> None:
-    """The three largest |x| of those in `top`, largest first, and of the values."""
+    """Insert |x| of the values into `top`, the three largest so far, largest first."""
     for value in values:
         size = abs(value)
         if size > top[0]:
@@ -171,7 +158,7 @@ def _insert_all(top: Floats, values: Floats) -> None:
 
 @numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
 def _moments(values: Floats, about: float, found: _Doubles) -> None:
-    """Mean and centred sums, from sums about a value near the mean (of equal values: that value).
+    """Mean and centred sums, from sums about a value near the mean.
 
     With S_k the sum of (x - about)^k and D = S_1 / n:  M2 = S2 - n D^2,  M3 = S3 - 3 D S2 + 2 n D^3,
     M4 = S4 - 4 D S3 + 6 D^2 S2 - 3 n D^4
@@ -210,52 +197,47 @@ def _join(sums: _Doubles, found: _Doubles, before: int, size: int) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def _of_blocks(
-    bits: _Bits,
-    channel_amax: _Bits,
-    buckets: _Whole,
-    block_buckets: _Whole,
-    depths: _Whole,
-    median_depths: _Whole,
-    depth: _Bits,
-) -> int:
-    """Count by blocks; returns how many are all zero. `depth` is scratch space; unsigned indices are not tested."""
+def _count_blocks(bits: _Bits, tables: _Tables, depth: _Bits) -> int:
+    """Count a row block by block; returns how many blocks are all zero.
+
+    `depth` is scratch space. Indices are unsigned, so that numba does not test whether they are negative.
+    """
     deepest, zero_blocks = np.int32(DEPTHS - 2), 0
     for start in range(0, bits.size, BLOCK):
-        block, channels = bits[start : start + BLOCK], channel_amax[start : start + BLOCK]
+        block, channels = bits[start : start + BLOCK], tables.channel_amax[start : start + BLOCK]
         amax, zeros = np.int32(0), np.int32(0)
         for i in range(block.size):
-            size = block[i] & _SIZE  # in the order of the sizes
+            size = block[i] & _SIZE  # the bits of |x| are in the order of |x|
             amax = size if size > amax else amax
             zeros += np.int32(size == 0)
             channels[i] = size if size > channels[i] else channels[i]
         if amax == 0:
             zero_blocks += 1
             continue
-        block_buckets[np.uint32(amax >> SHIFT)] += 1
+        tables.block_buckets[np.uint32(amax >> SHIFT)] += 1
         exponent = amax >> np.int32(23)
         depth[:] = 0
         for i in range(block.size):
             size = block[i] & _SIZE
             below = exponent - (size >> np.int32(23))
             depth[np.uint32(below if below < deepest else deepest)] += 1
-            buckets[np.uint32(size >> SHIFT)] += 1
-        buckets[0] -= zeros  # which are in no bucket
+            tables.buckets[np.uint32(size >> SHIFT)] += 1
+        tables.buckets[0] -= zeros  # which are in no bucket
         depth[min(exponent, deepest)] -= zeros
         depth[DEPTHS - 1] += zeros
         seen, place = 0, -1
         while 2 * seen < block.size:
             place += 1
             seen += depth[place]
-        median_depths[place] += 1
+        tables.median_depths[place] += 1
         for i in range(DEPTHS):
-            depths[np.uint32(exponent), i] += depth[i]
+            tables.depths[np.uint32(exponent), i] += depth[i]
     return zero_blocks
 
 
 @numba.njit(cache=True, nogil=True)
 def count_channels(columns: Floats, counts: _Bits, low: Floats, high: Floats) -> None:
-    """As the readable twin."""
+    """As `count_channels` of the readable twin."""
     for channel in range(columns.shape[0]):
         column, bucket = columns[channel], counts[channel]
         bits = column.view(np.int32)

@@ -7,18 +7,19 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from probe.activations.settings import Settings
-from probe.activations.statistics import Kind
+from probe.activations.settings import DistributionSettings, HeatmapSettings, PercentileSettings, Settings
+from probe.activations.statistics import KINDS, Kind
 from probe.models.layers import select
 
-#: The most layers with percentile bands, which take a table of 641 counts per channel.
+#: The most layers with percentile bands, each of which needs a table of 641 counts per channel.
 MOST_BANDS = 12
 Side = Literal["input", "output"]
+SIDES: tuple[Side, Side] = ("input", "output")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Modules by plot, in the order of the model. `bands` holds at most MOST_BANDS of its modules, evenly spaced."""
+    """Modules by plot, in the order of the model. `bands` has at most MOST_BANDS of its modules, evenly spaced."""
 
     magnitude: dict[Kind, tuple[str, ...]]
     distribution: tuple[Side, tuple[str, ...]]
@@ -32,96 +33,81 @@ class Plan:
 
     def measured(self, kind: Kind) -> tuple[str, ...]:
         """The modules of which statistics of this kind are gathered."""
-        wanted = set(self.magnitude.get(kind, ()))
-        if self.distribution[0] == kind:
-            wanted |= set(self.distribution[1])
-        if self.heat[0] == kind:
-            wanted |= set(self.heat[1])  # so that the layers worth drawing are known
-        if kind == "output":
-            wanted |= set(self.outliers)
-        return self.in_order(wanted)
+        wanted = {*self.magnitude.get(kind, ()), *(self.outliers if kind == "output" else ())}
+        for side, names in (self.distribution, self.heat):  # the statistics decide which heat maps are drawn
+            wanted |= set(names if side == kind else ())
+        return self._in_order(wanted)
 
     def hooked(self) -> tuple[str, ...]:
         """The modules that get a hook."""
-        sides: tuple[Side, Side] = ("input", "output")
-        wanted = {name for side in sides for name in self.measured(side)}
-        return self.in_order(wanted | set(self.bands[1]))
+        return self._in_order({*self.measured("input"), *self.measured("output"), *self.bands[1]})
 
-    def in_order(self, names: set[str]) -> tuple[str, ...]:
-        """The names, in the order of the model."""
+    def _in_order(self, names: set[str]) -> tuple[str, ...]:
         return tuple(name for name in self.order if name in names)
 
 
 def make_plan(model: nn.Module, settings: Settings, *, model_name: str) -> Plan:
     """The plan for all enabled plots; a pattern that matches nothing is an error that shows the nearest names."""
-    seen = settings.visualization
-    enabled = seen.enabled
-    names = tuple(name for name, _ in model.named_modules() if name)
-    allowed = None
-    if seen.layer_selection.patterns:
-        key = "visualization.layer_selection.patterns"
-        allowed = set(_matched(model, key, seen.layer_selection.patterns, model_name))
+    visualization, samples = settings.visualization, settings.data.num_samples
+    enabled, distribution, heat = visualization.enabled, visualization.distribution, visualization.heatmap_3d
+    selection = visualization.layer_selection.patterns
+    allowed = set(_matched(model, "layer_selection.patterns", selection, model_name)) if selection else None
 
-    def matched(part: str, patterns: Sequence[str], *, wanted: bool) -> tuple[str, ...]:
+    def matched(key: str, patterns: Sequence[str], *, wanted: bool) -> tuple[str, ...]:
         if not wanted:
             return ()
-        key = f"visualization.{part}"
         found = _matched(model, key, patterns, model_name)
-        left = [name for name in found if allowed is None or name in allowed]
+        left = tuple(name for name in found if allowed is None or name in allowed)
         if not left:
             raise ValueError(
-                f"visualization.layer_selection.patterns leaves none of the {len(found)} layers of {key} "
+                f"visualization.layer_selection.patterns leaves none of the {len(found)} layers of visualization.{key} "
                 f"({found[0]}, ...). Widen it, or set it to []."
             )
-        return tuple(name for name in names if name in set(left))
+        return left
 
-    parts: tuple[tuple[Kind, bool], ...] = (
-        ("input", enabled.magnitude_input),
-        ("output", enabled.magnitude_output),
-        ("weight", enabled.magnitude_weight),
-    )
-    patterns = seen.magnitude.patterns
-    magnitude = {kind: matched("magnitude.patterns", patterns, wanted=wanted) for kind, wanted in parts if wanted}
+    magnitude = {
+        kind: matched("magnitude.patterns", visualization.magnitude.patterns, wanted=True)
+        for kind in KINDS
+        if getattr(enabled, f"magnitude_{kind}")
+    }
     if "weight" in magnitude:
         magnitude["weight"] = _with_weights(model, magnitude["weight"])
     outliers = enabled.outlier_layer_wise or enabled.outlier_position or enabled.outlier_token
-    heat = matched("heatmap_3d.pattern", [seen.heatmap_3d.pattern], wanted=enabled.heatmap_3d)
-    bands = matched("percentile_range.patterns", seen.percentile_range.patterns, wanted=enabled.percentile_range)
+    bands = matched(
+        "percentile_range.patterns", visualization.percentile_range.patterns, wanted=enabled.percentile_range
+    )
     plan = Plan(
         magnitude,
-        (
-            _side(seen.distribution.is_input),
-            matched("distribution.patterns", seen.distribution.patterns, wanted=enabled.distribution),
-        ),
-        matched("outlier.pattern", [seen.outlier.pattern], wanted=outliers),
-        (_side(seen.heatmap_3d.is_input), heat),
-        (_side(seen.percentile_range.is_input), _evenly(bands, MOST_BANDS)),
+        (_side(distribution), matched("distribution.patterns", distribution.patterns, wanted=enabled.distribution)),
+        matched("outlier.pattern", [visualization.outlier.pattern], wanted=outliers),
+        (_side(heat), matched("heatmap_3d.pattern", [heat.pattern], wanted=enabled.heatmap_3d)),
+        (_side(visualization.percentile_range), _evenly(bands, MOST_BANDS)),
         len(bands),
-        names,
+        tuple(name for name, _ in model.named_modules() if name),
     )
-    if enabled.heatmap_3d and seen.heatmap_3d.sample_idx >= settings.data.num_samples:
+    if enabled.heatmap_3d and heat.sample_idx >= samples:
         raise ValueError(
-            f"visualization.heatmap_3d.sample_idx is {seen.heatmap_3d.sample_idx}; data.num_samples is "
-            f"{settings.data.num_samples}, so expected 0 to {settings.data.num_samples - 1}."
+            f"visualization.heatmap_3d.sample_idx is {heat.sample_idx}; data.num_samples is {samples}, so expected 0 "
+            f"to {samples - 1}."
         )
     if not plan.hooked() and not plan.measured("weight"):
         raise ValueError("there is nothing to analyze: everything of visualization.enabled is off. Switch some on.")
     return plan
 
 
-def _side(is_input: bool) -> Side:
-    return "input" if is_input else "output"
+def _side(section: DistributionSettings | HeatmapSettings | PercentileSettings) -> Side:
+    return "input" if section.is_input else "output"
 
 
 def _matched(model: nn.Module, key: str, patterns: Sequence[str], model_name: str) -> list[str]:
     try:
-        return list(select(model, list(patterns), model_name=model_name).values())
+        return list(select(model, patterns, model_name=model_name).values())
     except ValueError as problem:
-        raise ValueError(f"{key}: {problem}") from None
+        raise ValueError(f"visualization.{key}: {problem}") from None
 
 
 def _with_weights(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    found = tuple(name for name in names if weight_of(model.get_submodule(name)) is not None)
+    found = tuple(name for name in names if _weight_of(model.get_submodule(name)) is not None)
     if not found:
         raise ValueError(
             f"visualization.enabled.magnitude_weight: none of the {len(names)} layers of visualization.magnitude."
@@ -130,7 +116,7 @@ def _with_weights(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def weight_of(module: nn.Module) -> torch.Tensor | None:
+def _weight_of(module: nn.Module) -> torch.Tensor | None:
     """The module's own weight, if it is a float tensor."""
     weight = cast(object, getattr(module, "weight", None))
     return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dim() > 0 else None
@@ -142,7 +128,7 @@ def weight_rows(module: nn.Module) -> torch.Tensor | None:
     Most modules store [out, in, ...]. Conv1D of transformers (GPT-2) stores [in, out], transposed convolutions
     [in, out / groups, ...].
     """
-    weight = weight_of(module)
+    weight = _weight_of(module)
     if weight is None or weight.dim() < 2:
         return None if weight is None else weight[None]
     if _stores_inputs_first(module, weight):
@@ -154,13 +140,13 @@ def weight_rows(module: nn.Module) -> torch.Tensor | None:
 
 
 def _stores_inputs_first(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether it is transformers.pytorch_utils.Conv1D or derived from it, told by name so that nothing is imported."""
+    """Whether it is transformers.pytorch_utils.Conv1D or derived from it, by name so that nothing is imported."""
     named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     return named and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
 
 
 def _evenly(names: tuple[str, ...], most: int) -> tuple[str, ...]:
-    """At most `most` of the names, from the first to the last."""
+    """At most `most` of the names, evenly spaced, with the first and the last."""
     if len(names) <= most:
         return names
     return tuple(names[round(i * (len(names) - 1) / (most - 1))] for i in range(most))

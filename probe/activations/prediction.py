@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,27 +32,27 @@ Array = npt.NDArray[np.float64]
 #: A block is spoiled by an outlier if its median lies this many octaves below its largest magnitude: in fp4_e2m1 at
 #: least half of it then becomes zero.
 SPOILED = 5
-#: The part of the predicted noise that the layers to keep in higher precision hold.
+#: The layers to keep in higher precision cause this part of the predicted noise.
 SHARE = 0.5
 
 _PER_OCTAVE = 1 << SIZES.mantissa_bits
 _BIAS = 127  # of the exponent of a float32
 _SMALLEST_SCALE = 1e-6  # of integers
 _MANTISSAS = 8  # places of the largest magnitude in its octave that are told apart, for nvfp4
-_NVFP4_BLOCK = 16
+_NVFP4_BLOCK = 16  # elements
 _NEGLIGIBLE = 1e-9  # of all elements
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expected error of a tensor, or of what a layer gives, in one format."""
+    """The expected error of a tensor, or of the output of a linear layer, in one format."""
 
     module: str
     format: str
     mse: float
     mean_square: float  # of the float tensor
     of: str = ""
-    """What was predicted: linear, which is W x with both on the grid, or input, output or weight alone."""
+    """What the prediction is of: linear (W x with both on the grid), or input, output or weight alone."""
 
     @property
     def noise(self) -> float:
@@ -76,8 +77,8 @@ def predict_tensor(statistics: LayerStatistics, format: str, *, amax: float | No
         nvfp4      e4m3(block amax / 6 / tensor scale) * tensor scale, tensor scale = amax / (448 * 6)
         casts      none
 
-    `amax` is the calibrated one; None takes that of the statistics. Values on the grid already are not known to be,
-    so the prediction for them is that of their neighbours.
+    `amax` is the calibrated one; None takes that of the statistics. The statistics do not show whether values are on
+    the grid already, so the prediction for a tensor that is on it is too large.
     """
     fmt = look_up("format", format, FORMATS, see="List them with: probe formats")
     limit = statistics.amax if amax is None else amax
@@ -117,10 +118,10 @@ def predict_linear(
     the `output` its mean square is known; without, it is that of the first line, which holds for weights that have
     nothing to do with their input.
     """
-    channels = given.channel_amax.size
-    if weight.channel_amax.size != channels:
+    channels = given.channels
+    if weight.channels != channels:
         raise ValueError(
-            f"the weight of {weight.module} has {weight.channel_amax.size} inputs and the input of {given.module} "
+            f"the weight of {weight.module} has {weight.channels} inputs and the input of {given.module} "
             f"{channels} channels. Give the statistics of one linear layer."
         )
     dx = predict_tensor(given, format, amax=amax).mse if inputs else 0.0
@@ -137,42 +138,42 @@ def predict_layers(
     inputs: bool = True,
     amax: Mapping[str, float] | None = None,
 ) -> list[Prediction]:
-    """Every module of which there are statistics in each format, in their order.
+    """The predictions for every module that has statistics, in every format.
 
-    With input and weight [out, in] it is predicted as a linear layer, else the tensor at hand by itself: the input,
-    or the output (a site), or the weight: `of` says which. `amax` holds calibrated maxima by module; others take
-    their own.
+    A module with input and weight [out, in] is predicted as a linear layer. For others it is the first of input,
+    output (of a site) and weight that there is, and `of` says which. `amax` has the calibrated maxima by module;
+    modules without one take that of their statistics.
     """
     found = []
-    known, apart = amax or {}, unlike(statistics)
+    calibrated, apart = amax or {}, mismatched_channels(statistics)
     for module in dict.fromkeys(module for module, _ in statistics):
         given, weight, output = (statistics.get((module, kind)) for kind in ("input", "weight", "output"))
         for format in formats:
             if given is not None and weight is not None and module not in apart:
-                calibrated = known.get(module)
-                found.append(predict_linear(given, weight, format, inputs=inputs, amax=calibrated, output=output))
+                limit = calibrated.get(module)
+                found.append(predict_linear(given, weight, format, inputs=inputs, amax=limit, output=output))
                 continue
-            tensor = next(one for one in (given, output, weight) if one is not None)
-            found.append(predict_tensor(tensor, format, amax=None if tensor is weight else known.get(module)))
+            tensor = next(tensor for tensor in (given, output, weight) if tensor is not None)
+            found.append(predict_tensor(tensor, format, amax=None if tensor is weight else calibrated.get(module)))
     return found
 
 
-def unlike(statistics: Mapping[tuple[str, str], LayerStatistics]) -> dict[str, tuple[int, int]]:
-    """The modules whose input has other channels than their weight, and how many both have: W x is not predicted."""
+def mismatched_channels(statistics: Mapping[tuple[str, str], LayerStatistics]) -> dict[str, tuple[int, int]]:
+    """The modules whose input has other channels than their weight, with both numbers: W x is not predicted."""
     found = {}
     for module, kind in statistics:
         if kind == "input" and (module, "weight") in statistics:
-            x, w = (statistics[module, one].channel_amax.size for one in ("input", "weight"))
-            if x != w:
-                found[module] = (x, w)
+            inputs, weights = statistics[module, kind].channels, statistics[module, "weight"].channels
+            if inputs != weights:
+                found[module] = (inputs, weights)
     return found
 
 
 def spoiled_share(statistics: LayerStatistics, *, octaves: int = SPOILED) -> float:
     """The share of the blocks of 32 whose median magnitude lies at least `octaves` octaves below their largest one.
 
-    Octaves are differences of exponents, so a block counts from a ratio of 2^(octaves - 1) at the least and
-    certainly from 2^(octaves + 1). Blocks of zeros are never spoiled. A median of zero is as deep as can be.
+    Octaves are differences of exponents: a block with a ratio below 2^(octaves - 1) never counts and one above
+    2^(octaves + 1) always does. Blocks of zeros never count. A median of zero lies below all others.
     """
     if not 1 <= octaves <= 31:
         raise ValueError(f"octaves is {octaves}; expected 1 to 31.")
@@ -180,24 +181,19 @@ def spoiled_share(statistics: LayerStatistics, *, octaves: int = SPOILED) -> flo
 
 
 def keep_in_higher_precision(predictions: Sequence[Prediction], *, share: float = SHARE) -> list[str]:
-    """The fewest modules that hold `share` of the sum of noise / signal of all, the noisiest first. One format only."""
+    """The fewest modules with `share` of the sum of all noise, the noisiest first, from predictions of one format."""
     formats = sorted({prediction.format for prediction in predictions})
     if len(formats) > 1:
         raise ValueError(f"the predictions are of {len(formats)} formats: {', '.join(formats)}. Give those of one.")
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected above 0 and at most 1.")
-    order = sorted(predictions, key=lambda one: -one.noise)
-    if any(math.isinf(one.noise) for one in order):
-        return [one.module for one in order if math.isinf(one.noise)]
-    total = math.fsum(one.noise for one in order)
-    kept: list[str] = []
-    held = 0.0
-    for one in order:
-        if held >= share * total:
-            break
-        kept.append(one.module)
-        held += one.noise
-    return kept
+    order = sorted(predictions, key=lambda prediction: -prediction.noise)
+    endless = [prediction.module for prediction in order if math.isinf(prediction.noise)]
+    if endless:
+        return endless
+    total = math.fsum(prediction.noise for prediction in order)
+    before = accumulate((prediction.noise for prediction in order), initial=0.0)  # the noise of those in front
+    return [prediction.module for prediction, noise in zip(order, before, strict=False) if noise < share * total]
 
 
 def _mean_error(low: Array, high: Array, fmt: Format) -> Array:
@@ -289,7 +285,8 @@ def _nvfp4_error(statistics: LayerStatistics, fmt: Format, amax: float) -> float
     The place of that magnitude in its octave is taken from all blocks. It is one element in 16, and not spread: its
     error is that of its scale. No other element of its octave is above it.
     """
-    tensor_scale = amax / (FORMATS["fp8_e4m3"].max * fmt.max) if amax > 0 else 1.0
+    e4m3 = FORMATS["fp8_e4m3"]
+    tensor_scale = amax / (e4m3.max * fmt.max) if amax > 0 else 1.0
     depths, spread = _halved(statistics.depths), _mantissas(statistics.buckets)
     tops = _mantissas(statistics.block_buckets).reshape(256, _MANTISSAS, -1).sum(2)
     elements = depths.sum(1)
@@ -302,24 +299,17 @@ def _nvfp4_error(statistics: LayerStatistics, fmt: Format, amax: float) -> float
         others[0] = max(others[0] - blocks, 0.0)
         for place in np.flatnonzero(tops[top]):
             largest = 2.0 ** (float(top) - _BIAS) * (1 + (place + 0.5) / _MANTISSAS)
-            scale = _e4m3(largest / fmt.max / tensor_scale) * tensor_scale
+            scale = max(_nearest(largest / fmt.max / tensor_scale, e4m3), e4m3.min_subnormal) * tensor_scale
             below = spread[octaves]
             below[0, (place + 1) * _PER_OCTAVE // _MANTISSAS :] = 0.0
             below[0] /= max(below[0].sum(), 1e-300)
             spread_out = float((others[:, None] * below * _mean_error(low / scale, high / scale, fmt)).sum())
-            alone = float(blocks) * _value_error(largest / scale, fmt)
+            alone = float(blocks) * (largest / scale - _nearest(largest / scale, fmt)) ** 2
             total += float(tops[top, place]) * (spread_out + alone) * scale**2
     return total
 
 
-def _value_error(y: float, fmt: Format) -> float:
-    """(y - q(y))^2 of one number above 0."""
+def _nearest(y: float, fmt: Format) -> float:
+    """The number of a float format that is nearest to y > 0, at most its largest."""
     step = 2.0 ** (max(math.frexp(y)[1] - 1, fmt.min_exponent) - fmt.mantissa_bits)
-    return (y - min(round(y / step) * step, fmt.max)) ** 2
-
-
-def _e4m3(x: float) -> float:
-    """The nearest e4m3 number, from 2^-9 to 448."""
-    fmt = FORMATS["fp8_e4m3"]
-    step = 2.0 ** (max(math.frexp(x)[1] - 1, fmt.min_exponent) - fmt.mantissa_bits)
-    return min(max(round(x / step) * step, fmt.min_subnormal), fmt.max)
+    return min(round(y / step) * step, fmt.max)

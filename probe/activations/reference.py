@@ -1,5 +1,6 @@
 """The readable twin: the statistics of rows in a few numpy operations; sums are in float64."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ SIDE = SIGNED_SIZES.size
 BLOCK = 32
 #: Depths below the exponent of a block that are told apart; the last one is of zeros.
 DEPTHS = 33
-#: The fields of LayerStatistics that are counts, and add up.
+#: The fields of LayerStatistics that are counts.
 COUNTS = ("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks")
 
 Floats = npt.NDArray[np.float32]
@@ -51,14 +52,12 @@ class Gathering:
     def take(self, rows: Floats) -> Floats:
         """Append rows [rows, channels]; returns max |x| of each."""
         old, (new, amax) = self._found, measure(rows)
-        joined = {name: MERGED.get(name, np.add)(old[name], new[name]) for name in old if name != "moments"}
-        moments = old["moments"].merge(new["moments"])
-        self._found = {**joined, "moments": moments}
+        self._found = {name: MERGED.get(name, np.add)(old[name], new[name]) for name in old}
         return amax
 
     def fields(self) -> dict[str, Any]:
-        """The fields of all rows taken so far."""
-        return self._found | {name: int(self._found[name]) for name in COUNTS}
+        """The fields of all rows so far."""
+        return dict(self._found)
 
 
 def largest_three(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
@@ -66,15 +65,14 @@ def largest_three(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ..
     return tuple(sorted(a + b, reverse=True)[:3])
 
 
-#: How two pieces merge, for fields that are not added.
+#: How two pieces merge, field by field of LayerStatistics; tables of counts are added.
 MERGED: dict[str, Callable[[Any, Any], Any]] = {
-    "minimum": min,
-    "smallest": min,
-    "row_smallest": min,
+    **dict.fromkeys(COUNTS, operator.add),
+    **dict.fromkeys(("minimum", "smallest", "row_smallest"), min),
     "maximum": max,
     "channel_amax": np.maximum,
-    "largest": largest_three,
-    "row_largest": largest_three,
+    **dict.fromkeys(("largest", "row_largest"), largest_three),
+    "moments": Moments.merge,
 }
 
 

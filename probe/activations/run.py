@@ -1,4 +1,4 @@
-"""Running an analysis: load model and data, one forward of every batch with hooks, and the results."""
+"""Running an analysis: load model and data, run every batch once with hooks, and collect the results."""
 
 import inspect
 import math
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from probe.activations.collecting import Collector, HeatGrid, Key, LayerOutliers
 from probe.activations.plan import Plan, make_plan, weight_rows
-from probe.activations.prediction import unlike
+from probe.activations.prediction import mismatched_channels
 from probe.activations.settings import MemorySettings, Settings
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure
 from probe.data.library_logs import quietly
@@ -53,7 +53,7 @@ class Analysis:
         return self.settings.model.name or self.settings.model.path
 
     def hardest(self) -> list[LayerStatistics]:
-        """By max / 99th percentile of |x|, the largest first; before all others where only that percentile is 0."""
+        """The tensors by max / 99th percentile of |x|, the largest first; those with a percentile of 0 lead."""
 
         def ratio(s: LayerStatistics) -> float:
             return s.max_to_p99 if s.max_to_p99 is not None else math.inf if s.amax else 0.0
@@ -63,7 +63,7 @@ class Analysis:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What an analysis needs before its first forward."""
+    """Everything that an analysis needs before its first forward."""
 
     settings: Settings
     loaded: Loaded
@@ -73,6 +73,10 @@ class Prepared:
     batches: list[Batch]
     about_data: str
     takes_mask: bool
+
+    def samples(self) -> list[Tensor]:
+        """The tokens of every sample, without padding."""
+        return [row[mask] for batch in self.batches for row, mask in zip(batch.tokens, batch.mask, strict=True)]
 
 
 def prepare(
@@ -125,8 +129,8 @@ def analyze(
 def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     """One forward of every batch, and the results."""
     settings, plan, notes = prepared.settings, prepared.plan, list(prepared.loaded.notes)
-    seen = settings.visualization
-    collector = Collector(plan, threshold=seen.outlier.threshold, heat_sample=seen.heatmap_3d.sample_idx)
+    outlier, heat = settings.visualization.outlier, settings.visualization.heatmap_3d
+    collector = Collector(plan, threshold=outlier.threshold, heat_sample=heat.sample_idx)
     placed = place(prepared.model, prepared.room)
     if placed.note:
         notes.append(placed.note)
@@ -153,8 +157,8 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
         {name: collector.outliers[name] for name in plan.outliers if name in collector.outliers},
         {name: collector.bands[name] for name in plan.bands[1] if name in collector.bands},
         {name: collector.heat[name] for name in plan.heat[1] if name in collector.heat},
-        _texts(collector, prepared.loaded.tokenizer) if seen.outlier.decode_tokens else {},
-        _around(collector, prepared) if seen.outlier.decode_tokens else {},
+        _texts(collector, prepared.loaded.tokenizer) if outlier.decode_tokens else {},
+        _around(collector, prepared) if outlier.decode_tokens else {},
         tuple(notes),
     )
 
@@ -191,46 +195,44 @@ def _parameters(model: nn.Module) -> set[str]:
 
 
 def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
-    """Notes on what was requested and could not be measured; an error if nothing could be."""
-    plan, sites = prepared.plan, prepared.settings.model.sites
-    silent = [name for name in plan.hooked() if name not in collector.ran]
-    notes = []
+    """Notes on tensors that could not be measured; an error if none could be."""
+    hooked, notes = prepared.plan.hooked(), list[str]()
+    silent = [name for name in hooked if name not in collector.ran]
     if silent:
-        hidden = not sites and is_mamba(prepared.model)
+        hidden = not prepared.settings.model.sites and is_mamba(prepared.model)
         inside = " Set model.sites true to see the tensors inside Mamba mixers." if hidden else ""
         notes.append(
-            f"{len(silent)} of {len(plan.hooked())} chosen modules never ran, and are left out: {first_few(silent)}. "
+            f"{len(silent)} of {len(hooked)} chosen modules never ran, and are left out: {first_few(silent)}. "
             f"The model reads their weights without calling them, or does not use them.{inside}"
         )
     notes += dict.fromkeys(collector.gaps.values())
-    if plan.hooked() and not (collector.statistics or collector.bands):
+    if hooked and not (collector.statistics or collector.bands):
         raise ValueError(f"nothing could be analyzed. {' '.join(notes)}")
     nonfinite = [f"{name} ({kind})" for (name, kind), s in collector.statistics.items() if s.nonfinite]
     if nonfinite:
         notes.append(f"NaN or Inf, which are left out of all statistics, in {len(nonfinite)}: {first_few(nonfinite)}.")
-    apart = [f"{name} ({x} and {w})" for name, (x, w) in unlike(collector.statistics).items()]
-    if apart:
+    unlike = [f"{name} ({x} and {w})" for name, (x, w) in mismatched_channels(collector.statistics).items()]
+    if unlike:
         notes.append(
-            f"the predicted error of {len(apart)} modules is that of their input alone, without the weight: the input "
-            f"has other channels than a row of the weight, as in convolutions: {first_few(apart)}."
+            f"the predicted error of {len(unlike)} modules is that of their input alone, without the weight: the input "
+            f"has other channels than a row of the weight, as in convolutions: {first_few(unlike)}."
         )
     return notes
 
 
 def facts_of(prepared: Prepared) -> dict[str, Any]:
     """Facts about model and data, known before anything runs."""
-    batches, settings = prepared.batches, prepared.settings
-    real = [row[mask] for batch in batches for row, mask in zip(batch.tokens, batch.mask, strict=True)]
+    model, samples = prepared.settings.model, prepared.samples()
     return {
-        "model": settings.model.name or settings.model.path,
-        "path": settings.model.path,
+        "model": model.name or model.path,
+        "path": model.path,
         "model_fingerprint": prepared.loaded.fingerprint,
         "data": prepared.about_data,
-        "data_fingerprint": token_fingerprint([row[None] for row in real]),
-        "samples": len(real),
-        "tokens": sum(len(row) for row in real),
-        "shortest": min(len(row) for row in real),
-        "longest": max(len(row) for row in real),
+        "data_fingerprint": token_fingerprint([tokens[None] for tokens in samples]),
+        "samples": len(samples),
+        "tokens": sum(map(len, samples)),
+        "shortest": min(map(len, samples)),
+        "longest": max(map(len, samples)),
     }
 
 
@@ -242,10 +244,9 @@ def _texts(collector: Collector, tokenizer: Tokenizer) -> dict[int, str]:
 
 def _around(collector: Collector, prepared: Prepared) -> dict[tuple[int, int], str]:
     """The text of the NEIGHBOURS tokens before and after each of the worst outliers, so that it can be found again."""
-    samples = [row[mask].tolist() for b in prepared.batches for row, mask in zip(b.tokens, b.mask, strict=True)]
-    places = {(one.sample, one.position) for layer in collector.outliers.values() for one in layer.worst}
-    decode = prepared.loaded.tokenizer.decode
+    samples, decode = prepared.samples(), prepared.loaded.tokenizer.decode
+    places = {(token.sample, token.position) for layer in collector.outliers.values() for token in layer.worst}
     return {
-        (sample, place): decode(samples[sample][max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1])
+        (sample, place): decode(samples[sample][max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1].tolist())
         for sample, place in sorted(places)
     }

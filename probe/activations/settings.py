@@ -1,8 +1,8 @@
-"""The settings of an analysis: a dataclass for each section of the YAML file, a check for each key, reading them."""
+"""The settings of an analysis: a dataclass for each section, a check for each key, and how the YAML file is read."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def _patterns(*, empty: bool) -> Check:
         given = [value] if isinstance(value, str) else value
         if not isinstance(given, list | tuple) or not (given or empty):
             raise ValueError("a list of regular expressions over module names")
-        return tuple(_pattern(one) for one in given)
+        return tuple(map(_pattern, given))
 
     return check
 
@@ -98,7 +98,7 @@ class CustomSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which text."""
+    """Which text the model runs on."""
 
     source: str = key("builtin", word)
     num_samples: int = key(8, whole(1))
@@ -177,14 +177,14 @@ class PercentileSettings:
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """Of the layers that are asked for above, only those that match one of these; empty: all of them."""
+    """Limits all sections above to layers that match one of these patterns; empty: no limit."""
 
     patterns: tuple[str, ...] = key((), _patterns(empty=True))
 
 
 @dataclass(frozen=True)
 class VisualizationSettings:
-    """What is drawn, of which layers, to where."""
+    """What is drawn, for which layers, into which folder."""
 
     save_dir: str = key("figures", word)
     dpi: int = key(150, whole(20))
@@ -199,7 +199,7 @@ class VisualizationSettings:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Where the model runs, and where what does not fit there is kept."""
+    """Where the model runs, and where weights that do not fit there are kept."""
 
     device: str = key("auto", word)
     offload_device: str = key("cpu", one_of("cpu", "disk"))
@@ -217,7 +217,7 @@ class OutputSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """All of it."""
+    """All settings of an analysis."""
 
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
@@ -226,21 +226,18 @@ class Settings:
     output: OutputSettings = OutputSettings()
 
     def as_dict(self) -> dict[str, Any]:
-        """Nested, of plain lists and values, as the YAML file has it."""
-        return _plain(self)
+        """Nested dicts of plain values and lists, as in the YAML file."""
+        return {name: _plain(section) for name, section in vars(self).items()}
 
 
-def _plain(settings: Any) -> dict[str, Any]:
-    found = {}
-    for name, value in vars(settings).items():
-        found[name] = (
-            list(value) if isinstance(value, tuple) else _plain(value) if hasattr(value, "__dict__") else value
-        )
-    return found
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {name: _plain(member) for name, member in vars(value).items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def read_configuration(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> Settings:
-    """The settings of a YAML file (None: the defaults) with overrides by dotted key over them."""
+    """The settings of a YAML file (None: the defaults), then the overrides: pairs of a dotted key and a text."""
     settings = Settings()
     if path is not None:
         settings = with_values(settings, _read(Path(path)), where=str(path), see=ALL_KEYS)
@@ -259,20 +256,18 @@ def _read(path: Path) -> Any:
         _check_repeated(yaml.compose(text, Loader=yaml.SafeLoader), set(), str(path))
         return yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as problem:
-        reason = single_line(str(problem))
-        raise ConfigurationError(
-            f"configuration {str(path)!r} is not YAML: {reason}. Correct it and run again."
-        ) from None
+        reason = f"is not YAML: {single_line(str(problem))}. Correct it and run again."
+        raise ConfigurationError(f"configuration {str(path)!r} {reason}") from None
 
 
 def _check_repeated(node: Any, seen: set[int], where: str) -> None:
-    """Refuse a key that a table has twice: YAML would keep the last and say nothing."""
+    """Refuse a key that a table has twice: YAML would silently keep the last."""
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
         return
     seen.add(id(node))
     lines: dict[str, int] = {}
-    for one in node.value:
-        name, value = one if isinstance(node, yaml.MappingNode) else (None, one)
+    for member in node.value:
+        name, value = member if isinstance(node, yaml.MappingNode) else (None, member)
         if isinstance(name, yaml.ScalarNode) and name.value != "<<":
             line = name.start_mark.line + 1
             if name.value in lines:
@@ -284,7 +279,7 @@ def _check_repeated(node: Any, seen: set[int], where: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """A value of the command line, read as YAML reads it; what it cannot read is text (a regular expression, say)."""
+    """A value from the command line, read as YAML; if YAML cannot read it, the text (e.g. a regular expression)."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -294,17 +289,17 @@ def _value(text: str) -> Any:
 
 
 def full_key(given: str) -> str:
-    """The key that is meant: itself, or one that ends in it and is the only one, `outlier.threshold`."""
+    """The full key of an abbreviation such as `outlier.threshold`, which must be the end of exactly one key."""
     names = [name for name, _ in keys_of(Settings())]
     name = given.replace("-", "_")
     if name in names:
         return name
-    ending = [one for one in names if one.endswith(f".{name}")]
+    ending = [full for full in names if full.endswith(f".{name}")]
     if len(ending) == 1:
         return ending[0]
     if ending:
         raise ConfigurationError(f"--{given} can be any of {', '.join(ending)}. Write out which one.")
-    inside = [one for one in names if one.startswith(f"{name}.") or f".{name}." in one]
+    inside = [full for full in names if f".{name}." in f".{full}"]
     if inside:
         raise ConfigurationError(f"--{given} is a section. Give one of its keys: {', '.join(inside)}.")
     raise ConfigurationError(f"unknown key --{given}.{key_hint(name, Settings(), see=ALL_KEYS)}")

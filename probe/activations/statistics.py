@@ -1,4 +1,4 @@
-"""The statistics of a tensor: counts, extremes and sums that are gathered in pieces and merge."""
+"""The statistics of a tensor: counts, extremes and sums that are gathered piece by piece and merged."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from probe.activations import reference as readable
-from probe.activations.reference import COUNTS, DEPTHS, SIDE, SIGNED_SIZES, SIZES, largest_three
+from probe.activations.reference import DEPTHS, MERGED, SIDE, SIGNED_SIZES, SIZES
 from probe.numerics.histogram import Trimmed, spread_evenly
 from probe.numerics.moments import Moments
 
 Kind = Literal["input", "output", "weight"]
+KINDS: tuple[Kind, ...] = ("input", "output", "weight")
 #: The percentiles of |x| that are reported, in percent.
 PERCENTILES = (0.01, 1.0, 25.0, 50.0, 75.0, 99.0, 99.9, 99.99)
 #: A percentile of |x| differs from the exact one by at most this part of it (if that is 2^-126 or more).
 PERCENTILE_ERROR = SIZES.width
-#: The percentiles of every channel, in percent. A band lies between the first and the last, and so on inwards.
+#: The percentiles of every channel, in percent. The outermost band lies between the first and the last.
 BANDS = (0.01, 1.0, 25.0, 50.0, 75.0, 99.0, 99.99)
 #: |percentile of a channel - exact| <= BAND_ERROR |exact|, or 2^-24
 BAND_ERROR = SIGNED_SIZES.width
-#: Elements that are worked on at a time, 1 MB of float32.
+#: Elements that are measured at a time: 1 MB of float32.
 PIECE = 2**18
 
 Floats = npt.NDArray[np.float32]
@@ -44,9 +45,9 @@ class LayerStatistics:
     The rows of a weight [out, in] are outputs and its channels are inputs. A block is 32 neighbouring channels of a
     row, which share a scale in the MX formats; the last one of a row may be shorter.
 
-    Counts, extremes, `channel_amax` and all tables of counts are exact; so is `merge` of them. Sums are in float64.
-    Percentiles come from `buckets` and are within PERCENTILE_ERROR = 2^-6 of numpy's own, relatively.
-    NaN and Inf are counted in `nonfinite` and left out; in the tables of blocks they stand as zeros.
+    Counts, extremes, `channel_amax` and all tables of counts are exact, also after `merge`. Sums are in float64.
+    Percentiles come from `buckets`; their relative error is at most PERCENTILE_ERROR = 2^-6.
+    NaN and Inf are counted in `nonfinite` and left out; the tables of blocks count them as zeros.
     Values are read as float32: a float64 is rounded first.
     """
 
@@ -70,7 +71,7 @@ class LayerStatistics:
     row_largest: tuple[float, ...]
     """The three largest of max |x| of a row, largest first."""
     row_smallest: float
-    """The least max |x| of a row."""
+    """The smallest max |x| of a row."""
     zero_blocks: int
     kept: Mapping[str, Trimmed]
     """The tables below, by name."""
@@ -99,8 +100,13 @@ class LayerStatistics:
 
     @property
     def median_depths(self) -> Whole:
-        """[33]: blocks by the depth of their median: the least d so that half of the elements or more are at <= d."""
+        """[33]: blocks by the depth of their median: the smallest d with at least half of the elements at <= d."""
         return self.kept["median_depths"].whole()
+
+    @property
+    def channels(self) -> int:
+        """How many channels there are."""
+        return int(self.channel_amax.size)
 
     @property
     def amax(self) -> float:
@@ -141,6 +147,10 @@ class LayerStatistics:
         """A percentile of |x|, as numpy's `linear`, within PERCENTILE_ERROR."""
         return SIZES.quantile(self.buckets, percent / 100, zeros=self.zeros, low=self.smallest, high=self.amax)
 
+    def percentiles(self) -> dict[str, float]:
+        """PERCENTILES of |x| by name, such as p99.9."""
+        return {f"p{percent:g}": self.percentile(percent) for percent in PERCENTILES}
+
     @property
     def max_to_median(self) -> float | None:
         """max |x| / median |x|; None where the median is 0."""
@@ -152,10 +162,10 @@ class LayerStatistics:
         p99 = self.percentile(99.0)
         return self.amax / p99 if p99 else None
 
-    def magnitudes(self, reduce_dim: Literal[-1, -2] | None) -> dict[str, float | None]:
-        """Top-1/2/3, median and min of |x| (None), of max |x| over channels: by token (-1), or over tokens: by channel.
+    def magnitudes(self, reduce_dim: int | None) -> dict[str, float | None]:
+        """Top-1/2/3, median and min of |x| (reduce_dim None), of max |x| by token (-1) or of max |x| by channel (-2).
 
-        None in the place of a top that does not exist. Exact, but for the medians of None and -1.
+        A top that does not exist is None. All are exact but the medians for None and -1.
         """
         if reduce_dim is None:
             top, low, median = self.largest, self.smallest, self.median
@@ -173,50 +183,25 @@ class LayerStatistics:
     def figures(self) -> dict[str, Any]:
         """Every statistic that is one number, by name."""
         return {
-            "module": self.module,
-            "kind": self.kind,
-            "rows": self.rows,
-            "channels": int(self.channel_amax.size),
-            "count": self.count,
-            "nonfinite": self.nonfinite,
-            "zeros": self.zeros,
-            "negatives": self.negatives,
+            **{name: getattr(self, name) for name in ("module", "kind", "rows", "channels")},
+            **{name: getattr(self, name) for name in ("count", "nonfinite", "zeros", "negatives")},
             "min": self.minimum,
             "max": self.maximum,
-            "mean": self.mean,
-            "std": self.std,
-            "kurtosis": self.kurtosis,
-            "amax": self.amax,
-            "smallest": self.smallest,
-            **{f"p{percent:g}": self.percentile(percent) for percent in PERCENTILES},
-            "max_to_median": self.max_to_median,
-            "max_to_p99": self.max_to_p99,
-            "blocks": self.blocks,
-            "zero_blocks": self.zero_blocks,
+            **{name: getattr(self, name) for name in ("mean", "std", "kurtosis", "amax", "smallest")},
+            **self.percentiles(),
+            **{name: getattr(self, name) for name in ("max_to_median", "max_to_p99", "blocks", "zero_blocks")},
         }
 
     def merge(self, other: "LayerStatistics") -> "LayerStatistics":
         """The statistics of both tensors together."""
-        if (self.module, self.kind, self.channel_amax.size) != (other.module, other.kind, other.channel_amax.size):
+        if (self.module, self.kind, self.channels) != (other.module, other.kind, other.channels):
             raise ValueError(
-                f"cannot merge {other.kind} of {other.module} ({other.channel_amax.size} channels) into {self.kind} of "
-                f"{self.module} ({self.channel_amax.size} channels). Merge statistics of one tensor."
+                f"cannot merge {other.kind} of {other.module} ({other.channels} channels) into {self.kind} of "
+                f"{self.module} ({self.channels} channels). Merge statistics of one tensor."
             )
-        both = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         kept = {name: self.kept[name] + other.kept[name] for name in TABLES}
-        return replace(
-            self,
-            **both,
-            kept=kept,
-            minimum=min(self.minimum, other.minimum),
-            maximum=max(self.maximum, other.maximum),
-            smallest=min(self.smallest, other.smallest),
-            largest=largest_three(self.largest, other.largest),
-            moments=self.moments.merge(other.moments),
-            channel_amax=np.maximum(self.channel_amax, other.channel_amax),
-            row_largest=largest_three(self.row_largest, other.row_largest),
-            row_smallest=min(self.row_smallest, other.row_smallest),
-        )
+        merged = {name: merge(getattr(self, name), getattr(other, name)) for name, merge in MERGED.items()}
+        return replace(self, kept=kept, **merged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,12 +236,6 @@ class ChannelBands:
         return found
 
 
-def statistics_of(module: str, kind: Kind, fields: Mapping[str, Any]) -> LayerStatistics:
-    """LayerStatistics from the fields that a twin gathered."""
-    plain = {name: value for name, value in fields.items() if name not in TABLES}
-    return LayerStatistics(module, kind, **plain, kept={name: Trimmed.of(fields[name]) for name in TABLES})
-
-
 def measure(
     x: Tensor, *, module: str = "", kind: Kind = "output", keep: Tensor | None = None, fast: bool | None = None
 ) -> tuple[LayerStatistics, Floats]:
@@ -283,7 +262,9 @@ def measure(
                 piece = piece[place - start]
             if len(piece):
                 row_amax[sample, place.numpy()] = gathered.take(piece.contiguous().numpy())
-        return statistics_of(module, kind, gathered.fields())
+        fields = gathered.fields()
+        tables = {name: Trimmed.of(fields.pop(name)) for name in TABLES}
+        return LayerStatistics(module, kind, **fields, kept=tables)
 
     threads = max(1, min(torch.get_num_threads(), len(spans)))
     if threads == 1:

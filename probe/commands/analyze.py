@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from probe.commands.options import Subparsers, model_arguments
-from probe.commands.progress import Progress
+from probe.commands.output import Progress
 from probe.files.paths import check_outputs
 
 
@@ -23,7 +23,7 @@ def add(commands: Subparsers) -> None:
     analyze.add_argument("--dry-run", action="store_true", help="show what would be analyzed and written, and stop")
     analyze.add_argument("--compare", nargs=2, metavar=("A", "B"), help="compare the folders of two runs instead")
     analyze.add_argument("--output", metavar="DIR", help="with --compare: where to write (default: B/compared)")
-    analyze.add_argument("--allow-download", action="store_true", help="let a hub model or dataset be fetched")
+    analyze.add_argument("--allow-download", action="store_true", help="allow downloads from the hub")
     analyze.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     analyze.set_defaults(run=_analyze, takes_unknown=True)
 

@@ -5,8 +5,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from probe.commands.options import Subparsers, add_option
-from probe.commands.output import echo, write_json
-from probe.commands.progress import Progress
+from probe.commands.output import Progress, echo, write_json
 from probe.files.paths import check_outputs
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--mode", metavar="MODE", help="only this one (default: every mode that was recorded)")
     parser.add_argument("--format", help="of a mode that was recorded in several")
     parser.add_argument("--layer", metavar="N", help="write its distribution as a picture, layer_N_analysis.png")
-    factor = "how many times the median change is odd (default: 10)"
+    factor = "a mean change above K times the median is suspicious (default: 10)"
     parser.add_argument("--factor", type=float, default=10.0, metavar="K", help=factor)
     add_option(parser, "--max-mean", type=float, default=10.0, metavar="X", help="of a layer (default: 10)")
     change = "largest difference of adjacent layers (default: 10; models with outlier channels need more)"

@@ -6,21 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from probe.commands.options import Subparsers, add_option
-from probe.commands.output import echo, write_json
-from probe.commands.progress import Progress
+from probe.commands.output import Progress, echo, write_json
 from probe.files.paths import check_outputs, safe_name
 
 #: The folders that the users' own scripts record to, and write figures to.
 RECORDED, SAVED = "layer_outputs", "comparisons"
 #: The limits of probe.comparisons.modes, and the figure of a layer that each bounds.
 LIMITS = {
-    "max_mse": "the mse of a layer",
-    "max_mae": "its mean |difference|",
-    "max_abs": "its largest |difference|",
+    "max_mse": "mse of a layer",
+    "max_mae": "mean |difference|",
+    "max_abs": "|difference|",
     "max_relative_mse": "mse / mean reference^2",
     "max_relative_mae": "mae / mean |reference|",
-    "min_correlation": "its correlation",
-    "min_cosine": "its cosine",
+    "min_correlation": "correlation",
+    "min_cosine": "cosine",
 }
 
 
@@ -48,8 +47,8 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--json", metavar="FILE", help="the figures as JSON; - prints them, and nothing else")
     parser.add_argument("--verify", action="store_true", help="check every byte against the manifest first (sha256)")
     for name, figure in LIMITS.items():
-        least = "least" if name.startswith("min_") else "most"
-        add_option(parser, f"--{name.replace('_', '-')}", type=_limit, metavar="X", help=f"{figure} at {least}")
+        bound = "smallest" if name.startswith("min_") else "largest"
+        add_option(parser, f"--{name.replace('_', '-')}", type=_limit, metavar="X", help=f"{bound} allowed {figure}")
     parser.set_defaults(run=_compare)
 
 
@@ -97,7 +96,7 @@ def _compare(options: argparse.Namespace) -> int:
     _save(options.save, folder, facts)
     if options.report:
         from probe.comparisons.samples import drawn_modes
-        from probe.report.modes.page import write_modes_page
+        from probe.report.modes import write_modes_page
 
         with Progress() as progress:
             drawn = drawn_modes(compared, progress=progress.status)

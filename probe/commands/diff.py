@@ -3,8 +3,7 @@
 import argparse
 
 from probe.commands.options import Subparsers
-from probe.commands.output import echo, write_json
-from probe.commands.progress import Progress
+from probe.commands.output import Progress, echo, write_json
 from probe.files.paths import check_outputs
 
 
@@ -12,7 +11,7 @@ def add(commands: Subparsers) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser(
         "diff",
-        help="compare two recordings, e.g. of two devices: where they part, and whether it is noise or a fault",
+        help="compare two recordings, e.g. of two devices: where they first differ, and whether it is noise or a fault",
         description="Compares recording B with A layer by layer and says whether they are identical, differ by dtype "
         "noise, by a device fault, or are a mismatched capture, and where it began. Exit code 0: passed; 1: a limit is "
         "exceeded, or the verdict is a fault or a mismatched capture; 2: bad input.",
@@ -55,12 +54,12 @@ def _run(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(options.json, found.as_dict())
     if options.json != "-":
-        from probe.report.devices.page import device_text
+        from probe.report.devices import device_text
 
         echo(device_text(found))
     if options.report:
         from probe.comparisons.samples import drawn_devices
-        from probe.report.devices.page import write_device_page
+        from probe.report.devices import write_device_page
 
         echo(f"report: {write_device_page(options.report, found, drawn_devices(found))}", error=True)
     return 0 if found.passed else 1

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from probe.commands.options import Subparsers, add_calibration, add_data, add_model, data_arguments, model_arguments
-from probe.commands.output import print_rows
-from probe.commands.progress import Progress
+from probe.commands.output import Progress, print_rows
 
 if TYPE_CHECKING:
     from probe.models.loading import Loaded

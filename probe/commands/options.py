@@ -18,7 +18,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Which model, and what loading it may do."""
     model = "embedded name, folder, hub id or package.module:factory (default: tiny-mamba)"
     parser.add_argument("--model", default="tiny-mamba", help=model)
-    parser.add_argument("--allow-download", action="store_true", help="let a hub id be fetched")
+    parser.add_argument("--allow-download", action="store_true", help="allow downloads from the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -32,7 +32,7 @@ def add_data(parser: argparse.ArgumentParser, *, samples: int, seqlen: int, batc
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     """Which text the static scales are computed from."""
-    add_option(parser, "--calib-data", default="calibration", metavar="TEXT", help="text that scales are computed from")
+    add_option(parser, "--calib-data", default="calibration", metavar="TEXT", help="text for calibration")
     add_option(parser, "--calib-data-num", type=int, default=16, metavar="N", help="calibration samples (default: 16)")
     add_option(parser, "--calib-seqlen", type=int, default=256, metavar="N", help="default: 256")
     percentile = f"of |conv1d.output| and |scan.state| (default: {PERCENTILE})"

@@ -1,14 +1,19 @@
-"""What commands print and write: text that any terminal can show, rows as a table, JSON to a pipe or a file."""
+"""What commands print and write: text for any terminal, rows as a table, JSON, and progress on stderr."""
 
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from probe.files.atomic import write
 from probe.words import columns
+
+#: Seconds between two lines of `update` in a log.
+LOG_INTERVAL = 5.0
 
 
 def echo(text: str, *, error: bool = False, end: str = "\n") -> None:
@@ -51,3 +56,80 @@ def _cell(value: object) -> str:
             return f"2^{int(math.log2(abs(value)))}"
         return f"{value:.6g}"
     return str(value)
+
+
+class Progress:
+    """Progress on stderr: one bar with the time left on a terminal, which is left clean; plain lines in a log.
+
+    line     a line that stays: printed, or written above the bar
+    status   what is being done right now: shown in place of the last, on a terminal only
+    update   the share of the work that is done
+    begin    how many steps there are, and `step`, one of them: what a recorder calls
+    lines    all lines that stay
+    """
+
+    def __init__(self) -> None:
+        self.bar: Any = None  # tqdm has no types
+        self.lines: list[str] = []
+        self._started = self._printed = 0.0
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        self.lines.append(text)
+        if self.bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self.bar.write(text, file=sys.stderr)
+
+    def status(self, text: str) -> None:
+        """Show what is being done; in a log, nothing."""
+        if self.bar is not None:
+            self.bar.set_description_str(text)
+
+    def begin(self, steps: int) -> None:
+        """Start the clock of a bar of so many steps; in a log, nothing."""
+        if self.bar is not None:
+            self.bar.bar_format = None
+            self.bar.reset(steps)
+
+    def step(self, recipe: str, name: str) -> None:
+        """One step further, at a tensor `layer_0.output` of a recipe; in a log, nothing."""
+        if self.bar is not None:
+            self.bar.set_description(f"{recipe} {name.rpartition('.')[0] or name}", refresh=False)
+            self.bar.update()
+
+    def update(self, done: int, total: int, text: str) -> None:
+        """Show `text` and how much is done of a total, 0 while that is not known; in a log, a line every 5 s."""
+        if self.bar is not None:
+            if total and total != self.bar.total:
+                self.begin(total)
+            self.bar.set_description(text, refresh=not total)
+            self.bar.update(done - self.bar.n)
+            return
+        now = time.monotonic()
+        if not total or not self._started:
+            self._started = now
+        finished = done >= total
+        if finished or now - self._printed >= LOG_INTERVAL:
+            self._printed = now
+            left = (now - self._started) * (total - done) / done if done else 0.0
+            share = f"[{done / total:4.0%}] " if total else ""
+            self.line(f"{share}{text}" + (f", {_duration(left)} left" if done and not finished else ""))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

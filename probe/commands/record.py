@@ -6,8 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from probe.commands.options import Subparsers, add_calibration, add_model, add_option
-from probe.commands.output import write_document
-from probe.commands.progress import Progress
+from probe.commands.output import Progress, write_document
 from probe.files.paths import check_outputs
 
 if TYPE_CHECKING:
@@ -20,7 +19,9 @@ def add(commands: Subparsers) -> None:
     add_model(parser)
 
     option = partial(add_option, parser)
-    option("--pretrained-dir", metavar="DIR", help="folder of the weights; --model is then only the name written down")
+    option(
+        "--pretrained-dir", metavar="DIR", help="folder of the weights; --model is then only the name in the manifest"
+    )
     option("--modes", "--mode", nargs="+", metavar="MODE", help="modes, or groups: essential all quant_only fp_only")
     option("--formats", nargs="+", default=["int8"], metavar="FORMAT", help="default: int8")
     option("--layers", nargs="+", metavar="LAYER", help="first, last, all, indices or regular expressions")
@@ -40,8 +41,8 @@ def add(commands: Subparsers) -> None:
     option("--restart", action="store_true", help="delete an interrupted recording instead of finishing it")
     option("--json", metavar="FILE", help="the manifest as JSON; - for standard output")
     parser.epilog = (
-        "Left out, modes and layers are those of the layout: safetensors and npy: essential, first last; "
-        "npz: all, first with its input; pt: fp32, all layers, embedding, final_norm."
+        "Defaults by layout: safetensors and npy: modes essential, layers first last; "
+        "npz: all modes, first layer with its input; pt: fp32, all layers, embedding, final_norm."
     )
     parser.set_defaults(run=_record, interrupted="what is recorded is kept. The same command goes on from there.")
 

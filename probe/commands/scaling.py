@@ -14,8 +14,8 @@ def add(commands: Subparsers) -> None:
         "scaling",
         help="sweep the scale of tensors from max to min alignment and recommend one",
         description="Sweeps the scale of every tensor from maximum to minimum alignment, recommends one, and writes "
-        "tables, plots, a log and one page over all. Exit code 1 if a tensor failed; the others are done all the same. "
-        "2 if nothing was analysed because what was given could not be read.",
+        "tables, plots, a log and one page over all. Exit code 1 if a tensor failed (the "
+        "others are still analysed), 2 if no input could be read.",
     )
     tensors = ".pt, .npy, .npz or .safetensors file (file.safetensors:name for one tensor), folder, or recording"
     scaling.add_argument("input_tensor", nargs="+", help=tensors)

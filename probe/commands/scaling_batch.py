@@ -25,7 +25,9 @@ from probe.report.scaling.page import (
     LOG,
     AnalysedTensor,
     FailedTensor,
+    level_line,
     rules_block,
+    tensor_lines,
     write_log,
     write_page,
     write_plots,
@@ -186,6 +188,8 @@ def _analyse_format(
     )
     advice = recommend(result)
     rules = compare_rules(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
+    levels = [level_line(level, len(result.levels)) for level in result.levels]
+    transcript.add(*tensor_lines(result, source=source.text), *levels)
     for block in (overflow_block(result, advice), recommendation_block(result, advice), rules_block(rules)):
         transcript.add("", *block)
     written = write_results(folder, result, advice, rules, source=source.text, identity=source.identity)

@@ -3,8 +3,7 @@
 import argparse
 
 from probe.commands.options import Subparsers, add_calibration, add_data, add_model, data_arguments, model_arguments
-from probe.commands.output import echo, print_rows, write_json
-from probe.commands.progress import Progress
+from probe.commands.output import Progress, echo, print_rows, write_json
 from probe.files.paths import check_outputs
 from probe.words import require_positive
 

@@ -1,13 +1,13 @@
 """The health of one recipe in a recording: the first layer that looks wrong.
 
-    not finite     NaN or Inf in it
+    not finite     NaN or Inf
     large mean     |mean| above 10 (max_mean)
     jump           max |x_i+1 - x_i| above 10 (max_change), x_i and x_i+1 the outputs of adjacent layers of one shape
-    odd change     mean |x_i+1 - x_i| above `factor` times the median of that over all adjacent layers
+    odd change     mean |x_i+1 - x_i| above `factor` times its median over all adjacent layers
 
-Sound models with outliers in a few channels jump by more than 10 in every layer: raise max_change for them.
-An odd change needs at least three pairs of layers, because the median of fewer means nothing. The embedding, the final
-norm and the logits have no adjacent layer; the logits are only checked for NaN and Inf.
+Sound models with outliers in a few channels jump by more than 10 in every layer: raise max_change for them. An odd
+change needs at least three pairs of layers. The embedding, the final norm and the logits have no adjacent layer; the
+logits are only checked for NaN and Inf.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,7 @@ from probe.metrics import Comparison, Metrics
 from probe.recordings import Recording
 from probe.words import LOGITS, look_up
 
-#: The largest mean, and the largest change between adjacent layers, that are not a problem.
-LARGEST_MEAN = 10.0
-LARGEST_CHANGE = 10.0
-#: A change of more than this many times the median change is odd.
-FACTOR = 10.0
-#: The median of fewer changes means nothing.
+#: The fewest changes of which a median is taken.
 _FEWEST = 3
 
 
@@ -74,43 +69,31 @@ class Health:
 
     @property
     def first(self) -> LayerHealth | None:
-        """The first of them: where to look."""
+        """The first layer with a problem."""
         return next(iter(self.suspicious), None)
 
     def layer(self, name: str) -> LayerHealth:
         """A layer by its name or number: layer_30 or 30."""
-        return look_up(
-            "layer",
-            f"layer_{name}" if name.isdecimal() else name,
-            {layer.name: layer for layer in self.layers},
-        )
+        label = f"layer_{name}" if name.isdecimal() else name
+        return look_up("layer", label, {layer.name: layer for layer in self.layers})
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""
         layers = {layer.name: {"mark": layer.mark, **asdict(layer)} for layer in self.layers}
         for layer in layers.values():
             del layer["name"]
-        return {
-            "recording": self.recording,
-            "mode": self.mode,
-            "factor": self.factor,
-            "median_change": self.median_change,
-            "first_suspicious": self.first.name if self.first else None,
-            "notes": list(self.notes),
-            "layers": layers,
-        }
+        first = self.first.name if self.first else None
+        whole = {name: getattr(self, name) for name in ("recording", "mode", "factor", "median_change")}
+        return whole | {"first_suspicious": first, "notes": list(self.notes), "layers": layers}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
         """The inverse of as_dict, also after JSON."""
 
-        def layer(name: str, facts: Mapping[str, Any]) -> LayerHealth:
-            plain: dict[str, Any] = {
-                key: tuple(x) if isinstance(x, list) else x for key, x in facts.items() if key != "mark"
-            }
-            return LayerHealth(name, **plain)
+        def fields(facts: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: tuple(x) if isinstance(x, list) else x for key, x in facts.items() if key != "mark"}
 
-        layers = tuple(layer(name, facts) for name, facts in found["layers"].items())
+        layers = tuple(LayerHealth(name, **fields(facts)) for name, facts in found["layers"].items())
         recording, mode, factor, usual = (found[key] for key in ("recording", "mode", "factor", "median_change"))
         return cls(recording, mode, factor, usual, layers, tuple(found["notes"]))
 
@@ -119,9 +102,9 @@ def check(
     recording: Recording | Path | str,
     recipe: str | None = None,
     *,
-    factor: float = FACTOR,
-    max_mean: float = LARGEST_MEAN,
-    max_change: float = LARGEST_CHANGE,
+    factor: float = 10.0,
+    max_mean: float = 10.0,
+    max_change: float = 10.0,
     format: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Health:
@@ -130,26 +113,25 @@ def check(
         if not value > 0:
             raise ValueError(f"{name} is {value}. Expected a number above 0, e.g. 10.")
     if not factor > 1:
-        raise ValueError(f"factor is {factor}. Expected how many times the median change is odd: more than 1, e.g. 10.")
+        raise ValueError(f"factor is {factor}. Expected a multiple of the median change above 1, e.g. 10.")
     whole = opened(recording)
     sides = all_sides(whole)
     if recipe is None and len(sides) > 1:
         names = ", ".join(side.name for side in sides)
         raise ValueError(f"{whole.folder} has {len(sides)} recipes: {names}. Say which one to check.")
     side = sides[0] if recipe is None else find_side(whole, recipe, format)
-    labels = list(side.labels)
-    found: list[LayerHealth] = []
+    measured: list[LayerHealth] = []
     before: str | None = None
-    for place, label in enumerate(labels):
+    for place, label in enumerate(side.labels):
         if progress:
-            progress(f"{side.name} {label} ({place + 1} of {len(labels)})")
+            progress(f"{side.name} {label} ({place + 1} of {len(side.labels)})")
         adjacent = before if label in side.layers and _are_adjacent(side, before, label) else None
-        found.append(_measured(side, label, adjacent))
+        measured.append(_measured(side, label, adjacent))
         before = label if label in side.layers else before
-    changes = [layer.mean_change for layer in found if layer.mean_change is not None]
+    changes = [layer.mean_change for layer in measured if layer.mean_change is not None]
     usual = median(changes) if changes else None
     odd = None if usual is None or len(changes) < _FEWEST else factor * usual
-    judged = tuple(_judged(layer, max_mean, max_change, odd) for layer in found)
+    judged = tuple(_judged(layer, max_mean, max_change, odd) for layer in measured)
     return Health(str(whole.folder), side.name, factor, usual, judged, whole.notes)
 
 
@@ -167,27 +149,23 @@ def _measured(side: Side, label: str, before: str | None) -> LayerHealth:
     figures = change if change and change.finite else _compared(side, label, label)
     shape = side.shape(label)
     first = _first_nonfinite(side, label) if figures.nan_output or figures.inf_output else None
+    names = ("mean", "std", "min", "max", "nan", "inf")
     return LayerHealth(
-        label,
-        shape,
-        figures.mean_output,
-        figures.std_output,
-        figures.min_output,
-        figures.max_output,
-        figures.nan_output,
-        figures.inf_output,
-        place_of(first, shape),
-        change.max_abs if change else None,
-        change.mae if change else None,
+        name=label,
+        shape=shape,
+        **{name: getattr(figures, f"{name}_output") for name in names},
+        first_nonfinite=place_of(first, shape),
+        max_change=change.max_abs if change else None,
+        mean_change=change.mae if change else None,
     )
 
 
 def _compared(side: Side, label: str, other: str) -> Metrics:
-    """A tensor against another of its shape, or itself."""
+    """A tensor against another of its shape, or against itself."""
     comparison = Comparison(percentiles=False)
-    for pair in zip(bands(label, side), bands(other, side), strict=True):
-        comparison.update(pair[0][0], pair[1][0])
-        del pair
+    for (output,), (reference,) in zip(bands(label, side), bands(other, side), strict=True):
+        comparison.update(output, reference)
+        del output, reference
     return comparison.metrics()
 
 

@@ -1,10 +1,10 @@
 """A mode against its reference, layer by layer, from their recordings: `compare`, its result and its limits.
 
-Nothing is cropped or broadcast: what cannot be compared element by element is an error that says which differs.
+Nothing is cropped or broadcast: tensors that cannot be compared element by element are an error.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, str]] = {
     "max_abs": ("difference", "max_abs"),
     **{f"p{n}": ("percentiles", str(n)) for n in (50, 90, 95, 99)},
 }
-#: Limits by option: the figure that is limited, and whether it may be at most or must be at least so much.
+#: Limits by option: the figure that is limited, and whether the limit is the largest value (True) or the smallest.
 LIMITS: dict[str, tuple[str, bool]] = {
     "max_mse": ("mse", True),
     "max_mae": ("mae", True),
@@ -93,7 +93,7 @@ class ModeComparison:
     """A mode against its reference: the result of `probe compare`."""
 
     reference_mode: str
-    """As the users' scripts name it: fp32."""
+    """By its name in the users' scripts: fp32."""
     compared_mode: str
     """2-1, or with the format if that is not int8: 2-1-fp8_e4m3."""
     recordings: tuple[str, str]
@@ -105,7 +105,11 @@ class ModeComparison:
     @property
     def summary(self) -> dict[str, float | None]:
         """avg_mse, avg_mae and avg_correlation: means over the layers that have the figure."""
-        return {f"avg_{name}": self._average(name) for name in ("mse", "mae", "correlation")}
+        averages: dict[str, float | None] = {}
+        for name in ("mse", "mae", "correlation"):
+            known = [x for layer in self.layers.values() if (x := getattr(layer.metrics, name)) is not None]
+            averages[f"avg_{name}"] = sum(known) / len(known) if known else None
+        return averages
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -131,13 +135,9 @@ class ModeComparison:
             )
         except (KeyError, TypeError, ValueError) as problem:
             raise ValueError(
-                f"this is no comparison of a mode ({type(problem).__name__}: {problem}). Expected what "
-                "ModeComparison.as_dict gives, as probe compare saves it."
+                f"this is no comparison of a mode ({type(problem).__name__}: {problem}). Expected the output of "
+                "ModeComparison.as_dict, which probe compare saves."
             ) from None
-
-    def _average(self, name: str) -> float | None:
-        known = [x for x in (getattr(layer.metrics, name) for layer in self.layers.values()) if x is not None]
-        return sum(known) / len(known) if known else None
 
 
 def compare(
@@ -194,7 +194,13 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
     if side.recipe == reference.recipe:
         devices = f" Two devices: probe diff {there.folder} {here.folder}." if here.folder != there.folder else ""
         raise ValueError(f"{side.name} is compared with itself. Give another mode, or another --reference.{devices}")
-    for what, own, other in _facts(here, there):
+    a, b = here.manifest, there.manifest
+    for what, own, other in (
+        ("number of samples", a.tokens.samples, b.tokens.samples),
+        ("length of a sample", a.tokens.seqlen, b.tokens.seqlen),
+        ("fingerprint of the tokens", a.tokens.fingerprint, b.tokens.fingerprint),
+        ("fingerprint of the weights", a.fingerprint, b.fingerprint),
+    ):
         if own is not None and other is not None and own != other:
             raise ValueError(
                 f"the {what} differs: {own} in {here.folder}, {other} in {there.folder}. Only recordings of one "
@@ -215,14 +221,6 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
                 "cropped: record both on the same input."
             )
     return chosen
-
-
-def _facts(here: Recording, there: Recording) -> Iterable[tuple[str, object, object]]:
-    a, b = here.manifest, there.manifest
-    yield "number of samples", a.tokens.samples, b.tokens.samples
-    yield "length of a sample", a.tokens.seqlen, b.tokens.seqlen
-    yield "fingerprint of the tokens", a.tokens.fingerprint, b.tokens.fingerprint
-    yield "fingerprint of the weights", a.fingerprint, b.fingerprint
 
 
 def failures(comparison: ModeComparison, limits: Mapping[str, float] | None = None) -> list[str]:

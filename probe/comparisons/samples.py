@@ -1,4 +1,4 @@
-"""What a page draws of recorded tensors: evenly spread samples, histograms, and maps of means."""
+"""The parts of recorded tensors that pages draw: evenly spread samples, histograms, and maps of means."""
 
 import math
 import statistics
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from probe.comparisons.devices.diff import DeviceComparison
 from probe.comparisons.modes import ModeComparison
@@ -20,9 +19,9 @@ _Array = npt.NDArray[np.float64]
 SAMPLED = 20_000
 #: Rows and columns of a map at most.
 ROWS, COLUMNS = 64, 128
-#: A histogram ends where this share of the differences lies inside.
+#: The share of the differences that lie inside of a histogram.
 INSIDE = 0.999
-#: Modes share the axis of their histograms unless one reaches so many times as far as the median of all.
+#: Modes share the axis of their histograms unless one reaches this many times as far as the median mode.
 FAR = 50
 #: Bars of a histogram of differences.
 BARS = 61
@@ -32,12 +31,12 @@ VALUES, FEATURES = 1000, 100
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Values of a tensor and of its reference at the same places; those that are finite on both sides."""
+    """Values of a tensor and of its reference at the same places; only those that are finite on both sides."""
 
     output: _Array
     reference: _Array
     left_out: int
-    """How many of the sample are not finite."""
+    """How many values of the sample are not finite."""
 
     @property
     def difference(self) -> _Array:
@@ -55,12 +54,12 @@ class Differences:
     std: float
     rms: float
     beyond: int
-    """How many of the sample lie outside of the edges."""
+    """How many values of the sample lie outside of the edges."""
 
 
 @dataclass(frozen=True, eq=False)
 class DrawnTensor:
-    """What a page draws of one tensor against its reference."""
+    """One tensor against its reference, as a page draws it."""
 
     label: str
     shape: tuple[int, ...]
@@ -75,7 +74,7 @@ class DrawnTensor:
 
 @dataclass(frozen=True, eq=False)
 class DrawnLayer:
-    """What a page draws of one layer by itself."""
+    """One layer by itself, as a page draws it."""
 
     name: str
     counts: npt.NDArray[np.int64]
@@ -94,17 +93,16 @@ def drawn_modes(
     names = list(compared[0][0].layers)
 
     def error(name: str) -> float:
-        return max(one.layers[name].metrics.relative_mse or 0.0 for one, _, _ in compared)
+        return max(comparison.layers[name].metrics.relative_mse or 0.0 for comparison, _, _ in compared)
 
     chosen = {names[0], max(names, key=error), names[-1]}
-    sides = {one.compared_mode: (side, reference) for one, side, reference in compared}
-    found = {}
-    for name in names:
-        if name in chosen:
-            if progress:
-                progress(f"pictures of {name}")
-            found[name] = drawn_tensors(name, sides)
-    return found
+    sides = {comparison.compared_mode: (side, reference) for comparison, side, reference in compared}
+    drawn = {}
+    for name in filter(chosen.__contains__, names):
+        if progress:
+            progress(f"pictures of {name}")
+        drawn[name] = drawn_tensors(name, sides)
+    return drawn
 
 
 def drawn_tensors(label: str, sides: Mapping[str, tuple[Side, Side]]) -> dict[str, DrawnTensor]:
@@ -115,18 +113,12 @@ def drawn_tensors(label: str, sides: Mapping[str, tuple[Side, Side]]) -> dict[st
     if max(reaches.values()) <= FAR * statistics.median(reaches.values()):
         reaches = dict.fromkeys(reaches, max(reaches.values()))
     known = np.concatenate([one[np.isfinite(one) & (one > 0)] for one in errors.values()])
-    low, high = (float(x) for x in np.quantile(known, (0.001, 1.0))) if len(known) else (0.0, 0.0)
-    return {
-        name: DrawnTensor(
-            label,
-            side.shape(label),
-            pairs[name],
-            _differences(pairs[name].difference, reaches[name]),
-            errors[name],
-            (low, high) if len(known) else None,
-        )
-        for name, (side, _) in sides.items()
-    }
+    scale = (float(np.quantile(known, 0.001)), float(known.max())) if len(known) else None
+    drawn = {}
+    for name, (side, _) in sides.items():
+        differences = _differences(pairs[name].difference, reaches[name])
+        drawn[name] = DrawnTensor(label, side.shape(label), pairs[name], differences, errors[name], scale)
+    return drawn
 
 
 def drawn_devices(found: DeviceComparison) -> DrawnTensor | None:
@@ -148,11 +140,13 @@ def drawn_layer(name: str, side: Side, low: float | None, high: float | None) ->
     """All values of a layer between its extremes as a histogram, the first ones, and its first features."""
     nothing = (np.zeros(1, np.int64), np.array([0.0, 1.0]))
     counts, edges = nothing if low is None or high is None else histogram(name, side, low, high)
-    features = first_features(name, side, FEATURES)
-    good = features[np.isfinite(features)]
-    ends = tuple(float(x) for x in np.quantile(good, (0.005, 0.995))) if len(good) else None
-    scale = None if ends is None else (ends[0], max(ends[1], ends[0] + 1e-12))
-    return DrawnLayer(name, counts, edges, first_values(name, side, VALUES), features, scale)
+    values, shape = side.flat(name), _as_planes(side.shape(name))
+    features = values[: shape[1] * shape[2]].reshape(shape[1:])[:, :FEATURES].double().numpy()
+    good, scale = features[np.isfinite(features)], None
+    if len(good):
+        least, most = (float(x) for x in np.quantile(good, (0.005, 0.995)))
+        scale = (least, max(most, least + 1e-12))
+    return DrawnLayer(name, counts, edges, values[:VALUES].double().numpy(), features, scale)
 
 
 def _reach(difference: _Array) -> float:
@@ -173,7 +167,7 @@ def _differences(difference: _Array, reach: float) -> Differences | None:
 def sample_pairs(label: str, side: Side, reference: Side, *, most: int = SAMPLED) -> Pairs:
     """About `most` places, evenly spread over the tensor and over its features."""
     step = _stride(math.prod(side.shape(label)), side.shape(label)[-1], most)
-    output, expected = (_doubles(one.flat(label)[::step]) for one in (side, reference))
+    output, expected = (one.flat(label)[::step].double().numpy() for one in (side, reference))
     good = np.isfinite(output) & np.isfinite(expected)
     return Pairs(output[good], expected[good], int((~good).sum()))
 
@@ -186,16 +180,16 @@ def error_map(label: str, side: Side, reference: Side, *, rows: int = ROWS, colu
     shape = _as_planes(side.shape(label))
     tokens, features = _cuts(shape[1], rows), _cuts(shape[2], columns)
     widths = np.diff([*features, shape[2]])
-    found = np.zeros((len(tokens), len(features)))
+    means = np.zeros((len(tokens), len(features)))
     output, expected = (one.flat(label).reshape(shape) for one in (side, reference))
     for row, (start, stop) in enumerate(zip(tokens, [*tokens[1:], shape[1]], strict=True)):
         for sample in range(shape[0]):
-            sides = (_doubles(x[sample, start:stop]) for x in (output, expected))
+            x, y = (values[sample, start:stop].double().numpy() for values in (output, expected))
             with np.errstate(invalid="ignore"):
-                error = np.abs(next(sides) - next(sides)).mean(axis=0)
-            found[row] += np.add.reduceat(error, features) / widths / shape[0]
-    found[~np.isfinite(found)] = np.nan
-    return found
+                error = np.abs(x - y).mean(axis=0)
+            means[row] += np.add.reduceat(error, features) / widths / shape[0]
+    means[~np.isfinite(means)] = np.nan
+    return means
 
 
 def histogram(
@@ -206,25 +200,9 @@ def histogram(
         low, high = low - 0.5, high + 0.5
     counts, edges = np.zeros(bins, np.int64), np.linspace(low, high, bins + 1)
     for (values,) in bands(label, side):
-        plain = _doubles(values)
+        plain = values.double().numpy()
         counts += np.histogram(plain[np.isfinite(plain)], edges)[0]
     return counts, edges
-
-
-def first_values(label: str, side: Side, count: int) -> _Array:
-    """In the order in which they lie."""
-    return _doubles(side.flat(label)[:count])
-
-
-def first_features(label: str, side: Side, count: int) -> _Array:
-    """Of the first sample: position by the first `count` features."""
-    shape = _as_planes(side.shape(label))
-    return _doubles(side.flat(label)[: shape[1] * shape[2]].reshape(shape[1:])[:, :count])
-
-
-def _doubles(x: Tensor) -> _Array:
-    found: _Array = x.double().numpy()
-    return found
 
 
 def _as_planes(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -235,13 +213,13 @@ def _as_planes(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _cuts(size: int, most: int) -> list[int]:
-    """Where each of at most `most` parts of nearly one size begins."""
+    """The starts of at most `most` parts of nearly equal size."""
     parts = min(size, most)
     return [size * part // parts for part in range(parts)]
 
 
 def _stride(count: int, features: int, most: int) -> int:
-    """Such that neither the same features nor the same positions come up again and again."""
+    """A step over the values of a tensor that visits all features: it has no factor in common with their number."""
     step = max(1, math.ceil(count / most))
     while step > 1 and math.gcd(step, features) > 1:
         step += 1

@@ -1,4 +1,4 @@
-"""The sides of a comparison: one recipe of a recording by the name of its mode, its tensors, and labels by pattern."""
+"""The sides of a comparison: a recipe of a recording, found by its mode; its tensors, and the choice among them."""
 
 import math
 import re
@@ -31,7 +31,7 @@ def opened(recording: Recording | Path | str, *, verify: bool = False) -> Record
 
 @dataclass(frozen=True)
 class Side:
-    """One recipe of a recording. A tensor is asked for by its label (`layer_0`) or its name (`layer_0.output`)."""
+    """One recipe of a recording. Its tensors go by label (`layer_0`) or by name (`layer_0.output`)."""
 
     recording: Recording
     recipe: str
@@ -92,9 +92,9 @@ def label_of(name: str) -> str:
 
 
 def bands(label: str, *sides: Side) -> Iterator[tuple[Tensor, ...]]:
-    """The values of a tensor on every side, some at a time; an .npz cannot be mapped, and comes whole.
+    """The values of a tensor on every side, BAND at a time; an .npz cannot be mapped, and is read whole.
 
-    A band is unmapped when the last reference to it is gone: delete it before asking for the next.
+    A band is unmapped when the last reference to it is gone: delete it before the next one is read.
     """
     count = math.prod(sides[0].shape(label))
     mapped = all(side.recording.manifest.layout != "npz" for side in sides)
@@ -148,19 +148,19 @@ def pick_labels(side: Side, wanted: Sequence[str] | None) -> list[str]:
     labels = list(side.labels)
     layers = {label: label for label in side.layers}
     found: list[str] = []
-    for one in ("all",) if wanted is None else wanted:
-        some = match_layers(one, labels, layers, whole=True)
-        if not some:
+    for pattern in ("all",) if wanted is None else wanted:
+        matching = match_layers(pattern, labels, layers, whole=True)
+        if not matching:
             raise ValueError(
-                f"{one!r} is no layer of {side.name} in {side.recording.folder}. {near_or_first(one, labels)} "
+                f"{pattern!r} is no layer of {side.name} in {side.recording.folder}. {near_or_first(pattern, labels)} "
                 "Expected 0, first, last, all, layer_0 or a regular expression."
             )
-        found += some
+        found += matching
     return [label for label in labels if label in found]
 
 
 def place_of(index: int | None, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """An index over all values as an index along every axis."""
+    """A flat index as an index along every axis."""
     return None if index is None else tuple(int(place) for place in np.unravel_index(index, shape))
 
 
@@ -171,7 +171,7 @@ def layer_number(label: str) -> int | None:
 
 
 def match_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """The tensors whose label or name matches a glob, or whose label has the regular expression anywhere in it."""
+    """The tensors whose label or name matches a glob; if none, those whose label contains the regular expression."""
     found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(label_of(name), pattern)]
     return found or [name for name in names if compile_pattern(pattern).search(label_of(name))]
 

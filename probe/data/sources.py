@@ -29,7 +29,6 @@ class HubText:
     config: str | None
     split: str
     files: tuple[str, ...]
-    text_column: str = TEXT_COLUMN
     running: bool = False
     """Rows are lines of one long text, not documents."""
 
@@ -123,9 +122,9 @@ def _hub_text(row: HubText, split: str | None, *, allow_download: bool) -> Docum
             builder = "parquet" if files[0].endswith(".parquet") else "json"
             with quiet_datasets(datasets):
                 rows = datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
-            return Documents(row.name, _column(rows, row.text_column, row.name), row.running, about)
+            return Documents(row.name, _column(rows, TEXT_COLUMN, row.name), row.running, about)
     rows = _load(datasets, row.name, row.hub_id, row.config, wanted, allow_download=allow_download)
-    return Documents(row.name, _column(rows, row.text_column, row.name), row.running, about)
+    return Documents(row.name, _column(rows, TEXT_COLUMN, row.name), row.running, about)
 
 
 def _hub_dataset(source: str, rest: str, text_column: str, split: str | None, *, allow_download: bool) -> Documents:

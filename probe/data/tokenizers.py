@@ -95,7 +95,11 @@ def tokenizer_of_factory(name: str, model: nn.Module) -> tuple[Tokenizer, tuple[
 
 
 def _vocabulary_size(model: nn.Module) -> int | None:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
+    size = getattr(text_config(model), "vocab_size", None)
     return size if isinstance(size, int) else None
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the model's text part, as transformers has it; None without one."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,7 +1,7 @@
-"""The likely cause of a failure: the first step of a layer that does not do what it should, with an explanation.
+"""The likely cause of a failure: the first step of a layer that disagrees with its definition, with an explanation.
 
-`diagnose` reads the trace of a layer (running/traces.py) step by step beside expectations that are computed another
-way (`mamba_steps.py`, `linear_steps.py`) and explains the first disagreement (`signatures.py`).
+`diagnose` compares the trace of a layer (running/traces.py) step by step with outputs that are computed another way
+(`mamba_steps.py`, `linear_steps.py`) and explains the first disagreement (`signatures.py`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,11 +12,11 @@ from torch import Tensor
 from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps
 from probe.diagnosis.mamba_steps import Block, NeverRanError, mamba_steps
 from probe.diagnosis.plain_grids import PlainGrid
-from probe.diagnosis.signatures import GRIDS, Step, explain
+from probe.diagnosis.signatures import SIGNATURES, Step, explain
 from probe.formats import FORMATS
 from probe.models.linear import linears
-from probe.running.calibration import PERCENTILE_SITES
-from probe.running.corners import CornerAnswer, site_amax
+from probe.running.calibration import PERCENTILE_SITES, amax_lookup
+from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
 from probe.running.traces import BatchTrace, LayerTrace, Parts
 from probe.words import LOGITS
@@ -40,17 +40,21 @@ def diagnose(trace: LayerTrace) -> str:
 
 def corner_cause(trace: LayerTrace) -> str:
     """The cause in one line where only the answers at corner values have changed."""
-    for site, explanation in wrong_corners(trace.corners()).items():
-        return f"site {_inside(trace, site)}; {explanation} (at corner values)"[:WIDTH]
-    return "corner values give other results"
+    wrong = _wrong_corner(trace)
+    return f"{wrong} (at corner values)"[:WIDTH] if wrong else "corner values give other results"
 
 
 def wrong_corners(answers: Iterable[CornerAnswer]) -> dict[str, str]:
-    """The sites whose grid is not the one of the recipe, with an explanation each."""
-    explained = {
-        one.site: explain(grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer)) for one in answers
-    }
-    return {site: explanation for site, explanation in explained.items() if explanation}
+    """The sites whose grid is not that of the recipe, with an explanation each."""
+    steps = {one.site: grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer) for one in answers}
+    return {site: explanation for site, step in steps.items() if (explanation := explain(step))}
+
+
+def _wrong_corner(trace: LayerTrace) -> str:
+    """The first site whose grid is wrong at corner values, with its explanation; empty if there is none."""
+    for site, explanation in wrong_corners(trace.corners()).items():
+        return f"site {site.removeprefix(f'{trace.module}.').removeprefix('mixer.')}; {explanation}"
+    return ""
 
 
 def _cause(trace: LayerTrace) -> str:
@@ -78,9 +82,10 @@ def _cause(trace: LayerTrace) -> str:
             return str(problem)
     if mode.kind in ("user", "float") or not examined:
         return outside or _as_a_whole(trace)
+    corner = "" if outside else _wrong_corner(trace)
     return (
         outside
-        or _at_corners(trace)
+        or (corner and f"{corner}, though no value of this text shows it")
         or _odd_calibration(trace, conv_outputs)
         or f"all {examined} steps of {label} agree with their definitions: look at its input or the calibration"
     )
@@ -97,35 +102,35 @@ def _steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
         assert trace.recipe.format is not None
         for name, tensors in parts.items():
             path = f"{layer}.{name}" if name else layer
-            amax = site_amax(trace.calibration, f"{path}.mixer")
+            amax = amax_lookup(trace.calibration, f"{path}.mixer.")
             blocks = twin.get_submodule(path), model.get_submodule(path)
             yield from mamba_steps(Block(tensors, *blocks, mode, FORMATS[trace.recipe.format], amax))
 
 
 def _changed_outside(trace: LayerTrace) -> str:
-    """A parameter outside all layers that is not the float model's; nothing is known about modes of users."""
-    model, mode, layers = trace.model, trace.mode, list(trace.reference.modules.values())
+    """A parameter outside all layers that differs from the float model's; modes of users may change any."""
+    mode = trace.mode
     if mode.kind == "user":
         return ""
-    found, dtype = dict(trace.twin.named_parameters()), mode.dtype if mode.kind == "float" else None
-    for name, parameter in model.named_parameters():
-        if name in found and not any(name.startswith(f"{layer}.") for layer in layers):
-            if mode.kind == "linear" and name.removesuffix(".weight") in linears(model):
-                continue
-            if ".mixer." in name or name.endswith(".norm.weight"):
-                continue  # of a block that was not selected
-            expected = parameter.detach().to(dtype or parameter.dtype)
-            explanation = explain(Step(name, found[name].detach(), expected, noise=GRIDS))
-            if explanation:
-                return f"weight {name}; {explanation}"
+    inside = tuple(f"{layer}." for layer in trace.reference.modules.values())
+    on_grid = {f"{name}.weight" for name in linears(trace.model)} if mode.kind == "linear" else set()
+    for step in kept_weights(trace.model, trace.twin, mode.dtype if mode.kind == "float" else None):
+        name = step.name.removeprefix("weight ")
+        if name in on_grid or name.startswith(inside):
+            continue
+        if ".mixer." in name or name.endswith(".norm.weight"):
+            continue  # of a block that was not selected
+        explanation = explain(step)
+        if explanation:
+            return f"{step.name}; {explanation}"
     return ""
 
 
 def _obvious(batch: BatchTrace, label: str, output: Tensor) -> str:
-    """A layer whose output alone shows that it is skipped, or not quantized at all."""
+    """A layer whose output alone shows that it is skipped, or that the mode was not applied."""
     given, expected = batch.given, batch.expected
     if output.shape == given.shape and bool((output == given).all()) and bool((expected != given).any()):
-        return f"{label}; it gives its input back: the layer is skipped"
+        return f"{label}; it returns its input: the layer is skipped"
     if output.shape == expected.shape:
         error = (output - expected).double().square().mean() / expected.double().square().mean().clamp(min=1e-30)
         if bool(error < NOISE):
@@ -151,12 +156,10 @@ def _as_a_whole(trace: LayerTrace) -> str:
 
 def _pattern(output: Tensor, expected: Tensor, given: Tensor) -> str:
     """A pattern in a difference that contains rounding errors too."""
-    bad = ~output.isfinite() & expected.isfinite()
-    if bool(bad.any()):
-        kind = "NaN" if bool(output.isnan().any()) else "Inf"
-        return f"{kind} in {int(bad.sum())} of {bad.numel()} values, the first at {bad.nonzero()[0].tolist()}"
-    if not bool(output.any()):
-        return "gives only zeros"
+    step = Step("", output, expected)
+    obvious = SIGNATURES["NaN or Inf"](step) or SIGNATURES["zeros"](step)
+    if obvious:
+        return obvious
     d = output - expected
     for axis, name in ((-1, "channel"), (-2, "token")):
         if d.dim() >= 2 and d.shape[axis] > 2:
@@ -175,20 +178,8 @@ def _pattern(output: Tensor, expected: Tensor, given: Tensor) -> str:
     return f"the error has a mean of {mean:+.2f} of its rms" if abs(mean) > 0.3 else ""
 
 
-def _at_corners(trace: LayerTrace) -> str:
-    """Grids that are wrong where no value of this text lies."""
-    for site, explanation in wrong_corners(trace.corners()).items():
-        return f"site {_inside(trace, site)}; {explanation}, though no value of this text shows it"
-    return ""
-
-
-def _inside(trace: LayerTrace, site: str) -> str:
-    """The name of a site within its layer."""
-    return site.removeprefix(f"{trace.module}.").removeprefix("mixer.")
-
-
 def _odd_calibration(trace: LayerTrace, conv_outputs: dict[str, list[Tensor]]) -> str:
-    """All steps agree with the calibration: does the calibration itself look right?"""
+    """A scale of the calibration that does not fit this text; empty if all do."""
     calibration, format = trace.calibration, trace.recipe.format
     if calibration is None or format is None or not FORMATS[format].needs_calibration:
         return ""

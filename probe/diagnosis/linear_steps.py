@@ -1,4 +1,4 @@
-"""Steps that every quantized model has: a tensor put on a grid, a matrix product, a weight left alone."""
+"""Steps that every quantized model has: a tensor put on a grid, a matrix product, a weight kept as it is."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -57,7 +57,7 @@ def grid_step(
 
 
 def weight_step(name: str, fmt: Format, plain: Tensor, actual: Tensor, more: Suspects | None = None) -> Step:
-    """A weight that should be on the grid of a format, with scales taken from itself."""
+    """A weight that should be on the grid of a format, with scales from the weight itself."""
     grid = PlainGrid(fmt)
     others: dict[str, Replay] = {"zero": lambda: torch.zeros_like(plain), **(more or {})}
     if plain.dim() == 2 and plain.shape[0] == plain.shape[1]:

@@ -4,6 +4,7 @@ Every expectation is computed from the tensors that really entered the step, so 
 disagrees, and not all steps after it. Weights are expected from the float model, sites from their calibrated scale.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from probe.diagnosis.definitions import convolved, rotated, scan, softplus
 from probe.diagnosis.linear_steps import Suspects, grid_step, linear_step, sums_step, weight_step
 from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import Replay, Step
 from probe.formats import Format
 from probe.models.mamba import SITES, SiteMixer
-from probe.running.corners import SHARED_SCALE, Amax, scale_source, site_grid
+from probe.numerics.hadamard import hadamard_matrix
+from probe.running.calibration import Amax
+from probe.running.corners import SHARED_SCALE, scale_source, site_grid
 from probe.running.modes import Mode
 
 #: Weights into which the inverse of a rotation is folded.
@@ -31,11 +33,11 @@ class NeverRanError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A block that ran: its tensors (`conv1d.output.given`, `conv1d.output.made`), itself and its float origin."""
+    """A block that ran, with the tensors of its sites (`conv1d.output.given`, `conv1d.output.made`)."""
 
     tensors: Mapping[str, Tensor]
-    twin: Any
-    stock: Any
+    twin: Any  # the quantized block
+    stock: Any  # the float block
     mode: Mode
     format: Format
     amax: Amax  # calibrated, by site
@@ -62,7 +64,7 @@ class Block:
         return self.tensors[f"{site}.{side}"]
 
     def weight(self, name: str) -> Tensor:
-        """A weight of the quantized mixer in float64, as it really is."""
+        """A weight of the quantized mixer in float64."""
         return self.mixer.get_parameter(name).detach().double()
 
 
@@ -127,9 +129,8 @@ def _to_scan(block: Block) -> Iterator[Step]:
     yield _weight(block, "dt_proj.weight")
     bias = block.weight("dt_proj.bias")
     product = dt.double() @ block.weight("dt_proj.weight").T
-    yield sums_step(
-        "dt_proj", block.given("dt_proj.output"), product, {"its bias is added too": lambda: product + bias}
-    )
+    biased = {"its bias is added too": lambda: product + bias}
+    yield sums_step("dt_proj", block.given("dt_proj.output"), product, biased)
     yield _site(block, "dt_proj.output")
     yield _weight(block, "dt_proj.bias")
     yield _weight(block, "A_log")
@@ -139,12 +140,11 @@ def _to_scan(block: Block) -> Iterator[Step]:
 def _scan(block: Block) -> Step:
     mixer = block.mixer
     sizes = [mixer.time_step_rank, mixer.state_size, mixer.state_size]
+    _, *B_and_C = torch.split(block.made("x_proj.output"), sizes, dim=-1)
+    sources = (block.made("scan.u"), block.made("dt_proj.output"), block.weight("dt_proj.bias"), block.weight("A_log"))
 
     def parts(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        _, B, C = torch.split(block.made("x_proj.output"), sizes, dim=-1)
-        bias, A_log = block.weight("dt_proj.bias"), block.weight("A_log")
-        step = block.made("dt_proj.output")
-        return tuple(x.to(dtype) for x in (block.made("scan.u"), step, bias, A_log, B, C))
+        return tuple(x.to(dtype) for x in (*sources, *B_and_C))
 
     def run(dtype: torch.dtype) -> Tensor:
         u, step, bias, A_log, B, C = parts(dtype)
@@ -211,14 +211,14 @@ def _site(block: Block, site: str, more: Suspects | None = None) -> Step:
 
 
 def _weight(block: Block, name: str) -> Step:
-    actual, stock = block.mixer.get_parameter(name).detach(), block.stock.mixer
+    """A weight on its grid; the norm's gamma and the rotations are folded into those of the projections first."""
+    actual, plain = (mixer.get_parameter(name).detach() for mixer in (block.mixer, block.stock.mixer))
     grid = PlainGrid(block.format)
-    plain = stock.get_parameter(name).detach()
-    gamma = block.stock.norm.weight.detach()
-    folded = folded_weight(name, plain, gamma)
-    others: dict[str, Replay] = {}
+    unrotated, others = plain, dict[str, Replay]()
+    if name == "in_proj.weight":
+        unrotated = (plain.double() * block.stock.norm.weight.detach().double()).to(plain.dtype)
+    folded = rotated(unrotated).to(plain.dtype) if name in ROTATED else unrotated
     if name in ROTATED:
-        unrotated = _scaled_by(plain, gamma) if name == "in_proj.weight" else plain
         others["the Hadamard rotation is not folded in"] = lambda: grid(unrotated)
         others["on the grid first, rotated afterwards"] = lambda: rotated(grid(unrotated)).float()
     if name == "in_proj.weight":
@@ -226,11 +226,38 @@ def _weight(block: Block, name: str) -> Step:
     return weight_step(name, block.format, folded, actual, others)
 
 
-def folded_weight(name: str, weight: Tensor, gamma: Tensor) -> Tensor:
-    """The float weight as the rotated twin has it, before any grid."""
-    folded = _scaled_by(weight, gamma) if name == "in_proj.weight" else weight
-    return rotated(folded).to(weight.dtype) if name in ROTATED else folded
+def rotated(x: Tensor) -> Tensor:
+    """x H / sqrt(n) along the last axis, as a matrix product in float64; only the matrix is shared with the modes."""
+    n = x.shape[-1]
+    return x.double() @ (hadamard_matrix(n, torch.float64) / math.sqrt(n)).to(x.device)
 
 
-def _scaled_by(weight: Tensor, gamma: Tensor) -> Tensor:
-    return (weight.double() * gamma.double()).to(weight.dtype)
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), the identity above 20."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
+
+
+def scan(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, state: torch.dtype | None = None, every: int = 0
+) -> Tensor:
+    """h = exp(delta A) h + delta B u, y = C h, token by token; `state` rounds h, `every` forgets it."""
+    h = torch.zeros(u.shape[0], u.shape[2], A.shape[1], dtype=u.dtype, device=u.device)
+    outputs = []
+    for t in range(u.shape[1]):
+        if every and t % every == 0:
+            h = torch.zeros_like(h)
+        h = torch.exp(delta[:, t, :, None] * A) * h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None, :]
+        if state is not None:
+            h = h.to(state).to(u.dtype)
+        outputs.append((h * C[:, t, None, :]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
+def convolved(x: Tensor, taps: Tensor, bias: Tensor | None, *, shift: int = 0) -> Tensor:
+    """Causal depthwise convolution over time, taps [channel, tap]; `shift` is how many tokens late it is."""
+    size, length, ahead = taps.shape[1], x.shape[1], max(-shift, 0)
+    padded = functional.pad(x, (0, 0, size - 1 + max(shift, 0), ahead))
+    out = torch.zeros_like(x)
+    for k in range(size):
+        out = out + padded[:, ahead + k : ahead + k + length] * taps[:, k]
+    return out if bias is None else out + bias

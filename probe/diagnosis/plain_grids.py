@@ -1,8 +1,7 @@
-"""The grids once more, as plain float64 arithmetic in which every choice is a field.
+"""The grids as plain float64 arithmetic in which every choice is a field.
 
-Blocks and the rounding of float elements are those of the readable definitions in numerics; none of the fast kernels
-that the modes run is used. With the fields as the spec has them this is what a tensor should have become; with one
-field changed it is what a known fault would have made of it.
+Blocks and the rounding of float elements are the readable definitions in numerics, not the fast kernels that the modes
+run. With the fields of the spec a grid gives the expected tensor; with one field changed, that of a known fault.
 """
 
 from collections.abc import Callable, Iterator
@@ -135,14 +134,13 @@ def _ends(grid: PlainGrid) -> dict[str, dict[str, Any]]:
         return {}
     step = fmt.min_subnormal
     top, one_less = round(fmt.max / step), round(fmt.max / step) - 1
-    named: dict[str, dict[str, Any]] = {f"clamped at {one_less} instead of {top}": {"high": fmt.max - step}}
+    faults: dict[str, dict[str, Any]] = {f"clamped at {one_less} instead of {top}": {"high": fmt.max - step}}
     if fmt.scale == "float32":
-        named[f"-{top + 1} is lost, codes end at -{top}"] = {"low": -fmt.max}
-        named[f"clamped at -{one_less} and {one_less}"] = {"low": step - fmt.max, "high": fmt.max - step}
-        named["codes wrap around at the ends instead of being clamped"] = {"ends": "wrap"}
-    else:
-        named[f"clamped at -{one_less} and {one_less}"] = {"low": step - fmt.max, "high": fmt.max - step}
-    return named
+        faults[f"-{top + 1} is lost, codes end at -{top}"] = {"low": -fmt.max}
+    faults[f"clamped at -{one_less} and {one_less}"] = {"low": step - fmt.max, "high": fmt.max - step}
+    if fmt.scale == "float32":
+        faults["codes wrap around at the ends instead of being clamped"] = {"ends": "wrap"}
+    return faults
 
 
 def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Iterator[tuple[str, PlainGrid]]:

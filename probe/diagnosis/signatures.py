@@ -1,4 +1,4 @@
-"""The explanation of a difference: a step of a layer beside its expectation, matched with a table of signatures.
+"""The explanation of a difference: the output of a step beside the expected one, matched with known faults.
 
 Faults that can be replayed are tried first: the one that reproduces the output of the step is the cause. A difference
 that none reproduces is described by its statistics: a factor, one channel, one token, zeros, a bias of the rounding.
@@ -20,17 +20,14 @@ SUMS = 2e-5
 GRIDS = 1e-6
 #: A replayed fault is the cause if it leaves less than this part of the difference.
 EXPLAINED = 0.1
-AXES = {
-    1: ("channel",),
-    2: ("row", "column"),
-    3: ("sequence", "token", "channel"),
-}
+#: The names of the dimensions, by their number.
+AXES = {1: ("channel",), 2: ("row", "column"), 3: ("sequence", "token", "channel")}
 AXES_OF_WEIGHTS = {**AXES, 3: ("channel", "group", "tap")}
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The output of a step, and the output that it should have had from the very same inputs."""
+    """The output of a step, and the output expected from the very same inputs."""
 
     name: str
     actual: Tensor
@@ -52,25 +49,15 @@ class Step:
     def at(self, axis: int, index: int) -> "Step":
         """One channel, one token or one row of the step."""
 
-        def part(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.narrow(axis, index, 1)
+        def narrowed(replay: Replay) -> Tensor:
+            return replay().narrow(axis, index, 1)
 
         def replays() -> Iterator[tuple[str, Replay]]:
-            for sentence, replay in self.suspects():
-                yield sentence, partial(_narrowed, replay, axis, index)
+            return ((sentence, partial(narrowed, replay)) for sentence, replay in self.suspects())
 
-        return replace(
-            self,
-            actual=self.actual.narrow(axis, index, 1),
-            expected=self.expected.narrow(axis, index, 1),
-            given=part(self.given),
-            unit=part(self.unit),
-            suspects=replays,
-        )
-
-
-def _narrowed(replay: Replay, axis: int, index: int) -> Tensor:
-    return replay().narrow(axis, index, 1)
+        tensors = {name: getattr(self, name) for name in ("actual", "expected", "given", "unit")}
+        parts = {name: x.narrow(axis, index, 1) for name, x in tensors.items() if x is not None}
+        return replace(self, suspects=replays, **parts)
 
 
 def explain(step: Step) -> str:
@@ -144,11 +131,14 @@ def _errors_in_steps(step: Step) -> Tensor | None:
     return some if some.numel() else None
 
 
-def _bias(step: Step) -> str:
+def _mean_error(step: Step) -> float:
+    """The mean rounding error in steps of the grid; 0 for steps that are no grid."""
     errors = _errors_in_steps(step)
-    if errors is None or step.given is None:
-        return ""
-    mean = float(errors.clamp(-2, 2).mean())
+    return 0.0 if errors is None else float(errors.clamp(-2, 2).mean())
+
+
+def _bias(step: Step) -> str:
+    mean = _mean_error(step)
     return f" (mean error {mean:+.2f} steps)" if abs(mean) > 0.05 else ""
 
 
@@ -157,8 +147,7 @@ def _not_finite(step: Step) -> str:
     if not bool(bad.any()):
         return ""
     nan = int((bad & step.actual.isnan()).sum())
-    kind = "NaN" if nan else "Inf"
-    count = nan or int(bad.sum())
+    kind, count = ("NaN", nan) if nan else ("Inf", int(bad.sum()))
     return f"{kind} in {count} of {bad.numel()} values, the first at {bad.nonzero()[0].tolist()}"
 
 
@@ -193,26 +182,22 @@ def _factor(step: Step) -> str:
     return _scaled(middle) if near > 0.8 and abs(middle - 1) > 1e-4 and middle != 0 else ""
 
 
-def _correlation(step: Step) -> float:
-    a, e = (x.double().reshape(-1) - x.double().mean() for x in (step.actual, step.expected))
-    return float((a @ e) / (a.norm() * e.norm()).clamp(min=1e-300))
-
-
 def _unrelated(step: Step) -> str:
-    correlation = _correlation(step)
-    return f"unlike what it should be (correlation {correlation:+.2f})" if abs(correlation) < 0.3 else ""
+    a, e = (x.double().reshape(-1) - x.double().mean() for x in (step.actual, step.expected))
+    correlation = float((a @ e) / (a.norm() * e.norm()).clamp(min=1e-300))
+    return f"unrelated to the expected values (correlation {correlation:+.2f})" if abs(correlation) < 0.3 else ""
 
 
 def _quantum(step: Step) -> str:
     """The values are multiples of another step size than expected."""
     if step.unit is None or step.unit.numel() == 0 or bool((step.unit != step.unit.reshape(-1)[0]).any()):
         return ""
-    levels = torch.unique(step.actual.double())
-    gaps = levels[levels.isfinite()].diff()
+    levels = torch.unique(step.actual[step.actual.isfinite()].double())
+    gaps = levels.diff()
     if gaps.numel() < 4:
         return ""
     quantum = float(gaps[gaps <= 1.5 * gaps.min()].mean())
-    counts = levels[levels.isfinite()] / quantum
+    counts = levels / quantum
     ratio = quantum / float(step.unit.reshape(-1)[0])
     on_it = float(((counts - counts.round()).abs() < 0.01).float().mean())
     return _scaled(ratio) if on_it > 0.95 and 1e-4 < abs(ratio - 1) < 10 else ""
@@ -223,7 +208,7 @@ def _scaled(ratio: float) -> str:
     if exponent and abs(ratio / 2.0**exponent - 1) < 1e-3:
         return f"the scale is off by a factor of 2^{exponent}"
     if abs(ratio + 1) < 1e-3:
-        return "the sign is turned"
+        return "the sign is flipped"
     return f"the scale is off by {ratio - 1:+.2%}" if 0 < ratio < 10 else f"the scale is off by a factor of {ratio:.4g}"
 
 
@@ -239,20 +224,14 @@ def _extremes(step: Step) -> str:
     differs = step.differs()
     if step.given is None or step.given.shape != differs.shape or not bool((~differs).any()):
         return ""
-    inside = float(step.given[~differs].abs().max())
-    outside = float(step.given[differs].abs().min())
-    if outside < 0.98 * inside:
+    if float(step.given[differs].abs().min()) < 0.98 * float(step.given[~differs].abs().max()):
         return ""
-    return (
-        f"only the {int(differs.sum())} largest values differ: clamped at {float(step.actual[differs].abs().max()):.4g}"
-    )
+    top = float(step.actual[differs].abs().max())
+    return f"only the {int(differs.sum())} largest values differ: clamped at {top:.4g}"
 
 
 def _biased(step: Step) -> str:
-    errors = _errors_in_steps(step)
-    if errors is None:
-        return ""
-    mean = float(errors.clamp(-2, 2).mean())
+    mean = _mean_error(step)
     return f"rounding is biased {'down' if mean < 0 else 'up'}{_bias(step)}" if abs(mean) > 0.1 else ""
 
 
@@ -272,8 +251,8 @@ def _unlike(step: Step) -> str:
     return f"{float(differs.double().mean()):.1%} of the values differ, by {rms:.2g} of its rms; no known signature"
 
 
-#: name -> a description of the step, empty where the signature does not fit. The first that fits is reported; the
-#: last always fits.
+#: Each describes the step, or returns an empty text where it does not fit. The first that fits is reported; the last
+#: always fits.
 SIGNATURES: dict[str, Callable[[Step], str]] = {
     "NaN or Inf": _not_finite,
     "one value": _single,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from probe.files.defects import DefectError
+from probe.words import single_line
 
 T = TypeVar("T")
 
@@ -140,7 +141,6 @@ def _is_text(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     try:
-        text = json.dumps(value)
+        return single_line(json.dumps(value), most=60)
     except RecursionError:
         return "something nested too deep"
-    return text if len(text) <= 60 else text[:57] + "..."

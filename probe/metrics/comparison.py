@@ -25,9 +25,9 @@ _Measure = Callable[[Tensor, Tensor, Magnitudes | None], Tally]
 class Comparison:
     """Gathers the `Metrics` of a tensor against its reference.
 
-    Percentiles are exact, equal to numpy's (`linear`), while at most `keep` elements were compared: that many
-    |d| are held as float64. Beyond, they are read from counts in 2^8 buckets per octave and lie within
-    PERCENTILE_ERROR = 2^-9 of the exact ones, relatively (within 2^-1031 absolutely, for those below 2^-1022).
+    Percentiles are exact, equal to numpy's (`linear`), as long as at most `keep` elements were compared: that many
+    |d| are kept as float64. With more elements they are read from counts in 2^8 buckets per octave, with a relative
+    error of at most PERCENTILE_ERROR = 2^-9 (an absolute one of 2^-1031 for percentiles below 2^-1022).
     `percentiles=False` saves the memory and the time.
     """
 
@@ -64,8 +64,8 @@ class Comparison:
         check_seen(self, tally.seen)
         quantiles: dict[float, float] = {}
         if self.percentiles and tally.count:
-            found = self._magnitudes.quantiles(QUANTILES, largest=tally.difference.largest)
-            quantiles = dict(zip(QUANTILES, found, strict=True))
+            values = self._magnitudes.quantiles(QUANTILES, largest=tally.difference.largest)
+            quantiles = dict(zip(QUANTILES, values, strict=True))
         return Metrics.of(Measured(tally, quantiles, self._magnitudes.exact if quantiles else None))
 
     def __repr__(self) -> str:
@@ -78,8 +78,8 @@ def _fast() -> _Measure:
     try:
         from probe.metrics import fast
     except ImportError as problem:
-        slower = f"numba cannot be loaded ({problem}). Going on without it: the same figures, but slower."
-        warnings.warn(slower, RuntimeWarning, stacklevel=3)
+        text = f"numba cannot be loaded ({problem}). Going on without it: the same figures, but slower."
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
         return readable.measure
     return fast.measure
 
@@ -123,16 +123,9 @@ class LogitComparison:
     """Gathers the `LogitMetrics` of a model's logits against those of the reference model."""
 
     def __init__(self) -> None:
-        self._positions = 0
-        self._compared = 0
-        self._nonfinite_output = 0
-        self._nonfinite_reference = 0
+        self._positions = self._compared = self._agreed = self._nonfinite_output = self._nonfinite_reference = 0
         self._first_nonfinite: int | None = None
-        self._agreed = 0
-        self._kl = 0.0
-        self._nats = 0.0
-        self._reference_nats = 0.0
-        self._change = 0.0
+        self._kl = self._nats = self._reference_nats = self._change = 0.0
 
     def update(self, logits: Tensor, reference_logits: Tensor, targets: Tensor) -> None:
         """Append a batch: logits [..., vocabulary], and the tokens that followed, as integers [...]."""
@@ -145,20 +138,19 @@ class LogitComparison:
         if targets.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise ValueError(f"targets are {targets.dtype}. Give token numbers as integers, e.g. torch.int64.")
         vocabulary = logits.shape[-1]
-        aims = targets.detach().reshape(-1).cpu().long()
-        if not aims.numel():
+        targets = targets.detach().reshape(-1).cpu().long()
+        if not targets.numel():
             return
-        if aims.min() < 0 or aims.max() >= vocabulary:
+        low, high = (int(end) for end in torch.aminmax(targets))
+        if low < 0 or high >= vocabulary:
             raise ValueError(
-                f"targets run from {int(aims.min())} to {int(aims.max())}, but the logits have a vocabulary of "
-                f"{vocabulary}. Drop padded positions, and check that the tokenizer is that of the model."
+                f"targets run from {low} to {high}, but the logits have a vocabulary of {vocabulary}. "
+                "Drop padded positions, and check that the tokenizer is that of the model."
             )
-        sides = [x.detach().reshape(-1, vocabulary) for x in (logits, reference_logits)]
         rows = max(1, CHUNK // vocabulary)
-        for start in range(0, len(aims), rows):
-            stretch = slice(start, start + rows)
-            output, reference = (double_copy(x[stretch]) for x in sides)
-            self._take(output, reference, aims[stretch])
+        sides = (torch.split(x.detach().reshape(-1, vocabulary), rows) for x in (logits, reference_logits))
+        for output, reference, tokens in zip(*sides, torch.split(targets, rows), strict=True):
+            self._update_chunk(double_copy(output), double_copy(reference), tokens)
 
     def merge(self, other: "LogitComparison") -> Self:
         """Append the whole stream of `other`, which stays as it is; returns itself."""
@@ -192,7 +184,7 @@ class LogitComparison:
     def __repr__(self) -> str:
         return f"LogitComparison(positions={self._positions})"
 
-    def _take(self, output: Tensor, reference: Tensor, targets: Tensor) -> None:
+    def _update_chunk(self, output: Tensor, reference: Tensor, targets: Tensor) -> None:
         good_output, good_reference = output.isfinite().all(1), reference.isfinite().all(1)
         good = good_output & good_reference
         lost = first_true(~good_output & good_reference)
@@ -213,7 +205,7 @@ class LogitComparison:
 
 
 def check_pair(output: Tensor, reference: Tensor, *, names: tuple[str, str]) -> None:
-    """Refuse tensors that are no floats or differ in shape."""
+    """Refuse tensors that are not floats or that differ in shape."""
     for name, x in zip(names, (output, reference), strict=True):
         if not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}. Only floats are compared. Convert first, e.g. {name}.float().")

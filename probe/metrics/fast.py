@@ -1,4 +1,4 @@
-"""The fast twin: the tally of a batch in one pass over memory by loops of numba, on as many threads as torch may use.
+"""The fast twin: the tally of a batch in one pass over memory by numba loops, on as many threads as torch may use.
 
 Counts, extremes and percentiles are those of the readable twin to the bit; sums differ by the order of additions.
 
@@ -13,7 +13,7 @@ merge as `Tally.then` merges stretches.
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from probe.metrics import reference as readable
-from probe.metrics.tally import BUCKETS, Magnitudes, Spread, Tally
+from probe.metrics.tally import BUCKETS, SIDES, Magnitudes, Spread, Tally
 from probe.numerics.moments import Moments
 
-#: Elements of other dtypes than float32 and float64 that are converted at a time, and the least work for a thread.
+#: Elements of other dtypes than float32 and float64 that are converted at a time; also the least work for a thread.
 STRETCH = 2**18
 #: Sums of squares of float64 below this cannot overflow; those of narrower dtypes never do.
 LARGEST = 1e100
@@ -35,25 +35,43 @@ BLOCK = 8192
 #: Values that differ from their mean by no more than this part of it may all be equal: the mean is rounded.
 _EQUAL = 1e-12
 
-#: The places of sums: means, then squares around them, of output, reference and difference; and of counts and keys.
+#: Indices into sums (means, then squares around them, of output, reference and difference), counts and keys.
 (MEAN_O, MEAN_R, MEAN_D, SQUARES_O, SQUARES_R, SQUARES_D, PRODUCT, SUM_D, SUM_R, SUMS) = range(10)
 (COUNT, ZEROED, AT_LARGEST, MOVED, NAN_O, INF_O, NAN_R, INF_R, FIRST_NONFINITE, COUNTS) = range(10)
-#: The fields of a Tally at the places of counts.
-_COUNTED = (
-    *("count", "zeroed", "at_largest", "moved", "nan_output", "inf_output", "nan_reference", "inf_reference"),
-    "first_nonfinite",
-)
+#: The fields of a Tally in the order of counts; the last is first_nonfinite.
+_COUNTED = ("count", "zeroed", "at_largest", "moved", "nan_output", "inf_output", "nan_reference", "inf_reference")
 (LOW_O, HIGH_O, LOW_R, HIGH_R, LARGEST_D, KEYS) = range(6)
 
 #: The shift from the upper half of a float64 to its bucket.
 _SHIFT = np.uint32(BUCKETS.shift - 32)
-#: Sums may be taken in any order, and they see no NaN.
+#: Sums may be added in any order, and there is no NaN among the values.
 _ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 
 _Floats = npt.NDArray[np.floating]
 _Bits = npt.NDArray[np.signedinteger]
 _Doubles = npt.NDArray[np.float64]
 _Whole = npt.NDArray[np.int64]
+
+
+class _Pair(NamedTuple):
+    """Output and reference, flat, both float32 or both float64, and their bits."""
+
+    output: _Floats
+    reference: _Floats
+    bits_output: _Bits
+    bits_reference: _Bits
+
+
+class _Totals(NamedTuple):
+    """The arrays that the loops update in place."""
+
+    sums: _Doubles
+    counts: _Whole
+    keys: _Whole
+    buckets: _Whole
+    """|d| is counted here, but for zeros, if there are any buckets."""
+    sizes: _Doubles
+    """|d| is written here, if there is room."""
 
 
 def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) -> Tally:
@@ -106,31 +124,19 @@ def _measure_stretch(output: _Floats, reference: _Floats, buckets: _Whole, sizes
     keys[[LOW_O, LOW_R]] = np.iinfo(np.int64).max
     keys[[HIGH_O, HIGH_R]] = np.iinfo(np.int64).min
     counts[FIRST_NONFINITE] = -1
-    _measure(output, reference, output.view(bits), reference.view(bits), infinity, sums, counts, keys, buckets, sizes)
-    found: dict[str, Any] = dict(zip(_COUNTED, map(int, counts), strict=True))
-    count, first = found["count"], found.pop("first_nonfinite")
-
-    def spread(mean: int, squares: int, low: float, high: float) -> Spread:
-        return Spread(Moments(count, float(sums[mean]), float(sums[squares])), low, high)
-
-    spreads: dict[str, Any] = {}
-    if count:
-        ends = [_from_key(int(key), output.dtype) for key in keys[:LARGEST_D]]
+    pair = _Pair(output, reference, output.view(bits), reference.view(bits))
+    _measure(pair, infinity, _Totals(sums, counts, keys, buckets, sizes))
+    *counted, first = counts.tolist()
+    found: dict[str, Any] = dict(zip(_COUNTED, counted, strict=True))
+    if found["count"]:
+        ends = [_from_key(key, output.dtype) for key in keys[:LARGEST_D].tolist()]
         largest = float(keys[LARGEST_D].view(np.float64))
-        spreads = {
-            "output": spread(MEAN_O, SQUARES_O, ends[LOW_O], ends[HIGH_O]),
-            "reference": spread(MEAN_R, SQUARES_R, ends[LOW_R], ends[HIGH_R]),
-            "difference": spread(MEAN_D, SQUARES_D, -largest, largest),
-        }
-    return Tally(
-        seen=output.size,
-        **found,
-        **spreads,
-        product=float(sums[PRODUCT]),
-        sum_difference=float(sums[SUM_D]),
-        sum_reference=float(sums[SUM_R]),
-        first_nonfinite=None if first < 0 else first,
-    )
+        means, squares = sums[: MEAN_D + 1].tolist(), sums[SQUARES_O : SQUARES_D + 1].tolist()
+        extremes = (ends[: HIGH_O + 1], ends[LOW_R:], (-largest, largest))
+        for name, mean, square, (low, high) in zip(SIDES, means, squares, extremes, strict=True):
+            found[name] = Spread(Moments(found["count"], mean, square), low, high)
+    found |= zip(("product", "sum_difference", "sum_reference"), sums[PRODUCT:].tolist(), strict=True)
+    return Tally(seen=output.size, **found, first_nonfinite=None if first < 0 else first)
 
 
 def _from_key(key: int, dtype: np.dtype[np.floating]) -> float:
@@ -141,26 +147,13 @@ def _from_key(key: int, dtype: np.dtype[np.floating]) -> float:
 
 
 @numba.njit(cache=True, nogil=True)
-def _measure(
-    output: _Floats,
-    reference: _Floats,
-    bits_output: _Bits,
-    bits_reference: _Bits,
-    infinity: int,
-    sums: _Doubles,
-    counts: _Whole,
-    keys: _Whole,
-    buckets: _Whole,
-    sizes: _Doubles,
-) -> None:
-    """The tally of two flat arrays, both float32 or both float64, with their bits and those of Inf.
-
-    `sums`, `counts` and `keys` are given as those of nothing. |d| is counted in `buckets`, if there are any, but for
-    zeros, and written to `sizes`, if there is room.
-    """
+def _measure(pair: _Pair, infinity: int, totals: _Totals) -> None:
+    """Add a pair to totals that are those of nothing; `infinity` has the bits of Inf."""
+    output, reference, bits_output, bits_reference = pair
+    sums, counts, keys, buckets, sizes = totals
     top = (1 << (8 * bits_output.itemsize - 1)) - 1
     o, r = np.empty(BLOCK, output.dtype), np.empty(BLOCK, output.dtype)
-    bits_o, bits_r = np.empty(BLOCK, bits_output.dtype), np.empty(BLOCK, bits_output.dtype)
+    room = _Pair(o, r, o.view(bits_output.dtype), r.view(bits_output.dtype))
     d = np.empty(BLOCK)
     block, ends = np.empty(SUMS), np.empty(KEYS, np.int64)
     for start in range(0, output.size, BLOCK):
@@ -170,10 +163,10 @@ def _measure(
         counts[MOVED] += moved
         if max(ends[HIGH_O], ~ends[LOW_O], ends[HIGH_R], ~ends[LOW_R]) >= infinity:
             quiet = (top - infinity + 1) >> 1
-            kept = _leave_out_nonfinite(x, y, bits_x, bits_y, o, r, bits_o, bits_r, counts, start, quiet)
+            kept = _leave_out_nonfinite(_Pair(x, y, bits_x, bits_y), room, counts, start, quiet)
             if kept == 0:
                 continue
-            x, y, bits_x, bits_y = o[:kept], r[:kept], bits_o[:kept], bits_r[:kept]
+            x, y, bits_x, bits_y = o[:kept], r[:kept], room.bits_output[:kept], room.bits_reference[:kept]
             moved, zeros = _scan(bits_x, bits_y, top, ends)
         _sum_block(x, y, d, block)
         bits_d = d.view(np.int64)[: x.size]
@@ -212,23 +205,12 @@ def _scan(bits_o: _Bits, bits_r: _Bits, top: int, ends: _Whole) -> tuple[int, in
 
 
 @numba.njit(cache=True, nogil=True)
-def _leave_out_nonfinite(
-    x: _Floats,
-    y: _Floats,
-    bits_x: _Bits,
-    bits_y: _Bits,
-    o: _Floats,
-    r: _Floats,
-    bits_o: _Bits,
-    bits_r: _Bits,
-    counts: _Whole,
-    start: int,
-    quiet: int,
-) -> int:
-    """Count NaN and Inf and copy the pairs that are finite; returns how many these are.
+def _leave_out_nonfinite(pair: _Pair, room: _Pair, counts: _Whole, start: int, quiet: int) -> int:
+    """Count NaN and Inf and copy the pairs that are finite into `room`; returns how many these are.
 
     A NaN widened to float64 is a quiet one: two that differ by that bit alone have not moved.
     """
+    x, y, bits_x, bits_y = pair
     kept = 0
     for i in range(x.size):
         good_x, good_y = np.isfinite(x[i]), np.isfinite(y[i])
@@ -241,14 +223,14 @@ def _leave_out_nonfinite(
         if good_y and not good_x and counts[FIRST_NONFINITE] < 0:
             counts[FIRST_NONFINITE] = start + i
         if good_x and good_y:
-            o[kept], r[kept], bits_o[kept], bits_r[kept] = x[i], y[i], bits_x[i], bits_y[i]
+            room.output[kept], room.reference[kept] = x[i], y[i]
             kept += 1
     return kept
 
 
 @numba.njit(cache=True, nogil=True)
 def _sum_block(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
-    """The differences, and all sums. Squares that may be rounding alone are summed again, around a value."""
+    """The differences and all sums. Squares that may be nothing but rounding are summed again, around a value."""
     _add_up(x, y, d, block)
     _centre(x, y, d, block)
     for values, mean, squares in ((x, MEAN_O, SQUARES_O), (y, MEAN_R, SQUARES_R)):
@@ -334,7 +316,7 @@ def _count_largest(bits: _Bits, top: int, keys: _Whole, ends: _Whole, counts: _W
 
 @numba.njit(cache=True, nogil=True)
 def _count_sizes(bits: _Whole, buckets: _Whole) -> None:
-    """Count every difference in its bucket, which the upper half of its bits tells; zeros are counted nowhere."""
+    """Count every difference in its bucket, which is in the upper half of its bits; zeros are not counted."""
     halves = bits.view(np.uint32)
     before = buckets[0]
     for i in range(bits.size):

@@ -11,7 +11,7 @@ from probe.metrics.tally import Tally
 #: The percentiles of |d| that are reported, as fractions.
 QUANTILES = (0.50, 0.90, 0.95, 0.99)
 
-#: What a report calls a figure: the first row whose limit the figure is inside of.
+#: What a report calls a figure: the label of the first limit that the figure is better than, else "poor".
 MSE_LABELS = ((1e-4, "excellent"), (1e-3, "good"), (1e-2, "fair"))
 CORRELATION_LABELS = ((0.9999, "excellent"), (0.999, "good"), (0.99, "fair"))
 
@@ -21,7 +21,7 @@ _FLOOR = 1e-8
 
 @dataclass(frozen=True)
 class Measured:
-    """What formulas are given: the tally of the whole stream and the quantiles of |d|, if they were gathered."""
+    """The input of every formula: the tally of the whole stream, and the quantiles of |d| if they were gathered."""
 
     tally: Tally
     quantiles: Mapping[float, float]
@@ -40,8 +40,8 @@ def value(formula: Callable[[Tally], float | None], *, lossless: float | None = 
         tally = measured.tally
         if not tally.count:
             return None
-        found = lossless if lossless is not None and _is_lossless(tally) else finite(formula(tally))
-        return cast(float | None, found)
+        figure = lossless if lossless is not None and _is_lossless(tally) else finite(formula(tally))
+        return cast(float | None, figure)
 
     return fact(checked)
 
@@ -120,9 +120,7 @@ class Metrics:
     """All elements seen."""
     compared: int = fact(lambda m: m.tally.count)
     """Those finite on both sides: n."""
-    finite: bool = fact(
-        lambda m: not (m.tally.nan_output or m.tally.inf_output or m.tally.nan_reference or m.tally.inf_reference)
-    )
+    finite: bool = fact(lambda m: m.tally.finite)
     """No NaN and no Inf on either side."""
     identical: bool = fact(lambda m: m.tally.moved == 0)
     """Every bit of the output is that of the reference."""
@@ -165,7 +163,7 @@ class Metrics:
     @classmethod
     def of(cls, measured: Measured) -> Self:
         """Every figure by its formula."""
-        return cls(**{one.name: one.metadata["formula"](measured) for one in fields(cls)})
+        return cls(**{figure.name: figure.metadata["formula"](measured) for figure in fields(cls)})
 
     def as_dict(self) -> dict[str, Any]:
         """Name -> figure, in the order above."""

@@ -35,10 +35,10 @@ def _measure_chunk(output: Tensor, reference: Tensor) -> tuple[Tally, Tensor]:
     seen = output.numel()
     moved = int(np.count_nonzero(output.numpy().view(np.int64) != reference.numpy().view(np.int64)))
     ends = _ends(output), _ends(reference)
-    odd: dict[str, Any] = {}
+    nonfinite: dict[str, Any] = {}
     if not all(map(math.isfinite, ends[0] + ends[1])):
         good_output, good_reference = output.isfinite(), reference.isfinite()
-        odd = {
+        nonfinite = {
             "nan_output": int(output.isnan().sum()),
             "inf_output": int(output.isinf().sum()),
             "nan_reference": int(reference.isnan().sum()),
@@ -48,15 +48,13 @@ def _measure_chunk(output: Tensor, reference: Tensor) -> tuple[Tally, Tensor]:
         good = good_output & good_reference
         output, reference = output[good], reference[good]
         if not output.numel():
-            return Tally(seen=seen, moved=moved, **odd), output
+            return Tally(seen=seen, moved=moved, **nonfinite), output
         ends = _ends(output), _ends(reference)
     difference = output - reference
     magnitude = difference.abs()
     values, largest = output.numpy(), max(map(abs, ends[0]))
-    counts = {
-        "zeroed": int(np.count_nonzero((values == 0) & (reference.numpy() != 0))),
-        "at_largest": sum(int(np.count_nonzero(values == end)) for end in set(ends[0]) if abs(end) == largest),
-    }
+    zeroed = int(np.count_nonzero((values == 0) & (reference.numpy() != 0)))
+    at_largest = sum(int(np.count_nonzero(values == end)) for end in set(ends[0]) if abs(end) == largest)
     tally = Tally(
         seen=seen,
         count=output.numel(),
@@ -67,8 +65,9 @@ def _measure_chunk(output: Tensor, reference: Tensor) -> tuple[Tally, Tensor]:
         difference=_centre(difference, _ends(difference)),
         product=float(torch.dot(output, reference)),  # of the centred values
         moved=moved,
-        **counts,
-        **odd,
+        zeroed=zeroed,
+        at_largest=at_largest,
+        **nonfinite,
     )
     return tally, magnitude
 

@@ -1,8 +1,8 @@
-"""What is known of a stretch of the stream: counts, sums and extremes, and how two stretches in a row join."""
+"""Counts, sums, extremes and magnitudes of a stretch of the stream, and how two stretches in a row join."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -35,14 +35,13 @@ class Spread:
 
     def merge(self, other: "Spread") -> "Spread":
         """The spread of both together."""
-        return Spread(
-            self.moments.merge(other.moments), min(self.minimum, other.minimum), max(self.maximum, other.maximum)
-        )
+        minimum, maximum = min(self.minimum, other.minimum), max(self.maximum, other.maximum)
+        return Spread(self.moments.merge(other.moments), minimum, maximum)
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What is known of a stretch of the stream; elements that are NaN or Inf on either side are only counted."""
+    """Counts, sums and extremes of a stretch of the stream; elements that are NaN or Inf on a side are only counted."""
 
     seen: int = 0
     count: int = 0
@@ -66,6 +65,11 @@ class Tally:
     inf_reference: int = 0
     first_nonfinite: int | None = None
 
+    @property
+    def finite(self) -> bool:
+        """No NaN and no Inf on either side."""
+        return not (self.nan_output or self.inf_output or self.nan_reference or self.inf_reference)
+
     def then(self, other: "Tally") -> "Tally":
         """The tally of this stretch and the next one.
 
@@ -80,20 +84,16 @@ class Tally:
         largest = max(self.output.largest, other.output.largest)
         return Tally(
             **{name: getattr(self, name) + getattr(other, name) for name in _ADDED},
-            output=self.output.merge(other.output),
-            reference=self.reference.merge(other.reference),
-            difference=self.difference.merge(other.difference),
+            **{name: getattr(self, name).merge(getattr(other, name)) for name in SIDES},
             product=self.product + other.product + steps * weight,
             at_largest=sum(part.at_largest for part in (self, other) if part.output.largest == largest),
             first_nonfinite=first_index(self.first_nonfinite, self.seen, other.first_nonfinite),
         )
 
 
-#: The fields of a Tally that add up.
-_ADDED = (
-    *("seen", "count", "sum_difference", "sum_reference", "zeroed", "moved"),
-    *("nan_output", "inf_output", "nan_reference", "inf_reference"),
-)
+#: The fields of a Tally that are spreads, and those that add up.
+SIDES = ("output", "reference", "difference")
+_ADDED = {field.name for field in fields(Tally)} - {*SIDES, "product", "at_largest", "first_nonfinite"}
 
 
 def first_index(before: int | None, seen: int, after: int | None) -> int | None:
@@ -123,18 +123,18 @@ class Magnitudes:
             self._fold()
 
     def has_room_for(self, count: int) -> bool:
-        """Whether so many more can be kept one by one."""
+        """Whether `count` more values can be kept one by one."""
         return self.exact and self._count + count <= self._keep
 
     def take_counts(self, counts: npt.NDArray[np.int64], count: int) -> None:
-        """Append `count` values, those that are not 0 by their buckets; there must be no room to keep them."""
+        """Append `count` values that there is no room to keep: `counts` has those that are not 0, by bucket."""
         self._count += count
         self._fold()
         assert self._counts is not None
         self._counts += counts
 
     def take_from(self, other: "Magnitudes") -> None:
-        """Append what another has, and share nothing with it that changes."""
+        """Append all values of another, which stays as it is."""
         if other._counts is not None:
             self._counts = other._counts + (0 if self._counts is None else self._counts)
         self._count += other._count

@@ -202,11 +202,9 @@ class SiteMixer(nn.Module):
         if self.rotated:
             hidden_states = hadamard_transform(hidden_states)
         projected = self.in_proj(self.site("in_proj.input")(hidden_states))
-        x, z = projected.chunk(2, dim=-1)
-        quantized = self.site("in_proj.output")(projected)
-        z = quantized.chunk(2, dim=-1)[1]
-        if self.site("conv1d.input").grid is None:
-            x = quantized.chunk(2, dim=-1)[0]
+        x, z = self.site("in_proj.output")(projected).chunk(2, dim=-1)
+        if self.site("conv1d.input").grid is not None:  # a grid of its own, for the unrounded values
+            x = projected.chunk(2, dim=-1)[0]
         x = self.site("conv1d.input")(x)
 
         convolved = self.activation(self._convolve(x, conv_state, cache_params))[:, -length:]
@@ -217,8 +215,7 @@ class SiteMixer(nn.Module):
         dt, B, C = parameters.split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         step = self.site("dt_proj.output")(functional.linear(dt, self.dt_proj.weight))
         delta = functional.softplus(step.float() + self.dt_proj.bias.float())
-        scan: Scan = SCANS[self.scan_name]
-        y, last = scan(u, delta, -torch.exp(self.A_log.float()), B, C, state)
+        y, last = SCANS[self.scan_name](u, delta, -torch.exp(self.A_log.float()), B, C, state)
         y = self.site("scan.y")(y)
         if cache_params is not None:
             cache_params.update_recurrent_state(self.site("scan.state")(last), self.layer_idx)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from probe.models.layers import blocks_of
 from probe.words import format_bytes
 
 #: The room of a device whose free memory is not known.
@@ -31,13 +32,12 @@ class Room:
 
     device: torch.device
     limit: int | None = None
-    """None: the share SHARE of the free memory."""
     elsewhere: Literal["cpu", "disk"] = "disk"
     may_offload: bool = True
 
     @property
     def size(self) -> int:
-        """The limit, or nine tenths of the free memory."""
+        """The limit, or the share SHARE of the free memory."""
         return _free(self.device) if self.limit is None else self.limit
 
     def takes(self, size: int) -> bool:
@@ -171,8 +171,6 @@ def _placed(model: nn.Module, room: Room) -> Placed:
 
 
 def _stack(model: nn.Module) -> list[nn.Module]:
-    from probe.models.layers import blocks_of
-
     return [model.get_submodule(name) for name in blocks_of(model)]
 
 
@@ -208,7 +206,7 @@ class NumbersOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
     """While the block runs, the weights of an offloaded module are loaded."""
-    if not any(t.device.type == "meta" for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+    if not any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
         yield
         return
     from accelerate.utils import align_module_device

@@ -1,9 +1,10 @@
-"""How many positions a model has: a table of learned positions ends, rotary ones were trained up to a length."""
+"""How many positions a model has: the rows of a table of learned ones, or the length that it was trained for."""
 
 import re
-from typing import Any
 
 from torch import nn
+
+from probe.data.tokenizers import text_config
 
 #: Tables of learned positions, as transformers and most others call them; relative ones are not among them.
 POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|pos_emb\w*|embed_pos\w*)$")
@@ -45,7 +46,5 @@ def position_notes(model: nn.Module, length: int, *, key: str, longest: int) -> 
 
 
 def _trained_positions(model: nn.Module) -> int | None:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    stated = getattr(text, "max_position_embeddings", None)
+    stated = getattr(text_config(model), "max_position_embeddings", None)
     return stated if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0 else None

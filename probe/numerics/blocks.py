@@ -1,4 +1,4 @@
-"""Cutting a tensor into blocks along one axis, and putting it together again."""
+"""Blocks: a tensor cut into rows along one axis and joined again; sums in a fixed order; axes from the front."""
 
 from dataclasses import dataclass
 
@@ -22,17 +22,11 @@ class Blocks:
     def of(cls, x: Tensor, axis: int, size: int | None) -> "Blocks":
         """The cut of `x`; a size of None is one block for the whole line. A 0-d tensor is a line of one."""
         shape = tuple(x.shape) or (1,)
-        if isinstance(axis, bool) or not isinstance(axis, int):
-            raise ValueError(f"axis is {axis!r}. Give one whole number.")
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(
-                f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}. "
-                f"Expected {-len(shape)} to {len(shape) - 1}."
-            )
+        place = resolve_axis(axis, len(shape))
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"block_size {size!r} is not a whole number of at least 1. OCP MX uses 32.")
-        line = shape[axis]
-        return cls(shape, axis % len(shape), max(1, line if size is None else min(size, line)))
+        line = shape[place]
+        return cls(shape, place, max(1, line if size is None else min(size, line)))
 
     @property
     def count(self) -> int:
@@ -40,9 +34,9 @@ class Blocks:
         return -(-self.shape[self.axis] // self.size)
 
     @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """The shape of one number per block: `shape` with the axis replaced by the count of blocks."""
-        return (*self.shape[: self.axis], self.count, *self.shape[self.axis + 1 :])
+    def padding(self) -> int:
+        """Zeros that complete the last block of a line."""
+        return self.count * self.size - self.shape[self.axis]
 
     @property
     def in_rows(self) -> bool:
@@ -52,12 +46,10 @@ class Blocks:
     def split(self, x: Tensor) -> Tensor:
         """Rows of one block each, [blocks, size]; a view where the memory allows it."""
         if self.in_rows:
-            return x.view(-1, self.size) if x.is_contiguous() else x.reshape(-1, self.size)
+            return x.reshape(-1, self.size)
         lines = x.reshape(self.shape).movedim(self.axis, -1)
-        padding = self.count * self.size - self.shape[self.axis]
-        if padding:
-            lines = torch.nn.functional.pad(lines, (0, padding))
-        return lines.reshape(-1, self.size)
+        padded = torch.nn.functional.pad(lines, (0, self.padding)) if self.padding else lines
+        return padded.reshape(-1, self.size)
 
     def join(self, rows: Tensor) -> Tensor:
         """The inverse of `split`, contiguous."""
@@ -68,7 +60,7 @@ class Blocks:
         return lines.movedim(-1, self.axis).contiguous()
 
     def join_scales(self, per_block: Tensor) -> Tensor:
-        """One number per block, [blocks, 1], in `scale_shape`."""
+        """One number per block, from [blocks, 1] to `shape` with the axis replaced by the count of blocks."""
         lead = self.shape[: self.axis] + self.shape[self.axis + 1 :]
         return per_block.reshape(*lead, self.count).movedim(-1, self.axis).contiguous()
 
@@ -91,7 +83,7 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def resolve_axis(axis: int, ndim: int) -> int:
-    """`axis` counted from the front, or a ValueError that says which there are."""
+    """`axis` counted from the front, or a ValueError that says which axes there are."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         raise ValueError(f"axis is {axis!r}. Give one whole number.")
     if -ndim <= axis < ndim:

@@ -11,7 +11,8 @@ from probe.numerics.blocks import Blocks
 from probe.numerics.reference import BYTE_BIAS, NAN_BYTE, combined_scale, power
 from probe.numerics.rounding import narrow
 
-_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: The dtypes of the formats that are plain casts; their codes are the bits of the number.
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,27 +45,23 @@ class Quantized:
         return self.blocks.size
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The grid values in the dtype of the original, or in another.
+        """The grid values in the dtype of the original, or in `dtype`.
 
-        Each is the exact product of element and scale, rounded once to the dtype and saturating there:
-        no finite grid value becomes Inf.
+        Each is the exact product of element and scale, rounded once and saturating: no finite value becomes Inf.
         """
         target = self.dtype if dtype is None else dtype
         elements = decode(self.codes, self.format)
         if self.scales is None:
             return narrow(elements, target)
-        values = narrow(self.blocks.split(elements) * self._scale_rows(), target)
-        return self.blocks.join(values).reshape(self.shape)
-
-    def _scale_rows(self) -> Tensor:
-        assert self.scales is not None
         scales = self.blocks.split_scales(self.scales)
         if self.format.scale == "e8m0":
-            return scale_values(scales)
-        if self.format.scale == "e4m3":
-            assert self.tensor_scale is not None
-            return combined_scale(decode(scales, FORMATS["fp8_e4m3"]), self.tensor_scale)
-        return scales.to(torch.float64)
+            factors = scale_values(scales)
+        elif self.tensor_scale is not None:
+            factors = combined_scale(decode(scales, FORMATS["fp8_e4m3"]), self.tensor_scale)
+        else:
+            factors = scales.to(torch.float64)
+        values = narrow(self.blocks.split(elements) * factors, target)
+        return self.blocks.join(values).reshape(self.shape)
 
 
 def scale_values(bytes_: Tensor) -> Tensor:
@@ -82,7 +79,7 @@ def _values(fmt: Format) -> Tensor:
 def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Element values, float64, of codes as `encode` makes them."""
     if fmt.bits == 16:
-        return codes.view(_word_dtype(fmt)).to(torch.float64)
+        return codes.view(_CASTS[fmt.name]).to(torch.float64)
     if fmt.is_integer:
         return codes.to(torch.float64) * 2.0**-fmt.mantissa_bits
     return _values(fmt).to(codes.device)[codes.to(torch.int64)]
@@ -91,7 +88,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 def encode(elements: Tensor, fmt: Format) -> Tensor:
     """The codes of values that lie on the element grid; NaN becomes the NaN code where there is one."""
     if fmt.bits == 16:
-        return elements.to(_word_dtype(fmt)).view(torch.int16)
+        return elements.to(_CASTS[fmt.name]).view(torch.int16)
     if fmt.is_integer:
         return (elements * 2.0**fmt.mantissa_bits).to(torch.int8)
     top = 2 ** (fmt.bits - 1)
@@ -101,7 +98,3 @@ def encode(elements: Tensor, fmt: Format) -> Tensor:
     magnitude = torch.where(elements.isnan(), top - 1, magnitude)
     codes: Tensor = magnitude + top * torch.signbit(elements)
     return codes.to(torch.uint8)
-
-
-def _word_dtype(fmt: Format) -> torch.dtype:
-    return next(dtype for dtype, name in _WORDS.items() if name == fmt.name)

@@ -1,16 +1,15 @@
 """The fast twin of `reference.py`: the same bits from multiplications, additions and integer operations.
 
-No log2, frexp or ldexp. Scales are exponent fields put together as integers, multiplying by them is
-exact, and rounding is one addition and one subtraction: for y >= 0 with exponent e,
+No log2, frexp or ldexp. Scales are built as exponent fields with integer operations, multiplying by them is exact, and
+rounding is one addition and one subtraction: for y >= 0 with exponent e,
 
     magic = 2^(e - mantissa_bits + M)        M = 23 for float32, 52 for float64
     q     = (y + magic) - magic              nearest multiple of 2^(e - mantissa_bits), ties to even
 
-because y + magic lies in [magic, 2 magic), where the spacing of floats is just that step. The constant
-comes from the exponent bits of y, clamped from below at the smallest normal exponent of the format.
+because y + magic lies in [magic, 2 magic), where the spacing of floats is that step. The constant comes from the
+exponent bits of y, clamped from below at the smallest normal exponent of the format.
 
-The functions take and return rows of one block each and are written so that they run eagerly and compile
-(`compiled.py`) without change.
+The functions take and return rows of one block each. The same code runs eagerly and compiled (`compiled.py`).
 """
 
 import struct
@@ -68,19 +67,14 @@ FLOAT32 = Machine(torch.float32, torch.int32, 23, 127, 0xFF << 23, -(1 << 31), (
 FLOAT64 = Machine(torch.float64, torch.int64, 52, 1023, 0x7FF << 52, -(1 << 63), ("<d", "<q"))
 
 
-def machine_for(dtype: torch.dtype) -> Machine:
-    """float64 computes in float64; everything shorter is exact in float32."""
-    return FLOAT64 if dtype == torch.float64 else FLOAT32
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The integers that one format, machine and scale rule come down to.
+    """The constants of one format, machine and scale rule.
 
-    Every rule but mse is: the exponent of amax = F * 2^E, plus one when F passes a threshold. Adding
-    `carry` (all mantissa bits less the threshold) to the bits of amax carries into the exponent field
-    just then. `still_zero` is the largest amax, in bits, that keeps scale byte 0: below it F of a subnormal
-    amax is not what the mantissa field says, which only a format with max_exponent 0 can tell.
+    Every rule but mse gives the exponent of amax = F * 2^E, plus one if F is above a threshold. Adding `carry` (all
+    mantissa bits less the threshold) to the bits of amax carries into the exponent field exactly then. `still_zero` is
+    the largest amax, in bits, that keeps scale byte 0: below it, the mantissa field of a subnormal amax is not its F.
+    It matters only for a format with max_exponent 0.
     """
 
     format: Format
@@ -96,7 +90,7 @@ class Plan:
 
     @classmethod
     def of(cls, fmt: Format, machine: Machine, rule: str) -> "Plan":
-        """Worked out from the rows of the tables; mse starts from floor."""
+        """The plan; mse starts from floor."""
         ones = (1 << machine.mantissa_bits) - 1
         last = {
             "ceil": 1.0,
@@ -104,13 +98,12 @@ class Plan:
             "even": 2.0 - 2.0 ** -(fmt.mantissa_bits + 1) - 2.0**-machine.mantissa_bits,
         }.get(rule, 2.0 - 2.0**-machine.mantissa_bits)
         carry = ones - (machine.bits(last) & ones)
-        telling = carry and fmt.max_exponent == 0 and machine is FLOAT32
         return cls(
             fmt,
             machine,
             rule,
             carry,
-            machine.bits(last * 2.0**-BYTE_BIAS) if telling else None,
+            machine.bits(last * 2.0**-BYTE_BIAS) if carry and fmt.max_exponent == 0 and machine is FLOAT32 else None,
             fmt.max_exponent << machine.mantissa_bits,
             (fmt.min_exponent + machine.bias) << machine.mantissa_bits,
             2.0 ** (machine.mantissa_bits - fmt.mantissa_bits),
@@ -119,7 +112,7 @@ class Plan:
         )
 
 
-#: By format, machine and rule; made at once, so that a compiler that traces a caller sees constants.
+#: By format, float64 or not, and rule; made on import, so that a compiler that traces a caller sees constants.
 PLANS: dict[tuple[str, bool, str], Plan] = {
     (fmt.name, machine is FLOAT64, rule): Plan.of(fmt, machine, rule)
     for fmt in FORMATS.values()
@@ -130,7 +123,7 @@ PLANS: dict[tuple[str, bool, str], Plan] = {
 
 
 def plan_for(fmt: Format, dtype: torch.dtype, rule: str) -> Plan:
-    """The plan of a format for tensors of `dtype`."""
+    """The plan of a format for tensors of `dtype`: float64 computes in float64, all narrower dtypes in float32."""
     return PLANS[fmt.name, dtype == torch.float64, rule]
 
 
@@ -197,7 +190,7 @@ def scales_for(amax: Tensor, plan: Plan) -> Tensor:
 
 
 def _saturated_(y: Tensor, x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> Tensor:
-    """Rounded magnitudes, saturated by an integer minimum: positive floats order as their bits do."""
+    """Rounded magnitudes, saturated by an integer minimum: positive floats are in the order of their bits."""
     if plan.machine is FLOAT64:
         y = y.clamp_max_(4 * plan.format.max)  # a float64 block may be far above the largest scale
     magnitude = round_magnitudes_(y, x, plan, rounding, noise)
@@ -232,30 +225,26 @@ def _nearest_integers_(y: Tensor, plan: Plan) -> Tensor:
 def _least_squares(
     x: Tensor, magnitude: Tensor, first: Tensor, plan: Plan, rounding: str, noise: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Of the floor scale, one exponent above and one below: the first with the smallest squared error.
+    """(magnitudes, scales): of the floor scale, twice that and half of it, the first with the least squared error.
 
-    In float64, as the reference: a float32 difference loses the small part of a value rounded up to a step.
+    Errors are in float64, as in the reference: a float32 difference loses the small part of a value rounded up to a
+    step.
     """
     smallest, largest = 2.0**-BYTE_BIAS, 2.0**BYTE_BIAS
-    best: tuple[Tensor, Tensor, Tensor] | None = None
+    best, best_scale, least = magnitude, first, None
     for factor in (1.0, 2.0, 0.5):
         scale = (first * factor).clamp_(smallest, largest)
         y = magnitude * scale.reciprocal()
         element = _saturated_(y.clone(), x, plan, rounding, noise)
         difference = (y.to(torch.float64) - element) * (scale * first.reciprocal())
         error = tree_sum(difference * difference)
-        if best is None:
-            best = element, scale, error
+        if least is None:
+            best, best_scale, least = element, scale, error
             continue
-        better = error < best[2]
-        now = (element, scale, error)
-        best = (
-            torch.where(better, now[0], best[0]),
-            torch.where(better, now[1], best[1]),
-            torch.where(better, now[2], best[2]),
-        )
-    assert best is not None
-    return best[0], best[1]
+        better = error < least
+        best, best_scale = torch.where(better, element, best), torch.where(better, scale, best_scale)
+        least = torch.where(better, error, least)
+    return best, best_scale
 
 
 def mx_values(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -285,8 +274,7 @@ def mx_blocks(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> tup
 def fake_quantize_rows(x: Tensor, out: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> None:
     """`mx_values` into `out`, eagerly, in pieces that stay in the cache.
 
-    Inference mode spares the temporaries their autograd bookkeeping (15 % of a small call); `out` is the
-    caller's and stays an ordinary tensor.
+    Inference mode spares temporaries their autograd bookkeeping (15 % of a small call); `out` stays an ordinary tensor.
     """
     rows = max(1, CHUNK // x.shape[-1])
     with torch.inference_mode():
@@ -295,5 +283,4 @@ def fake_quantize_rows(x: Tensor, out: Tensor, plan: Plan, rounding: str, noise:
             return
         for start in range(0, x.shape[0], rows):
             piece = slice(start, start + rows)
-            part = None if noise is None else noise[piece]
-            mx_values(x[piece], plan, rounding, part, out[piece])
+            mx_values(x[piece], plan, rounding, None if noise is None else noise[piece], out[piece])

@@ -1,7 +1,7 @@
 """Grids for tensors inside a model: a format with its scale, as a callable; and the corner values of a grid.
 
-Integers need a scale from calibration (`amax`), nvfp4 its second scale, MX formats nothing. NaN and Inf flow
-through and stay visible. `by_codes` goes through the stored codes and back, which gives the same bits another way.
+Integers need a scale from calibration (`amax`), nvfp4 its second scale, MX formats nothing. NaN and Inf stay visible.
+`by_codes` computes the same bits by encoding to stored codes and decoding them.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def sequence_grid(format: str, amax: float | None) -> SequenceGrid:
 
 
 def weight_on_grid(weight: Tensor, format: str) -> Tensor:
-    """A weight on the grid, its scales taken from itself: per tensor for integers, blocks along the last axis."""
+    """A weight on the grid, with scales from the weight: one for integers, else one per block along the last axis."""
     return fake_quantize(weight, format)
 
 
@@ -111,8 +111,7 @@ def corner_values(format: Format, width: int, *, amax: float | None = None, per_
     """
     elements = _integer_corners(format) if format.scale == "float32" else _block_corners(format)
     if per_sequence:
-        elements = elements.clamp(-format.max, format.max)
-        return _rows(elements, width).unsqueeze(0) / 8
+        return _rows(elements.clamp(-format.max, format.max), width).unsqueeze(0) / 8
     if format.scale == "float32":
         assert amax is not None
         scale = (torch.tensor(amax).double() / format.max).float()

@@ -21,20 +21,18 @@ def hadamard_transform(x: Tensor, *, axis: int = -1) -> Tensor:
 
         y = H x / sqrt(n),  n = x.shape[axis],  H = hadamard_matrix(n)
 
-    H is symmetric and orthogonal: applying it twice gives `x` back, up to rounding. The 2^k part is a
-    butterfly, the base a sum of 12 or 20 terms in a fixed order, and both work element by element, so the
-    result for a vector never depends on what else is in the batch.
+    Applying it twice gives `x` back, up to rounding. The 2^k part is a butterfly, the base a sum of 12 or 20 terms in a
+    fixed order, and both work element by element, so the result for a vector does not depend on the rest of the batch.
 
-    Computed in float32 (in float64 for float64) and rounded once to the dtype of `x`. NaN and Inf spread
-    over their whole vector; a result beyond the range of the dtype is Inf.
+    Computed in float32 (in float64 for float64) and rounded once to the dtype of `x`. NaN and Inf spread over their
+    whole vector; a result beyond the range of the dtype is Inf.
     """
     require_float(x, "Hadamard transforms")
     place = resolve_axis(axis, x.ndim)
     n = x.shape[place]
     base, power = _split(n)
     y = x.movedim(place, -1).to(torch.promote_types(x.dtype, torch.float32))
-    shape = y.shape
-    head_room = _head_room(y, n)
+    shape, head_room = y.shape, _head_room(y, n)
     if head_room is not None:
         y = y * head_room
     y = y.reshape(*shape[:-1], base, power)

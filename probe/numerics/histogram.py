@@ -42,7 +42,7 @@ class Buckets:
 
     @cached_property
     def shift(self) -> int:
-        """Bits of the mantissa that do not matter."""
+        """Bits of the mantissa below those that choose the bucket."""
         return int(_LAYOUTS[self.float_bits][4]) - self.mantissa_bits
 
     @cached_property
@@ -92,9 +92,9 @@ class Buckets:
             counts[start : start + some.size] += some
 
     def count_tensor(self, magnitudes: Tensor) -> Tensor:
-        """The same on the device of a tensor, as a table on the CPU; what lies below the buckets is in the first one.
+        """Counts on the device of a tensor, as a table on the CPU; values below the buckets count in the first one.
 
-        IndexError with how many magnitudes lie beyond the last bucket, if any does.
+        IndexError with the number of magnitudes beyond the last bucket, if there are any.
         """
         _, _, bits, floats, *_ = _LAYOUTS[self.float_bits]
         bucket = (magnitudes.to(floats).view(bits) >> self.shift) - self.first
@@ -104,7 +104,7 @@ class Buckets:
         return torch.bincount(bucket.clamp(min=0), minlength=self.size).cpu()
 
     def ranked(self, counts: Whole, *, zeros: int) -> Callable[[int], float]:
-        """rank -> the middle of the bucket of the value that has so many others below it; `zeros` values are 0."""
+        """rank -> the middle of the bucket of the value of that rank, counted from 0; `zeros` values are 0."""
         ends = np.cumsum(counts)
 
         def value(rank: int) -> float:
@@ -114,9 +114,9 @@ class Buckets:
         return value
 
     def quantile(self, counts: Whole, share: float, *, zeros: int, low: float, high: float) -> float:
-        """A quantile of values, of which `zeros` are 0, spread evenly over their buckets, in [low, high]; 0 of none.
+        """A quantile, as numpy's `linear`, of values spread evenly over their buckets, and `zeros` zeros; 0 of none.
 
-        As numpy's `linear`; within `width` of the exact one.
+        Clamped to [low, high], and within `width` of the exact one.
         """
         total = zeros + int(counts.sum())
 
@@ -150,10 +150,10 @@ class Trimmed:
         if not self.counts.size or not other.counts.size:
             return self if self.counts.size else other
         first = min(self.first, other.first)
-        last = max(one.first + one.counts.size for one in (self, other))
+        last = max(part.first + part.counts.size for part in (self, other))
         both = np.zeros(last - first, np.int64)
-        for one in (self, other):
-            both[one.first - first : one.first - first + one.counts.size] += one.counts
+        for part in (self, other):
+            both[part.first - first : part.first - first + part.counts.size] += part.counts
         return Trimmed(self.size, first, both)
 
     def whole(self) -> Whole:
@@ -184,7 +184,7 @@ def linear(position: float, ranked: Callable[[int], float]) -> float:
 def spread_evenly(counts: npt.NDArray[Any], ranks: Array, lows: Array, highs: Array) -> Array:
     """The values of these ranks, [...], in tables [..., buckets], as if values were spread evenly over their buckets.
 
-        value = low + (high - low) (rank - those in lower buckets + 1/2) / (those in this one)
+        value = low + (high - low) (rank - count of lower buckets + 1/2) / count of this bucket
 
     Within the width of a bucket of the true value. A rank beyond the table gives the end of the last bucket.
     """

@@ -1,4 +1,4 @@
-"""Plain integer grids of 2 to 8 bits: codes, scales and zero points, with no hidden state."""
+"""Plain integer grids of 2 to 8 bits: codes, scales and zero points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack, cast
 import torch
 from torch import Tensor
 
-from probe.numerics.blocks import resolve_axis
+from probe.numerics.blocks import Blocks, resolve_axis
 from probe.numerics.rounding import draw_noise, narrow, require_float, require_tensor, round_integer
 from probe.words import look_up
 
@@ -47,20 +47,16 @@ class IntegerParameters:
                 f"scale has shape {list(self.scale.shape)} and zero_point {list(self.zero_point.shape)}. "
                 "Give both the same shape."
             )
-        wrong = int((~(self.scale.isfinite() & (self.scale > 0))).sum())
-        if wrong:
-            raise ValueError(
-                f"{wrong} of {self.scale.numel()} scales are not finite numbers above 0. "
-                "Take them with integer_parameters from data that fits float32."
-            )
+        _refuse(
+            ~(self.scale.isfinite() & (self.scale > 0)),
+            "scales are not finite numbers above 0. Take them with integer_parameters from data that fits float32.",
+        )
         first, last = (0, 0) if self.symmetric else (low, high)
-        wrong = int(((self.zero_point < first) | (self.zero_point > last)).sum())
-        if wrong:
-            kind = "symmetric" if self.symmetric else "asymmetric"
-            raise ValueError(
-                f"{wrong} of {self.zero_point.numel()} zero points are outside {first} .. {last}, "
-                f"the range of {kind} grids of {self.bits} bits. Take them with integer_parameters."
-            )
+        _refuse(
+            (self.zero_point < first) | (self.zero_point > last),
+            f"zero points are outside {first} .. {last}, the range of {'' if self.symmetric else 'a'}symmetric grids "
+            f"of {self.bits} bits. Take them with integer_parameters.",
+        )
 
     @property
     def code_range(self) -> tuple[int, int]:
@@ -74,7 +70,7 @@ class IntegerParameters:
 
 
 def integer_parameters(minimum: Tensor, maximum: Tensor, *, bits: int = 8, symmetric: bool = True) -> IntegerParameters:
-    """The grid that just holds the range `minimum` .. `maximum`, element by element.
+    """The grid of the range `minimum` .. `maximum`, element by element.
 
         symmetric    scale = max(|minimum|, |maximum|) / (2^(b-1) - 1),  zero_point = 0
         asymmetric   lo = min(minimum, 0), hi = max(maximum, 0)
@@ -92,17 +88,11 @@ def integer_parameters(minimum: Tensor, maximum: Tensor, *, bits: int = 8, symme
             f"minimum has shape {list(minimum.shape)} and maximum {list(maximum.shape)}. Give both the same shape."
         )
     lo, hi = minimum.detach().double(), maximum.detach().double()
-    wrong = int((~(lo.isfinite() & hi.isfinite())).sum())
-    if wrong:
-        raise ValueError(
-            f"{wrong} of {lo.numel()} ranges have an end that is NaN or Inf, which give no scale. Observe finite data."
-        )
-    wrong = int((lo > hi).sum())
-    if wrong:
-        raise ValueError(
-            f"{wrong} of {lo.numel()} ranges have a minimum above their maximum. "
-            "Pass the minimum first and the maximum second."
-        )
+    _refuse(
+        ~(lo.isfinite() & hi.isfinite()),
+        "ranges have an end that is NaN or Inf, which give no scale. Observe finite data.",
+    )
+    _refuse(lo > hi, "ranges have a minimum above their maximum. Pass the minimum first and the maximum second.")
     if symmetric:
         scale = _scale(torch.maximum(lo.abs(), hi.abs()), high)
         return IntegerParameters(scale, torch.zeros_like(scale, dtype=torch.int32), bits, True)
@@ -112,27 +102,29 @@ def integer_parameters(minimum: Tensor, maximum: Tensor, *, bits: int = 8, symme
     return IntegerParameters(scale, zero_point, bits, False)
 
 
+def _refuse(wrong: Tensor, problem: str) -> None:
+    """A ValueError where any is wrong: how many of how many, and the problem."""
+    count = int(wrong.sum())
+    if count:
+        raise ValueError(f"{count} of {wrong.numel()} {problem}")
+
+
 def _scale(extent: Tensor, steps: int) -> Tensor:
     return (extent / steps).clamp(SMALLEST_SCALE, torch.finfo(torch.float32).max).to(torch.float32)
 
 
 def quantize_integer(
-    x: Tensor,
-    parameters: IntegerParameters,
-    *,
-    rounding: str = "half_even",
-    generator: torch.Generator | None = None,
+    x: Tensor, parameters: IntegerParameters, *, rounding: str = "half_even", generator: torch.Generator | None = None
 ) -> Tensor:
     """The codes of `x`, int8 if symmetric and uint8 if not.
 
         code = clip(round(x / scale) + zero_point, first code, last code)
 
-    What is rounded is the exact quotient. It is taken in float64, where the quotient of two numbers of
-    24 bits that is not a tie (or an integer) but lies among the codes is at least 2^-26 away from it, far
-    more than the 2^-44 by which float64 may err there. A float64 `x` has 53 bits and can come closer; its
-    quotient is moved off a tie it does not deserve (see `_off_false_ties`).
+    The exact quotient is rounded. It is computed in float64: among the codes, a quotient of two numbers of 24 bits is
+    an integer or a tie, or at least 2^-26 away from one, far more than the float64 error of at most 2^-44. A float64
+    `x` has 53 bits and can come closer; `_off_false_ties` corrects a quotient that became a tie by rounding.
 
-    Inf goes to the last code, -Inf to the first. -0.0 and 0.0 share one code. NaN has none: ValueError.
+    Inf becomes the last code, -Inf the first. -0.0 and 0.0 share one code. NaN has none: ValueError.
     """
     require_float(x, "Integer grids")
     missing = int(x.isnan().sum())
@@ -162,10 +154,10 @@ def _codes(x: Tensor, parameters: IntegerParameters, rounding: str, generator: t
 
 
 def _off_false_ties(quotient: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """Where the float64 quotient landed on half an integer by rounding, the next float64 on its true side.
+    """The quotient; where rounding to float64 made it a multiple of 1/2, the next float64 on its true side.
 
-    For a multiple of 1/2 among the codes, quotient * scale is exact (at most 10 + 24 bits), so comparing
-    it with x tells an exact quotient from a rounded one. Beyond the codes the clip decides anyway.
+    For a multiple of 1/2 among the codes, quotient * scale is exact (at most 10 + 24 bits), so comparing it with x
+    shows whether the quotient is exact. Beyond the codes, the clip decides.
     """
     back = quotient * scale
     on_half = torch.round(2 * quotient) == 2 * quotient
@@ -178,8 +170,8 @@ def dequantize_integer(codes: Tensor, parameters: IntegerParameters, dtype: torc
 
         value = scale * (code - zero_point)
 
-    The product (24 bits times 9) is exact in float64 and then narrowed with a single rounding. Values
-    beyond the range of `dtype` saturate at its largest finite value. Zero comes out as +0.0.
+    The product (24 bits times 9) is exact in float64. Values beyond the range of `dtype` saturate at its largest finite
+    value. Zero becomes +0.0.
     """
     if codes.dtype != parameters.code_dtype:
         raise ValueError(
@@ -188,11 +180,11 @@ def dequantize_integer(codes: Tensor, parameters: IntegerParameters, dtype: torc
         )
     _check_broadcast(parameters.scale, codes)
     low, high = parameters.code_range
-    outside = int(((codes < low) | (codes > high)).sum()) if parameters.bits < 8 else 0
-    if outside:
-        raise ValueError(
-            f"{outside} of {codes.numel()} codes are outside {low} .. {high}, the range of "
-            f"{parameters.bits} bits. Pass the codes that quantize_integer gave for the same parameters."
+    if parameters.bits < 8:
+        _refuse(
+            (codes < low) | (codes > high),
+            f"codes are outside {low} .. {high}, the range of {parameters.bits} bits. "
+            "Pass the codes that quantize_integer gave for the same parameters.",
         )
     steps = codes.to(torch.int32) - parameters.zero_point
     return narrow(steps.double() * parameters.scale.double(), dtype)
@@ -203,13 +195,11 @@ class Granularity:
     """Which elements share one scale."""
 
     axis: int | None
-    """The axis meant when none is named; None if there is none to mean."""
+    """The default axis; None if the granularity has no axis."""
     axis_is_free: bool
-    """True if another axis may be named."""
-    sharing: Callable[[int, int], tuple[int, ...]]
-    """(number of dimensions, axis) -> the dimensions along which one scale is shared."""
-    grouped: bool = False
-    """True if `axis` is cut into groups first, each followed by its elements as one more dimension."""
+    """True if the caller may choose another axis."""
+    sharing: Callable[[int, int], tuple[int, ...]] | None
+    """(number of dimensions, axis) -> the dimensions that share one scale; None: groups along the axis do."""
 
 
 #: A new granularity is a new row.
@@ -217,19 +207,16 @@ GRANULARITIES: dict[str, Granularity] = {
     "tensor": Granularity(None, False, lambda ndim, axis: tuple(range(ndim))),
     "channel": Granularity(0, True, lambda ndim, axis: tuple(d for d in range(ndim) if d != axis)),
     "token": Granularity(-1, False, lambda ndim, axis: (axis,)),
-    "group": Granularity(-1, True, lambda ndim, axis: (axis + 1,), grouped=True),
+    "group": Granularity(-1, True, None),
 }
 
 
 class GridOptions(TypedDict, total=False):
-    """The options of `dynamic_parameters`, all keyword-only."""
+    """The types of the options that `dynamic_parameters` documents, all keyword-only."""
 
     bits: int
-    """From 2 to 8; 8 unless given."""
     symmetric: bool
-    """True unless given."""
     granularity: str
-    """A name of GRANULARITIES; "tensor" unless given."""
     axis: int | None
     group_size: int | None
 
@@ -243,7 +230,7 @@ def dynamic_parameters(
     axis: int | None = None,
     group_size: int | None = None,
 ) -> IntegerParameters:
-    """The grids that just hold `x` itself; their shape always broadcasts against `x`.
+    """The grids whose ranges are those of `x` itself; their shape broadcasts against `x`.
 
         tensor    one scale                                            shape [1, ..., 1]
         channel   one per index along `axis` (0 unless given)          shape [1, ..., n, ..., 1]
@@ -261,7 +248,7 @@ def dynamic_parameters(
             f"axis={axis} was given, but granularity {granularity!r} does not choose its axis. "
             "Leave axis out, or ask for granularity='channel' or 'group'."
         )
-    if row.grouped != (group_size is not None):
+    if (row.sharing is None) != (group_size is not None):
         raise ValueError(
             f"group_size={group_size} was given, but granularity {granularity!r} has no groups. "
             "Leave group_size out, or ask for granularity='group'."
@@ -278,27 +265,18 @@ def dynamic_parameters(
         )
     chosen = row.axis if axis is None else axis
     place = 0 if chosen is None else resolve_axis(chosen, x.ndim)
-    shared = _grouped(x.detach(), place, group_size) if group_size is not None else x.detach()
-    minimum, maximum = _extremes(shared, row.sharing(x.ndim, place))
+    if row.sharing is not None:
+        minimum, maximum = _extremes(x.detach(), row.sharing(x.ndim, place))
+        return integer_parameters(minimum, maximum, bits=bits, symmetric=symmetric)
+    groups = Blocks.of(x, place, group_size)  # padded with zeros, which every range contains
+    rows = groups.split(x.detach())
+    minimum, maximum = groups.join_scales(rows.amin(-1)), groups.join_scales(rows.amax(-1))
     parameters = integer_parameters(minimum, maximum, bits=bits, symmetric=symmetric)
-    if group_size is None:
-        return parameters
-    scale = _ungrouped(parameters.scale, place, group_size, x.shape[place])
-    zero_point = _ungrouped(parameters.zero_point, place, group_size, x.shape[place])
+    scale, zero_point = (
+        per_group.repeat_interleave(groups.size, dim=place).narrow(place, 0, x.shape[place])
+        for per_group in (parameters.scale, parameters.zero_point)
+    )
     return IntegerParameters(scale, zero_point, bits, symmetric)
-
-
-def _grouped(x: Tensor, axis: int, size: int) -> Tensor:
-    """`axis` as two, [groups, size]. The padding is zeros, which every range contains anyway."""
-    groups = -(-x.shape[axis] // size)
-    padding = [0, 0] * (x.ndim - 1 - axis) + [0, groups * size - x.shape[axis]]
-    padded = torch.nn.functional.pad(x, padding)
-    return padded.reshape(*x.shape[:axis], groups, size, *x.shape[axis + 1 :])
-
-
-def _ungrouped(per_group: Tensor, axis: int, size: int, length: int) -> Tensor:
-    """From [..., groups, 1, ...] to one value per element along `axis`."""
-    return per_group.squeeze(axis + 1).repeat_interleave(size, dim=axis).narrow(axis, 0, length)
 
 
 def _extremes(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -320,12 +298,12 @@ def fake_quantize_integer(
 ) -> Tensor:
     """`x` on the grid, in its own shape and dtype: dequantize(quantize(x)).
 
-    Static if `parameters` are given. Otherwise dynamic, with `dynamic_parameters(x, **options)`. Options beside
-    `parameters`, which decide all of them, are an error.
+    Static if `parameters` are given. Otherwise dynamic, with `dynamic_parameters(x, **options)`, whose options are
+    bits=8, symmetric=True, granularity="tensor", axis=None and group_size=None. Options together with `parameters`,
+    which decide all of them, are an error.
 
-    -0.0 becomes +0.0: integers have one zero. On static grids Inf saturates and NaN stays NaN; a dynamic
-    scale cannot be taken from either, so both are refused.
-    An empty tensor gives an empty tensor. The result carries no gradient.
+    -0.0 becomes +0.0: integers have one zero. On static grids Inf saturates and NaN stays NaN; dynamic grids refuse
+    both, because they give no scale. An empty tensor gives an empty tensor. The result has no gradient.
     """
     given = cast(GridOptions, {name: value for name, value in options.items() if value is not None})
     if parameters is None:

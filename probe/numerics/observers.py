@@ -1,11 +1,10 @@
-"""Observers: they see calibration data batch after batch and choose the range of an integer grid.
+"""Observers, which read calibration data batch by batch and choose the range of an integer grid.
 
-Their result depends only on the values: not on their order, not on how they were cut into batches, not on how partial
+The result depends only on the values: not on their order, on how they were cut into batches, or on how partial
 observers were merged.
 """
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -27,8 +26,11 @@ BUCKETS = Buckets(float_bits=64, mantissa_bits=10, lowest=-127, octaves=255)
 KEPT = 2**18
 
 
-class Observer(ABC):
-    """The interface of all observers, and the extremes of the data. Its tensors are float64 on the CPU."""
+class Observer:
+    """The interface of all observers, and the extremes of the data. Its tensors are float64 on the CPU.
+
+    Every option of the constructor is an attribute of the same name.
+    """
 
     name: ClassVar[str]
 
@@ -39,14 +41,16 @@ class Observer(ABC):
         self._maximum = torch.tensor(-torch.inf, dtype=torch.float64)
 
     @property
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """The options it was made with; only observers of equal settings merge."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     @property
-    @abstractmethod
     def amax(self) -> Tensor:
-        """The largest magnitude its grid should hold, float64."""
+        """The largest magnitude its grid should hold, float64: max(|minimum|, |maximum|) unless a subclass differs."""
+        if self.count == 0:
+            raise ValueError(f"{self!r} has seen no values, so it has no range. Call update(x) with data first.")
+        return torch.maximum(self._minimum.abs(), self._maximum.abs())
 
     def update(self, x: Tensor) -> None:
         """Observe one more batch. An empty one changes nothing; NaN and Inf are refused."""
@@ -82,7 +86,7 @@ class Observer(ABC):
         return integer_parameters(lo, hi, bits=bits, symmetric=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its whole state as tensors and plain values; `from_state` reads it back."""
+        """The whole state as tensors and plain values; `from_state` reads it."""
         state = {"name": self.name, "count": self.count, **self.settings}
         return {**state, "minimum": self._minimum.clone(), "maximum": self._maximum.clone(), **self._kept()}
 
@@ -100,13 +104,8 @@ class Observer(ABC):
         self._minimum = torch.minimum(self._minimum, minimum)
         self._maximum = torch.maximum(self._maximum, maximum)
 
-    def _largest(self) -> Tensor:
-        if self.count == 0:
-            raise ValueError(f"{self!r} has seen no values, so it has no range. Call update(x) with data first.")
-        return torch.maximum(self._minimum.abs(), self._maximum.abs())
-
     def _kept(self) -> dict[str, Tensor]:
-        """What a kind of observer saves beyond count and extremes."""
+        """What a subclass saves beside the count and the extremes."""
         return {}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -118,8 +117,8 @@ class Observer(ABC):
 class MinMaxObserver(Observer):
     """amax = max |x|, over everything or, with `axis`, per index along that axis.
 
-    With an axis the answers have shape [n, 1, ..., 1], a one for each dimension after it, so that they
-    broadcast against the data; all batches must agree on n and on those dimensions.
+    With an axis, amax has shape [n, 1, ..., 1], a one for each dimension after it, and broadcasts against the data; all
+    batches must agree on n and on those dimensions.
     """
 
     name = "minmax"
@@ -127,16 +126,6 @@ class MinMaxObserver(Observer):
     def __init__(self, *, axis: int | None = None) -> None:
         super().__init__()
         self.axis = axis
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The axis."""
-        return {"axis": self.axis}
-
-    @property
-    def amax(self) -> Tensor:
-        """max(|minimum|, |maximum|)."""
-        return self._largest()
 
     def _take(self, x: Tensor) -> None:
         if self.axis is None:
@@ -156,16 +145,38 @@ class MinMaxObserver(Observer):
         super()._widen(minimum, maximum)
 
 
-class PercentileObserver(Observer):
+class _CountingObserver(Observer):
+    """An observer that also counts values in tables of BUCKETS."""
+
+    _tables: ClassVar[int] = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts = torch.zeros(self._tables * BUCKETS.size, dtype=torch.int64)
+
+    def _take_from(self, other: Self) -> None:
+        super()._take_from(other)
+        self._counts = self._counts + other._counts
+
+    def _kept(self) -> dict[str, Tensor]:
+        filled = self._counts.nonzero().squeeze(1)
+        return {"buckets": filled, "counts": self._counts[filled]}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self._counts = torch.zeros_like(self._counts).index_put((state["buckets"],), state["counts"])
+
+
+class PercentileObserver(_CountingObserver):
     """amax = the quantile `alpha` of |x| over all data seen, as numpy's `linear` method defines it.
 
         v = sorted |x|,  h = alpha * (count - 1)
         amax = v[floor h] + (h - floor h) * (v[ceil h] - v[floor h])
 
-    The KEPT = 2^18 largest magnitudes are kept, so the answer is exact, equal to numpy's in float64, while
-    (1 - alpha) * count is below 2^18 - 2: up to 5 * 10^8 values for alpha = 0.9995, and always up to 2^18
-    values. Beyond that it is read from counts in buckets of 2^-10 relative width, and is within 2^-11 of
-    the exact answer, relatively (within 2^-126 absolutely, for answers below that).
+    The KEPT = 2^18 largest magnitudes are kept, so amax is exact, equal to numpy's in float64, while
+    (1 - alpha) * count is below 2^18 - 2: up to 5 * 10^8 values for alpha = 0.9995, and always up to 2^18 values.
+    Beyond that it is read from counts in buckets of 2^-10 relative width, with a relative error of at most 2^-11
+    (an absolute one of at most 2^-126, below that).
 
     Asymmetric grids get the observed minimum .. maximum, cut to -amax .. amax.
     """
@@ -178,17 +189,11 @@ class PercentileObserver(Observer):
             raise ValueError(f"alpha is {alpha!r}. A quantile is above 0 and at most 1: give e.g. 0.9995.")
         self.alpha = float(alpha)
         self._top = torch.empty(0, dtype=torch.float64)
-        self._counts = torch.zeros(BUCKETS.size, dtype=torch.int64)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Alpha."""
-        return {"alpha": self.alpha}
 
     @property
     def amax(self) -> Tensor:
         """The quantile."""
-        largest = float(self._largest())
+        largest = float(super().amax)
         top = self._top.sort().values
         counts = self._counts.numpy().copy()
         zeros, counts[0] = int(counts[0]), 0
@@ -208,7 +213,6 @@ class PercentileObserver(Observer):
 
     def _take_from(self, other: Self) -> None:
         super()._take_from(other)
-        self._counts = self._counts + other._counts
         self._keep(other._top)
 
     def _keep(self, magnitude: Tensor) -> None:
@@ -220,14 +224,14 @@ class PercentileObserver(Observer):
         self._top = merged.topk(KEPT, sorted=False).values if merged.numel() > KEPT else merged
 
     def _kept(self) -> dict[str, Tensor]:
-        return {"top": self._top.sort().values, **_sparse(self._counts)}
+        return {"top": self._top.sort().values, **super()._kept()}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
-        self._top, self._counts = state["top"].clone(), _dense(state["buckets"], state["counts"], size=BUCKETS.size)
+        self._top = state["top"].clone()
 
 
-class MSEObserver(Observer):
+class MSEObserver(_CountingObserver):
     """amax = the clipping range whose symmetric grid of `bits` bits has the least squared error on the data.
 
         candidates   max|x| * 2^(-j / 32),  j = 0 .. 320  (down to max|x| / 1024)
@@ -235,30 +239,25 @@ class MSEObserver(Observer):
         grid_c       scale = c / (2^(b-1) - 1), nearest of the codes -2^(b-1) .. 2^(b-1) - 1
         amax         the candidate of least error, the largest of equals
 
-    Positive and negative values are counted apart, because the grid has one more negative code; values
-    below 2^-127 count as 0. Each m is within 2^-11 of the values it stands for, relatively, and the
-    distance to a grid changes no faster than the value, so the root mean square error of the chosen grid
-    on the data itself is within 2^-10 * rms(x) of the best among the candidates.
+    Positive and negative values are counted separately, because the grid has one more negative code; values below
+    2^-127 count as 0. Each m is within 2^-11, relatively, of the values of its bucket, and the distance to a grid
+    changes no faster than the value. So the root mean square error of the chosen grid on the data itself is within
+    2^-10 * rms(x) of the best candidate's.
     """
 
     name = "mse"
+    _tables = 2  # of the values from 0 up, then of the negative ones
     _octaves: ClassVar[Tensor] = torch.arange(321, dtype=torch.float64) / 32
 
     def __init__(self, *, bits: int = 8) -> None:
         super().__init__()
         code_range(bits, True)
         self.bits = bits
-        self._counts = torch.zeros(2 * BUCKETS.size, dtype=torch.int64)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The bits."""
-        return {"bits": self.bits}
 
     @property
     def amax(self) -> Tensor:
         """The best clipping range."""
-        candidates = self._largest() * torch.exp2(-self._octaves)
+        candidates = super().amax * torch.exp2(-self._octaves)
         scales = integer_parameters(-candidates, candidates, bits=self.bits).scale.double()
         filled = self._counts.nonzero().squeeze(1)
         counts, bucket = self._counts[filled].double(), filled % BUCKETS.size
@@ -286,17 +285,6 @@ class MSEObserver(Observer):
         self._counts += torch.cat([_count(flat[flat >= 0].abs()), _count(-flat[flat < 0])])
         super()._take(x)
 
-    def _take_from(self, other: Self) -> None:
-        super()._take_from(other)
-        self._counts = self._counts + other._counts
-
-    def _kept(self) -> dict[str, Tensor]:
-        return _sparse(self._counts)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        super()._restore(state)
-        self._counts = _dense(state["buckets"], state["counts"], size=2 * BUCKETS.size)
-
 
 #: name -> class; a new observer is a new row.
 OBSERVERS: dict[str, type[Observer]] = {
@@ -314,7 +302,7 @@ def make_observer(name: str, **options: Any) -> Observer:
 
 
 def from_state(state: Mapping[str, Any]) -> Observer:
-    """The observer whose `state_dict` this is, ready for more data."""
+    """The observer that `state_dict` described, ready for more data."""
     kind = look_up("observer", state.get("name"), OBSERVERS)
     blank = kind().state_dict()
     wrong = sorted(blank.keys() ^ state.keys())
@@ -337,12 +325,3 @@ def _count(magnitudes: Tensor) -> Tensor:
             f"x has {beyond} values of magnitude 2^128 or more, which float32 cannot hold. "
             "Use the 'minmax' observer, or find where they come from."
         ) from None
-
-
-def _sparse(counts: Tensor) -> dict[str, Tensor]:
-    filled = counts.nonzero().squeeze(1)
-    return {"buckets": filled, "counts": counts[filled]}
-
-
-def _dense(buckets: Tensor, counts: Tensor, *, size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int64).index_put((buckets,), counts)

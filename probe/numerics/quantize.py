@@ -1,4 +1,4 @@
-"""`fake_quantize` and `quantize`: any float tensor, any format of the table."""
+"""`fake_quantize` and `quantize`: any float tensor in any format of the table."""
 
 from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack
@@ -77,61 +77,61 @@ class GridRows:
 
 
 class Options(TypedDict, total=False):
-    """The options of `fake_quantize` and `quantize`, all keyword-only."""
+    """The types of the options that `fake_quantize` documents, all keyword-only."""
 
     axis: int
-    """The axis that blocks lie along; -1 unless given."""
     block_size: int | None
-    """Elements that share a scale; None: as the format has it."""
     scale_rule: str
-    """A name of SCALE_RULES, for formats with power-of-two scales; "floor" unless given."""
     rounding: str
-    """A name of ROUNDINGS; "half_even" unless given."""
     generator: torch.Generator | None
-    """The source of random numbers; goes with rounding="stochastic", which needs it."""
     tensor_scale: Tensor | float | None
-    """The second scale of nvfp4, from calibration; None: from `x`."""
     implementation: Implementation
-    """A name of IMPLEMENTATIONS; "auto" unless given."""
 
 
 def fake_quantize(
     x: Tensor, format: str, *, out: Tensor | None = None, check_underflow: bool = False, **options: Unpack[Options]
 ) -> Tensor:
-    """`x` on the grid of `format`, in its own shape and dtype: quantize and dequantize in one go.
+    """`x` on the grid of `format`, in its own shape and dtype: quantized and dequantized.
 
         MX formats   value = 2^e * element,  e shared by blocks of 32 along `axis`
         nvfp4        value = element * e4m3 scale of a block of 16 * float32 scale of the tensor
         int8 ...     value = code * amax / max, one scale for the tensor (or per block, if block_size is given)
         bf16, fp16   a cast
 
-    The other keywords are those of `Options`. `out` receives the result. `check_underflow` runs analyze_underflow
-    first: one more pass, and a warning if more than 0.1 % is lost.
-    docs/numerics.md says what happens to every special value. The result carries no gradient.
+    Options, with their defaults; one that has no effect on the format is an error:
+
+        axis=-1                 the axis that blocks lie along
+        block_size=None         elements that share a scale; None: as the format defines it
+        scale_rule="floor"      a name of SCALE_RULES, for the MX formats
+        rounding="half_even"    a name of ROUNDINGS
+        generator=None          the torch.Generator that rounding="stochastic" needs
+        tensor_scale=None       the second scale of nvfp4, from calibration; None: from `x`
+        implementation="auto"   a name of IMPLEMENTATIONS
+
+    `out` receives the result. `check_underflow` runs analyze_underflow first: one more pass, and a warning if more than
+    0.1 % is lost. docs/numerics.md lists what happens to special values. The result has no gradient.
     """
     job = check_job(x, format, **options)
     if check_underflow:
         _analyze_underflow(job)
     if out is not None:
         require_tensor(out)
-    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
-        raise ValueError(
-            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}, but the result is {x.dtype} of shape "
-            f"{tuple(x.shape)} on {x.device}. Pass torch.empty_like(x), or leave out away."
-        )
+        if (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
+            raise ValueError(
+                f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}, but the result is {x.dtype} of shape "
+                f"{tuple(x.shape)} on {x.device}. Pass torch.empty_like(x), or leave out away."
+            )
     if x.numel() == 0:
         return x.detach().clone() if out is None else out
     if job.format.scale == "e8m0" and job.implementation != "reference":
         result = _fast_mx(job, out)
     else:
         result = job.whole(narrow(on_grid(job).values, x.dtype))
-    if out is None or result is out:
-        return result
-    return out.copy_(result)
+    return result if out is None or result is out else out.copy_(result)
 
 
 def quantize(x: Tensor, format: str, *, check_underflow: bool = False, **options: Unpack[Options]) -> Quantized:
-    """The codes and scales of `x`, options as in `fake_quantize`; `.dequantize()` equals that bit for bit."""
+    """The codes and scales of `x`, options as in `fake_quantize`; `.dequantize()` gives the same bits as it."""
     job = check_job(x, format, **options)
     if job.implementation == "compiled":
         raise ValueError(
@@ -153,10 +153,9 @@ def round_to(
     generator: torch.Generator | None = None,
     implementation: Literal["reference", "eager"] = "eager",
 ) -> Tensor:
-    """The nearest value of the element grid, no scale at all, saturating; same shape and dtype.
+    """The nearest value of the element grid, without a scale, saturating; same shape and dtype.
 
-    The formula is that of `reference.round_elements`. NaN stays NaN and Inf saturates, except in bf16 and
-    fp16, which are IEEE casts.
+    The formula is in `reference.round_elements`. NaN stays NaN. Inf saturates, except in bf16 and fp16: IEEE casts.
     """
     fmt = _format(format)
     require_float(x, "Formats")
@@ -173,17 +172,25 @@ def _format(name: str) -> Format:
     return look_up("format", name, FORMATS, see="List them with: probe formats")
 
 
-def check_job(x: Tensor, format: str, **options: Unpack[Options]) -> Job:
+def check_job(
+    x: Tensor,
+    format: str,
+    *,
+    axis: int = -1,
+    block_size: int | None = None,
+    scale_rule: str = "floor",
+    rounding: str = "half_even",
+    generator: torch.Generator | None = None,
+    tensor_scale: Tensor | float | None = None,
+    implementation: Implementation = "auto",
+    **unknown: object,
+) -> Job:
     """Check everything; refuse an option that does not exist or that this format would ignore."""
-    unknown = sorted(options.keys() - Options.__annotations__.keys())
-    if unknown:
-        hint = did_you_mean(unknown[0], Options.__annotations__)
-        raise TypeError(f"unexpected keyword {unknown[0]!r}.{hint} Known: {', '.join(Options.__annotations__)}.")
+    for name in sorted(unknown):
+        hint = did_you_mean(name, Options.__annotations__)
+        raise TypeError(f"unexpected keyword {name!r}.{hint} Known: {', '.join(Options.__annotations__)}.")
     fmt = _format(format)
     require_float(x, "Formats")
-    axis, block_size = options.get("axis", -1), options.get("block_size")
-    scale_rule, rounding = options.get("scale_rule", "floor"), options.get("rounding", "half_even")
-    generator, implementation = options.get("generator"), options.get("implementation", "auto")
     look_up("scale rule", scale_rule, SCALE_RULES)
     look_up("implementation", implementation, IMPLEMENTATIONS)
     check_rounding(rounding, generator)
@@ -211,20 +218,11 @@ def check_job(x: Tensor, format: str, **options: Unpack[Options]) -> Job:
                 f"axis {axis!r} was given, but {format} has no blocks here. "
                 "Leave it out, or give a block_size to int8, int4 or int2."
             )
-        blocks = Blocks((max(1, x.numel()),) if x.numel() else (0,), 0, max(1, x.numel()))
+        blocks = Blocks((x.numel(),), 0, max(1, x.numel()))
     else:
         blocks = Blocks.of(x, axis, fmt.block_size if block_size is None else block_size)
-    return Job(
-        x,
-        fmt,
-        blocks,
-        blocks.split(x),
-        scale_rule,
-        rounding,
-        generator,
-        _tensor_scale(x, fmt, options.get("tensor_scale")),
-        implementation,
-    )
+    second_scale = _tensor_scale(x, fmt, tensor_scale)
+    return Job(x, fmt, blocks, blocks.split(x), scale_rule, rounding, generator, second_scale, implementation)
 
 
 def _tensor_scale(x: Tensor, fmt: Format, given: Tensor | float | None) -> Tensor | None:
@@ -256,7 +254,7 @@ def on_grid(job: Job) -> GridRows:
     rounder = reference.round_elements if job.implementation == "reference" else fast.round_elements
     if job.format.scale == "e8m0":
         if job.implementation == "reference":
-            _, elements, bytes_ = reference.mx_blocks(job.rows, job.format, job.rule, job.rounding, job.draw_noise())
+            elements, bytes_ = reference.mx_blocks(job.rows, job.format, job.rule, job.rounding, job.draw_noise())
         else:
             elements, bytes_ = fast.mx_blocks(job.rows, job.plan, job.rounding, job.draw_noise())
         return GridRows(elements.to(torch.float64), scale_values(bytes_), bytes_.to(torch.uint8))
@@ -279,8 +277,7 @@ def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
     """Run the fast twin, eager in pieces or compiled; writes to `out` directly where its memory is in rows."""
     noise = job.draw_noise()
     if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
-        values = fast.mx_values(job.rows, job.plan, job.rounding, noise)
-        return job.whole(values)
+        return job.whole(fast.mx_values(job.rows, job.plan, job.rounding, noise))
     size = job.rows.shape[-1]
     direct = out is not None and job.blocks.in_rows and out.is_contiguous() and not _share_memory(out, job.x)
     target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)

@@ -1,6 +1,6 @@
 """The definition of block quantization, MX and nvfp4, in a few lines of float64 arithmetic that read as the formulas.
 
-`fast.py` does the work; tests hold the two bit-identical. Powers of two scale exactly in float64 and a
+Tests check that the fast twin, `fast.py`, gives the same bits. Scaling by powers of two is exact in float64 and a
 float32 input has 24 bits, so the rounding to an integer is the only rounding here.
 """
 
@@ -89,40 +89,33 @@ def scale_exponent(amax: Tensor, fmt: Format, rule: str) -> Tensor:
     return torch.where(amax == 0, -BYTE_BIAS, exponent)
 
 
-def mx_blocks(x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize rows of one block each: (values, elements, scale bytes).
+def mx_blocks(x: Tensor, fmt: Format, rule: str, rounding: str, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Quantize rows of one block each: (elements, scale bytes).
 
         value = 2^(byte - 127) * element,   element = round_elements(x / 2^(byte - 127))
 
-    A NaN or Inf makes its whole block NaN, with scale byte 255. Rule `mse` takes, of the floor
-    exponent, one above and one below, the first with the smallest sum of squared errors.
+    A NaN or Inf makes its whole block NaN: elements 0 and scale byte 255. Rule `mse` chooses among the floor exponent,
+    the one above and the one below: the first with the smallest sum of squared errors.
     """
     x = x.to(torch.float64)
     amax = x.abs().amax(-1, keepdim=True)
     finite = amax.isfinite()
     x = torch.where(finite, x, torch.zeros_like(x))
     first = scale_exponent(torch.where(finite, amax, torch.zeros_like(amax)), fmt, rule)
-    exponent, elements, best = first, None, None
-    for shift in (0, 1, -1) if rule == "mse" else (0,):
-        tried = (first + shift).clamp(-BYTE_BIAS, BYTE_BIAS)
-        rounded = round_elements(x / power(tried), fmt, rounding, noise)
-        error = tree_sum(((x / power(first)) - rounded * power(tried - first)) ** 2)
-        if elements is None or best is None:
-            elements, best = rounded, error
-            continue
-        better = error < best
-        exponent, best = torch.where(better, tried, exponent), torch.where(better, error, best)
-        elements = torch.where(better, rounded, elements)
-    assert elements is not None
-    values = torch.where(finite, elements * power(exponent), torch.nan)
-    return values, elements, torch.where(finite, exponent + BYTE_BIAS, NAN_BYTE)
+    shifts = torch.tensor([0, 1, -1] if rule == "mse" else [0], device=x.device)[:, None, None]
+    exponents = (first + shifts).clamp(-BYTE_BIAS, BYTE_BIAS)
+    elements = round_elements(x / power(exponents), fmt, rounding, noise)
+    errors = tree_sum((x / power(first) - elements * power(exponents - first)) ** 2)
+    best = errors.argmin(0, keepdim=True)  # the first of equals
+    exponent, elements = (torch.take_along_dim(tried, best, 0)[0] for tried in (exponents, elements))
+    return elements, torch.where(finite, exponent + BYTE_BIAS, NAN_BYTE)
 
 
 def tensor_scale_of(x: Tensor) -> Tensor:
-    """The second-level scale taken from a tensor: amax / (448 * 6) in float32, over its finite values.
+    """The second scale of nvfp4 for a tensor: amax / (448 * 6) in float32, over its finite values.
 
-    The largest block then gets the largest e4m3 scale. Kept where 448 times it is finite and it is a
-    normal float32; 1 for a tensor without a finite non-zero value.
+    The largest block then gets the largest e4m3 scale. Clamped to normal float32 numbers of which 448 times is still
+    finite; 1 for a tensor without a finite non-zero value.
     """
     finite = torch.where(x.isfinite(), x, torch.zeros_like(x)).to(torch.float64)
     amax = finite.abs().amax() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
@@ -134,12 +127,7 @@ def tensor_scale_of(x: Tensor) -> Tensor:
 
 
 def nvfp4_blocks(
-    x: Tensor,
-    tensor_scale: Tensor,
-    fmt: Format,
-    rounding: str,
-    noise: Tensor | None,
-    rounder: RoundElements,
+    x: Tensor, tensor_scale: Tensor, fmt: Format, rounding: str, noise: Tensor | None, rounder: RoundElements
 ) -> tuple[Tensor, Tensor]:
     """(elements, block scales) of rows for nvfp4, both float64, with `round_elements` of either twin as `rounder`.
 
@@ -160,5 +148,5 @@ def nvfp4_blocks(
 
 
 def combined_scale(block_scale: Tensor, tensor_scale: Tensor) -> Tensor:
-    """float32(block scale * tensor scale), the one factor that elements are divided and multiplied by."""
+    """float32(block scale * tensor scale), the factor that elements are divided and multiplied by."""
     return (block_scale.to(torch.float32) * tensor_scale).to(torch.float64)

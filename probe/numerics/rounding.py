@@ -1,4 +1,4 @@
-"""Rounding: to integers, by name (every grid is integers times a step), and from float64 to narrower floats, once."""
+"""Rounding to integers, by name (every grid is integers times a step), and from float64 to narrower floats."""
 
 from collections.abc import Callable
 
@@ -13,37 +13,26 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Rounding = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def _half_even(x: Tensor, noise: Tensor | None) -> Tensor:
-    return torch.round(x)
+def _away_where(away: Tensor, x: Tensor) -> Tensor:
+    """Away from zero where `away`, else toward zero."""
+    return torch.trunc(x) + torch.where(away, torch.copysign(torch.ones_like(x), x), torch.zeros_like(x))
 
 
 def _half_away(x: Tensor, noise: Tensor | None) -> Tensor:
-    whole = torch.trunc(x)
-    away = (x - whole).abs() >= 0.5
-    return whole + torch.where(away, torch.copysign(torch.ones_like(x), x), torch.zeros_like(x))
-
-
-def _toward_zero(x: Tensor, noise: Tensor | None) -> Tensor:
-    return torch.trunc(x)
-
-
-def _floor(x: Tensor, noise: Tensor | None) -> Tensor:
-    return torch.floor(x)
+    return _away_where((x - torch.trunc(x)).abs() >= 0.5, x)
 
 
 def _stochastic(x: Tensor, noise: Tensor | None) -> Tensor:
     assert noise is not None
-    whole = torch.trunc(x)
-    away = noise < (x - whole).abs()
-    return whole + torch.where(away, torch.copysign(torch.ones_like(x), x), torch.zeros_like(x))
+    return _away_where(noise < (x - torch.trunc(x)).abs(), x)
 
 
 #: name -> function(x, noise); a new rounding is a new row here and in `fast.py`.
 ROUNDINGS: dict[str, Rounding] = {
-    "half_even": _half_even,  # nearest, ties to the even integer (IEEE, the default everywhere)
+    "half_even": lambda x, noise: torch.round(x),  # nearest, ties to the even integer (IEEE, the default everywhere)
     "half_away": _half_away,  # nearest, ties away from zero (Quamba's CUDA kernels, microxcaling's default)
-    "toward_zero": _toward_zero,
-    "floor": _floor,  # toward minus infinity
+    "toward_zero": lambda x, noise: torch.trunc(x),
+    "floor": lambda x, noise: torch.floor(x),  # toward minus infinity
     "stochastic": _stochastic,  # away from zero with probability |x| - trunc|x|; needs a generator
 }
 
@@ -73,9 +62,9 @@ def check_rounding(rounding: str, generator: torch.Generator | None) -> None:
 def draw_noise(x: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor | None:
     """The random numbers that one stochastic rounding of `x` uses, None for the other roundings.
 
-    One float32 per element, drawn at once in the order of `x`, so that reference and fast twin given
-    generators of the same seed round the same way. Never 0: a value that float32 arithmetic flushes to
-    zero (below 2^-126 of a step) is then not rounded up either.
+    One float32 per element, drawn at once in the order of `x`, so that the reference and the fast twin round the
+    same way with generators of the same seed. Never 0, so that a value that float32 arithmetic flushes to zero
+    (below 2^-126 of a step) is not rounded up.
     """
     check_rounding(rounding, generator)
     if generator is None:
@@ -85,7 +74,7 @@ def draw_noise(x: Tensor, rounding: str, generator: torch.Generator | None) -> T
 
 
 def require_tensor(x: object) -> None:
-    """A TypeError for anything that is no tensor."""
+    """A TypeError for anything that is not a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"x is a {type(x).__module__}.{type(x).__name__}, expected a torch.Tensor. Convert it: torch.as_tensor(x)."
@@ -93,7 +82,7 @@ def require_tensor(x: object) -> None:
 
 
 def require_float(x: Tensor, taker: str) -> None:
-    """An error for anything that is no tensor of FLOAT_DTYPES; `taker` says who takes only these."""
+    """An error for anything that is not a tensor of FLOAT_DTYPES; `taker`, in the message, accepts only these."""
     require_tensor(x)
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(
@@ -108,22 +97,19 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
         bfloat16, float16   y = cast(odd(x)),  odd = round-to-odd in float32
         then                y = clip(y, -max(dtype), max(dtype)) where x is finite
 
-    torch casts float64 to bfloat16 and float16 through float32, so a value just beside a tie is first
-    rounded onto the tie and then to the wrong side. Rounding to odd keeps the fact that something was
-    cut off in the last bit of the float32; float32 has more than two bits to spare over either dtype
-    (in its subnormal range too, whose step 2^-149 is 2^-16 of bfloat16's), so the second rounding is
-    the only one.
+    torch casts float64 to bfloat16 and float16 through float32, so a value just beside a tie is first rounded onto
+    the tie and then to the wrong side. Rounding to odd sets the last bit of the float32 where anything was cut off.
+    float32 has more than two bits more than either dtype (in its subnormal range too, whose step 2^-149 is 2^-16 of
+    bfloat16's), so the cast is the only rounding.
 
-    Finite values never become Inf. Inf stays Inf, NaN stays NaN, the sign of zero is kept. The result
-    carries no gradient.
+    Finite values never become Inf. Inf stays Inf, NaN stays NaN, the sign of zero is kept. The result has no gradient.
     """
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"cannot narrow to {dtype}. Give one of: {', '.join(map(str, FLOAT_DTYPES))}.")
     if x.dtype != torch.float64:
         raise ValueError(f"narrow takes float64, got {x.dtype}. Compute in float64, or cast with x.double().")
     wide = x.detach()
-    single = wide if dtype in (torch.float64, torch.float32) else _to_odd_float32(wide)
-    y = single.to(dtype)
+    y = (wide if dtype in (torch.float64, torch.float32) else _to_odd_float32(wide)).to(dtype)
     limit = torch.finfo(dtype).max
     return torch.where(wide.isinf(), y, y.clamp(-limit, limit))
 

@@ -57,7 +57,7 @@ def analyze_underflow(
 
 
 def analyze_job(job: Job, *, stacklevel: int = 3) -> Underflow:
-    """The same for a job of the quantizers, which run it with check_underflow=True."""
+    """`analyze_underflow` of a checked request, which the quantizers call with check_underflow=True."""
     x, format = job.x, job.format.name
     counts = dict.fromkeys(("zeros", "overflow", "subnormal", "underflow", "flushed", "nonfinite"), 0)
     if x.numel():
@@ -66,20 +66,19 @@ def analyze_job(job: Job, *, stacklevel: int = 3) -> Underflow:
         for start in range(0, job.rows.shape[0], rows):
             piece = slice(start, start + rows)
             _count(job.rows[piece].to(scales.dtype).abs(), scales[piece], job.format, counts)
-        padding = job.blocks.count * job.blocks.size - job.blocks.shape[job.blocks.axis]  # of each last block
-        spoiled = padding * int(scales.reshape(-1, job.blocks.count)[:, -1].isnan().sum())
+        spoiled = job.blocks.padding * int(scales.reshape(-1, job.blocks.count)[:, -1].isnan().sum())
         counts["nonfinite"] -= spoiled
         counts["zeros"] -= job.rows.numel() - x.numel() - spoiled
-    found = Underflow(format, x.numel(), **counts)
-    if found.severity != "none":
+    result = Underflow(format, x.numel(), **counts)
+    if result.severity != "none":
         warnings.warn(
-            f"{format}: {found.share(found.overflow):.2%} of the elements would saturate and "
-            f"{found.share(found.underflow):.2%} lie below the smallest number ({found.share(found.flushed):.2%} "
+            f"{format}: {result.share(result.overflow):.2%} of the elements would saturate and "
+            f"{result.share(result.underflow):.2%} lie below the smallest number ({result.share(result.flushed):.2%} "
             "become zero). Try another scale_rule, a smaller block_size or a format with more exponent bits.",
             UnderflowWarning,
             stacklevel=stacklevel,
         )
-    return found
+    return result
 
 
 def _scales(job: Job) -> Tensor:
@@ -95,7 +94,7 @@ def _scales(job: Job) -> Tensor:
 
 
 def _count(magnitude: Tensor, scale: Tensor, fmt: Format, counts: dict[str, int]) -> None:
-    """Add to the counts. Zeros are told by the element, because the quotient may have underflowed."""
+    """Add to the counts. Zeros are counted by the element, because the quotient may have underflowed."""
     y = magnitude / scale
     finite = y.isfinite()
     some = finite & (magnitude > 0)

@@ -98,7 +98,7 @@ def _describe_judged(
         elif teller == str(given):
             lines = story(given.recipe, report=html, environment=_changed_environment(given))
         else:
-            lines = [one_line(outcome, told_by=teller), *case_text(outcome)]
+            lines = [one_line(outcome, explained_at=teller), *case_text(outcome)]
         report.longrepr = "\n".join(lines)
         report.probe_follows = teller != str(given)  # type: ignore[attr-defined]
     if html and given.request.has_recipe:

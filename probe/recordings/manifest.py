@@ -1,22 +1,22 @@
-"""The manifest of a recording: what really ran, as JSON. A manifest from elsewhere is checked key by key.
+"""The manifest of a recording: a JSON file that states what ran. A manifest from elsewhere is checked key by key.
 
     {
      "device": "cuda NVIDIA L4",
      "files": {"mode_2_1-fp8_e4m3.safetensors": {"bytes": 4194816, "sha256": "9f86d0..."}},   all but the manifest
-     "fingerprint": "be9b3c8fb9a0b5a1",                 of the float weights; null where the device cannot tell
+     "fingerprint": "be9b3c8fb9a0b5a1",                 of the float weights; null where it is not known
      "layout": "safetensors",                           or npy, npz, pt
      "model": "tiny-mamba",
      "recipes": {
       "mode_2_1-fp8_e4m3": {
-       "applied": "by probe",                           or "before": the model came quantized
+       "applied": "by probe",                           or "before": the model was quantized already
        "calibration": null,                             or data, fingerprint, percentile, samples, seqlen
        "compiled": false,
        "format": "fp8_e4m3",                            null for a float mode
-       "layers": ["layer_0"],                           those that fired, in order
+       "layers": ["layer_0"],                           those that were recorded, in order
        "mode": "mode_2_1",
        "tensors": {
         "layer_0.output": {
-         "dtype": "bfloat16",                           as the model gave it
+         "dtype": "bfloat16",                           of the model's tensor; numpy files have float32 for some
          "file": "mode_2_1-fp8_e4m3.safetensors",
          "key": "layer_0.output",                       in the file; null where a file is one tensor
          "shape": [8, 256, 64]
@@ -31,14 +31,14 @@
      "versions": {"probe": "0.1.0", "torch": "2.13.0"}
     }
 
-The first axis of every tensor is that of the samples; the second of the logits, that of the tokens.
+The first axis of every tensor is the samples; the second axis of the logits is the tokens.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal, cast
@@ -55,43 +55,43 @@ MANIFEST = "manifest.json"
 TOKENS = "tokens.safetensors"
 #: The types of recorded tensors, as torch calls them.
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-#: Places beside the layers, and parts of a layer, that can be tapped: `embedding.output`, `layer_0.scan.input`.
+#: What can be tapped beside whole layers, `embedding.output`, and inside of them, `layer_0.scan.input`.
 ENDS = ("embedding", "final_norm")
 PARTS = ("mixer", "conv1d", "scan")
 TENSOR_NAME = re.compile(rf"{LOGITS}|(?P<label>.+)\.(output|input)", re.DOTALL)
-#: Plain names, in a folder of their mode at most: a manifest from elsewhere must not lead out of its folder.
+#: A plain name, in at most one folder: a manifest from elsewhere must not lead out of its own folder.
 FILE_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*\.(safetensors|npy|npz|pt|json)")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 AGAIN = "Copy the recording again from where it was made, or make it again there"
 
 
 class RecordingError(ValueError):
-    """A recording that cannot be read or written, or that is of something else than it is compared with."""
+    """A recording that cannot be read or written, or that does not match what it is compared with."""
 
 
-#: Around code that reads a file: a defect of it, or a refusal of the system, is a RecordingError.
+#: Around code that reads a file: a defect of the file, or an OSError, becomes a RecordingError.
 reading = partial(defects.reading, error=RecordingError, remedy=AGAIN)
-#: Around code that writes: a full disk, or a folder without permission, is a RecordingError.
+#: Around code that writes: an OSError, such as a full disk, becomes a RecordingError.
 writing = partial(atomic.writing, error=RecordingError)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the model was given: `samples` rows of `seqlen` tokens."""
+    """The input of the model: `samples` rows of `seqlen` tokens."""
 
     count: int
     samples: int
     seqlen: int
-    fingerprint: str | None  # of all samples in order, however they were batched; None: nobody knows
-    file: str | None = None  # where the ids are
-    source: str | None = None  # the text; None: a prompt, or tokens of the caller
+    fingerprint: str | None  # of all samples in order, however they were batched; None if unknown
+    file: str | None = None  # holds the ids
+    source: str | None = None  # the name of the text; None for a prompt and for the caller's own tokens
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor and its place on disk."""
 
-    dtype: str  # as the model gave it
+    dtype: str  # of the model's tensor
     shape: tuple[int, ...]
     file: str
     key: str | None
@@ -123,14 +123,14 @@ class RecordedRecipe:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was written."""
+    """The size and digest of a file, as it was written."""
 
     bytes: int
     sha256: str
 
     @classmethod
     def of(cls, file: Path) -> "StoredFile":
-        """The facts of a file on disk, all of which is read."""
+        """Those of a file on disk, all of which is read."""
         with open(file, "rb") as stream:
             return cls(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
@@ -165,15 +165,14 @@ def manifest_to_json(manifest: Manifest) -> bytes:
 
 def manifest_from_json(data: bytes) -> Manifest:
     """The inverse of manifest_to_json; anything wrong is a DefectError with its key."""
-    facts = document(data, version=VERSION).members(
-        *("version", "model", "fingerprint", "device", "tokens", "recipes"),
-        *("versions", "layout", "files", "unfinished"),
+    facts = document(data, version=VERSION).members("version", *(field.name for field in fields(Manifest)))
+    unfinished = facts["unfinished"].or_null(
+        partial(Node.as_dataclass, cls=UnfinishedWork, asked=_texts, missing=_list)
     )
-    unfinished = facts["unfinished"].or_null(_unfinished)
     files = {name: _file(name, node) for name, node in facts["files"].members(empty=True).items()}
     tokens = _tokens(facts["tokens"], files)
     recipes = {
-        name: _recorded(name, node, tokens, files)
+        name: _recipe(name, node, tokens, files)
         for name, node in facts["recipes"].members(empty=unfinished is not None).items()
     }
     for place in repeated(f"{one.file} {one.key}" for recipe in recipes.values() for one in recipe.tensors.values()):
@@ -208,19 +207,19 @@ def data_flow_order(names: Iterable[str], layers: Iterable[str]) -> tuple[str, .
     return tuple(sorted(names, key=key))
 
 
+def _texts(node: Node) -> dict[str, str]:
+    return {name: member.text() for name, member in node.members(empty=True).items()}
+
+
+def _list(node: Node) -> tuple[str, ...]:
+    return tuple(entry.text() for entry in node.entries(empty=True))
+
+
 def _tokens(node: Node, files: dict[str, StoredFile]) -> Tokens:
-    facts = node.members("count", "samples", "seqlen", "fingerprint", "file", "source")
-    count, samples, seqlen = (facts[key].count() for key in ("count", "samples", "seqlen"))
-    if count != samples * seqlen:
-        raise facts["count"].wrong(f"{samples} x {seqlen}")
-    return Tokens(
-        count,
-        samples,
-        seqlen,
-        facts["fingerprint"].or_null(Node.text),
-        facts["file"].or_null(lambda node: _file_name(node, files)),
-        facts["source"].or_null(Node.text),
-    )
+    tokens = node.as_dataclass(Tokens, file=lambda name: name.or_null(partial(_file_name, files=files)))
+    if tokens.count != tokens.samples * tokens.seqlen:
+        raise node.members()["count"].wrong(f"{tokens.samples} x {tokens.seqlen}")
+    return tokens
 
 
 def _file_name(node: Node, files: dict[str, StoredFile]) -> str:
@@ -235,63 +234,53 @@ def _file(name: str, node: Node) -> StoredFile:
         raise DefectError(f"files: {name!r} is not the plain name of a file in this folder")
     if name == MANIFEST:
         raise DefectError(f"files: {name} cannot vouch for itself")
-    facts = node.members("bytes", "sha256")
-    return StoredFile(facts["bytes"].count(), facts["sha256"].text(SHA256, "64 hexadecimal digits"))
+    return node.as_dataclass(StoredFile, sha256=lambda digest: digest.text(SHA256, "64 hexadecimal digits"))
 
 
-def _unfinished(node: Node) -> UnfinishedWork:
-    facts = node.members("asked", "missing")
-    asked = {name: one.text() for name, one in facts["asked"].members(empty=True).items()}
-    return UnfinishedWork(asked, tuple(one.text() for one in facts["missing"].entries(empty=True)))
+def _share(node: Node) -> float:
+    if type(node.value) is not float or not 0 < node.value <= 1:
+        raise node.wrong("a share above 0, at most 1.0")
+    return node.value
 
 
-def _calibrated(node: Node) -> RecordedCalibration:
-    facts = node.members("data", "fingerprint", "percentile", "samples", "seqlen")
-    percentile = facts["percentile"]
-    if type(percentile.value) is not float or not 0 < percentile.value <= 1:
-        raise percentile.wrong("a share above 0, at most 1.0")
-    samples, seqlen = facts["samples"].count(), facts["seqlen"].count()
-    return RecordedCalibration(facts["data"].text(), facts["fingerprint"].text(), percentile.value, samples, seqlen)
-
-
-def _recorded(recipe: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> RecordedRecipe:
-    facts = node.members("mode", "format", "layers", "tensors", "applied", "calibration", "compiled")
-    mode, format = facts["mode"].text(), facts["format"].or_null(Node.text)
-    if recipe != "-".join(part for part in (mode, format) if part):
-        raise DefectError(f"{node.key}: its mode is {mode!r} and its format {format!r}, which is another recipe")
-    tensors = facts["tensors"].members()
-    layers = tuple(one.text() for one in facts["layers"].entries())
-    _check_names(facts["layers"], layers, tensors)
-    return RecordedRecipe(
-        mode,
-        format,
-        layers,
-        {name: _stored(name, one, tokens, files) for name, one in tensors.items()},
-        cast(Literal["by probe", "before"], facts["applied"].one_of(("by probe", "before"))),
-        facts["calibration"].or_null(_calibrated),
-        facts["compiled"].flag(),
+def _recipe(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> RecordedRecipe:
+    recipe = node.as_dataclass(
+        RecordedRecipe,
+        layers=lambda layers: tuple(label.text() for label in layers.entries()),
+        tensors=lambda tensors: {key: _tensor(key, one, tokens, files) for key, one in tensors.members().items()},
+        applied=lambda applied: applied.one_of(("by probe", "before")),
+        calibration=lambda facts: facts.or_null(partial(Node.as_dataclass, cls=RecordedCalibration, percentile=_share)),
     )
+    if name != "-".join(filter(None, (recipe.mode, recipe.format))):
+        raise DefectError(
+            f"{node.key}: its mode is {recipe.mode!r} and its format {recipe.format!r}, which is another recipe"
+        )
+    _check_names(node, recipe)
+    return recipe
 
 
-def _stored(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> StoredTensor:
-    facts = node.members("dtype", "shape", "file", "key")
-    shape = tuple(size.count() for size in facts["shape"].entries())
-    expected = (tokens.samples, tokens.seqlen) if name == LOGITS else (tokens.samples,)
-    if shape[: len(expected)] != expected:
-        raise facts["shape"].wrong(f"{' x '.join(map(str, expected))} first, as tokens says")
-    file = _file_name(facts["file"], files)
-    return StoredTensor(facts["dtype"].one_of(DTYPES), shape, file, facts["key"].or_null(Node.text))
+def _tensor(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> StoredTensor:
+    def shape(node: Node) -> tuple[int, ...]:
+        sizes = tuple(size.count() for size in node.entries())
+        expected = (tokens.samples, tokens.seqlen) if name == LOGITS else (tokens.samples,)
+        if sizes[: len(expected)] != expected:
+            raise node.wrong(f"{' x '.join(map(str, expected))} first, as tokens says")
+        return sizes
+
+    file = partial(_file_name, files=files)
+    return node.as_dataclass(StoredTensor, dtype=lambda dtype: dtype.one_of(DTYPES), shape=shape, file=file)
 
 
-def _check_names(node: Node, layers: tuple[str, ...], tensors: dict[str, Node]) -> None:
+def _check_names(node: Node, recipe: RecordedRecipe) -> None:
     """Every layer has an output; every tensor is of a layer or a part of one, of an end of the model, or the logits."""
+    layers, where = recipe.layers, f"{node.key}.layers"
     for label in repeated(layers):
-        raise DefectError(f"{node.key}: {label} is listed twice")
+        raise DefectError(f"{where}: {label} is listed twice")
     for label in layers:
-        if f"{label}.output" not in tensors:
-            raise DefectError(f"{node.key}: {label} is listed, but there is no {label}.output")
+        if f"{label}.output" not in recipe.tensors:
+            raise DefectError(f"{where}: {label} is listed, but there is no {label}.output")
     known = {None, *layers, *ENDS, *(f"{label}.{part}" for label in layers for part in PARTS)}
-    for name, one in tensors.items():
+    for name in recipe.tensors:
         match = TENSOR_NAME.fullmatch(name)
         if not match or match["label"] not in known:
-            raise DefectError(f"{one.key}: is neither {LOGITS} nor of a layer in {node.key}")
+            raise DefectError(f"{node.key}.tensors.{name}: is neither {LOGITS} nor of a layer in {where}")

@@ -1,42 +1,44 @@
-"""How a recording gets into its folder: made in `<out>.partial`, built beside its place, renamed in one step.
+"""Publishing a recording: its folder is built beside its final place, in its layout, and renamed in one step.
 
-`<out>.partial` is itself a recording in the default layout, whose manifest says what is missing. A recipe is listed
-only when its file is whole and on the disk, so a kill at any moment costs one recipe at most. The same request finds
-the folder and continues; another one is refused. At the end the folder `<out>` is built beside its place, in its
-layout, and renamed: a folder is a whole recording or not there.
+So there is a whole recording in the folder `<out>`, or none. While tensors are recorded they are in `<out>.partial`
+(recorder.py), which is a recording in the layout safetensors; all other layouts are made from it.
 """
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from probe.files.atomic import link_or_copy, link_tree, locked, make_folder, move, replace_folder, sync_tree, write
+from probe.files.atomic import link_or_copy, link_tree, move, replace_folder, sync_tree, write
+from probe.files.tensors import npz_writer, write_npy, write_pt
+from probe.recordings import script_formats as scripts
 from probe.recordings.manifest import (
+    FILE_NAME,
     MANIFEST,
     Layout,
     Manifest,
     RecordedRecipe,
     RecordingError,
     StoredFile,
+    StoredTensor,
     manifest_to_json,
     writing,
 )
-from probe.recordings.other_layouts import WRITERS, AllFigures, Export
-from probe.recordings.reading import PARTIAL, PREVIOUS, Recording, check_files, read_manifest, read_recording
-from probe.recordings.script_formats import ScriptFacts, figures_of
+from probe.recordings.reading import PREVIOUS, Recording, check_files, read_manifest, read_recording
+from probe.recordings.script_formats import AllFigures, ScriptFacts, figures_of
 from probe.running.environment import comparable, differences
 
 # ------------------------------------------------------------------------------------------------ the final place
 
 
 def holds_recording(folder: Path) -> bool:
-    """Whether a recording is there; anything else in its place is an error."""
+    """Whether `folder` holds a recording; anything but a recording or an empty folder is an error."""
     with writing(folder):
         if not os.path.lexists(folder):
             return False
@@ -66,7 +68,7 @@ def is_to_be_replaced(folder: Path, *, overwrite: bool) -> bool:
 
 
 def shared_facts(manifest: Manifest, layout: Layout) -> dict[str, str]:
-    """What two recordings must have in common to be in one folder."""
+    """The facts that two recordings in one folder must share."""
     return {
         "model": manifest.model,
         "weights": str(manifest.fingerprint),
@@ -80,7 +82,7 @@ def shared_facts(manifest: Manifest, layout: Layout) -> dict[str, str]:
 def existing_recording(
     folder: Path, begun: Manifest, new: Sequence[str], layout: Layout, *, overwrite: bool
 ) -> Recording | None:
-    """The recording that is there already, if the `new` recipes can be added to it."""
+    """The recording that `folder` holds already; an error if the `new` recipes cannot be added to it."""
     if not holds_recording(folder):
         return None
     existing = read_recording(folder, verify=False)
@@ -107,14 +109,14 @@ def _previous(folder: Path) -> Path:
 
 
 def recover(folder: Path) -> None:
-    """Put back what a kill in the middle of `put_in_place` left beside its place."""
+    """Put back the older recording that a kill in the middle of `put_in_place` left under another name."""
     with writing(folder):
         if _previous(folder).is_dir() and not os.path.lexists(folder):
             move(_previous(folder), folder)
 
 
 def put_in_place(fresh: Path, folder: Path, *, replaces: bool) -> None:
-    """Rename `fresh` to `folder`. If a kill comes while an older recording is replaced, `recover` puts it back."""
+    """Rename `fresh` to `folder`. If this is killed while it replaces an older recording, `recover` puts that back."""
     with writing(folder):
         if replaces:
             replace_folder(fresh, folder, aside=_previous(folder))
@@ -122,107 +124,123 @@ def put_in_place(fresh: Path, folder: Path, *, replaces: bool) -> None:
             move(fresh, folder)
 
 
-# -------------------------------------------------------------------------------------------- while it is made
-
-
-@dataclass
-class PartialRecording:
-    """The folder `<out>.partial`, and its manifest as it stands."""
-
-    folder: Path
-    manifest: Manifest
-    reused: tuple[str, ...] = ()  # the recipes of an interrupted recording that is continued
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """The recipes that are not recorded yet."""
-        assert self.manifest.unfinished is not None
-        return self.manifest.unfinished.missing
-
-    def add(self, recipe: str, recorded: RecordedRecipe, file: str, facts: StoredFile) -> None:
-        """List a recipe whose file is whole."""
-        assert self.manifest.unfinished is not None
-        left = tuple(one for one in self.missing if one != recipe)
-        self.manifest = replace(
-            self.manifest,
-            recipes={**self.manifest.recipes, recipe: recorded},
-            files={**self.manifest.files, file: facts},
-            unfinished=replace(self.manifest.unfinished, missing=left),
-        )
-        self.save()
-
-    def save(self) -> None:
-        """Write the manifest, in one step."""
-        with writing(self.folder / MANIFEST):
-            write(self.folder / MANIFEST, manifest_to_json(self.manifest))
-
-
-@contextmanager
-def partial_recording(out: Path, begun: Manifest, *, restart: bool) -> Iterator[PartialRecording]:
-    """Begin a recording, or continue the one that was interrupted; `begun` is its manifest without a recipe.
-
-    If the block fails, whole recipes are kept; a folder without one is removed.
-    """
-    folder = out.with_name(PARTIAL.format(out.name))
-    with ExitStack() as lock:
-        with writing(folder):
-            make_folder(folder)
-            try:
-                lock.enter_context(locked(folder, wait=False))
-            except BlockingIOError:
-                raise RecordingError(f"{folder} is being written by another process. Wait for it, or end it.") from None
-        partial = PartialRecording(folder, begun)
-        is_interrupted = os.path.lexists(folder / MANIFEST)
-        if not is_interrupted and any(folder.iterdir()):
-            raise RecordingError(f"{folder} is in the way and is no interrupted recording. Move it away.")
-        if restart:
-            with writing(folder):
-                for path in folder.iterdir():
-                    path.unlink()
-        elif is_interrupted:
-            assert begun.unfinished is not None
-            partial.manifest = _continued(folder, begun.unfinished.asked)
-            partial.reused = tuple(partial.manifest.recipes)
-        try:
-            yield partial
-        except BaseException:
-            if not partial.manifest.recipes:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-
-def _continued(folder: Path, asked: Mapping[str, str]) -> Manifest:
-    again = "Run the command that began it, or delete it with --restart."
-    try:
-        manifest = read_manifest(folder)
-        check_files(folder, manifest, verify=True)
-    except RecordingError as problem:
-        raise RecordingError(f"{folder} is an interrupted recording that cannot be used. {problem}. {again}") from None
-    if manifest.unfinished is None:
-        raise RecordingError(f"{folder} is a whole recording, not an interrupted one. Rename it.")
-    if other := differences(manifest.unfinished.asked, asked):
-        raise RecordingError(f"{folder} is an interrupted recording of something else: {'; '.join(other)}. {again}")
-    return manifest
-
-
 # ------------------------------------------------------------------------------------------------- the layouts
 
 
+@dataclass(frozen=True)
+class Export:
+    """The folder to build: `source` has the new recipes, `kept` is an older recording that they are added to."""
+
+    folder: Path
+    source: Recording
+    kept: Recording | None
+    facts: ScriptFacts
+
+    @property
+    def recipes(self) -> dict[str, RecordedRecipe]:
+        """The new recipes."""
+        return self.source.manifest.recipes
+
+    @property
+    def staying(self) -> dict[str, RecordedRecipe]:
+        """The recipes of the older recording that are not replaced."""
+        old = self.kept.manifest.recipes if self.kept else {}
+        return {name: one for name, one in old.items() if name not in self.recipes}
+
+    def tensors(self) -> Iterator[tuple[str, RecordedRecipe, str, Tensor]]:
+        """All new tensors, one at a time."""
+        for recipe, recorded in self.recipes.items():
+            for name in self.source.names(recipe):
+                yield recipe, recorded, name, self.source.tensor(recipe, name)
+
+
+AllTensors = dict[str, dict[str, StoredTensor]]  # by recipe and name
+
+
+def _link_safetensors(export: Export) -> AllTensors:
+    for file in {one.file for recorded in export.recipes.values() for one in recorded.tensors.values()}:
+        (export.folder / file).unlink(missing_ok=True)
+        link_or_copy(export.source.folder / file, export.folder / file)
+    return {recipe: recorded.tensors for recipe, recorded in export.recipes.items()}
+
+
+def _write_files(
+    export: Export, file_of: Callable[[RecordedRecipe, str], str], write_tensor: Callable[[Path, Tensor], None]
+) -> AllTensors:
+    """Write a file for each tensor."""
+    made: set[str] = set()
+    stored: AllTensors = {recipe: {} for recipe in export.recipes}
+    for recipe, recorded, name, tensor in export.tensors():
+        file = file_of(recorded, name)
+        if not FILE_NAME.fullmatch(file):
+            raise RecordingError(f"{file!r} cannot be the name of a file. Use letters, digits, '_', '-' and '.'.")
+        if file in made:
+            raise RecordingError(f"two tensors would be {file}. Choose other layers.")
+        made.add(file)
+        stored[recipe][name] = replace(recorded.tensors[name], file=file, key=None)
+        (export.folder / file).parent.mkdir(exist_ok=True)
+        write_tensor(export.folder / file, tensor)
+    return stored
+
+
+def _write_pt(export: Export) -> AllTensors:
+    alone = len(export.recipes) == 1 and not export.staying
+    return _write_files(export, partial(scripts.pt_file, alone=alone), write_pt)
+
+
+def _write_npz(export: Export) -> AllTensors:
+    """Write all recipes to one archive, also those of the older recording."""
+    made: set[str] = set()
+    stored: AllTensors = {recipe: {} for recipe in export.recipes}
+    file = export.facts.output_file
+    with npz_writer(export.folder / file) as add:
+        for recipe, recorded in export.staying.items():
+            assert export.kept is not None
+            for name, one in recorded.tensors.items():
+                if one.file == file:
+                    add(str(one.key), export.kept.tensor(recipe, name))
+        for recipe, recorded, name, tensor in export.tensors():
+            key = scripts.npz_key(recorded, name)
+            if key in made:
+                raise RecordingError(f"{name} would be a second {key} in {file}. Choose other layers.")
+            made.add(key)
+            stored[recipe][name] = replace(recorded.tensors[name], file=file, key=key)
+            add(key, tensor)
+    return stored
+
+
+class LayoutWriter(NamedTuple):
+    """How a layout writes its tensors, and the files of statistics beside them, whose names it returns."""
+
+    tensors: Callable[[Export], AllTensors]
+    statistics: Callable[[Recording, ScriptFacts, AllFigures], Iterable[str]]
+
+
+#: A new layout is a row here and one in DEFAULTS (request.py).
+WRITERS: dict[Layout, LayoutWriter] = {
+    "safetensors": LayoutWriter(_link_safetensors, lambda built, facts, figures: ()),
+    "npy": LayoutWriter(
+        partial(_write_files, file_of=scripts.npy_file, write_tensor=write_npy), scripts.npy_statistics
+    ),
+    "npz": LayoutWriter(_write_npz, scripts.npz_statistics),
+    "pt": LayoutWriter(_write_pt, scripts.pt_metadata),
+}
+
+
 def publish(
-    folder: Path, partial: PartialRecording, existing: Recording | None, facts: ScriptFacts, layout: Layout
+    folder: Path, source: Recording, existing: Recording | None, facts: ScriptFacts, layout: Layout
 ) -> Recording:
-    """Build the folder beside its place, rename it, and delete the partial one."""
+    """Build the folder from the partial recording `source`, rename it to its place, and delete the partial one."""
     fresh = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        source = Recording(partial.folder, partial.manifest)
         manifest = _build(Export(fresh, source, existing, facts), layout)
         if holds_recording(folder) != (existing is not None):
             raise RecordingError(f"{folder} has changed while it was recorded. Run the same command again.")
         put_in_place(fresh, folder, replaces=existing is not None)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    shutil.rmtree(partial.folder, ignore_errors=True)
+    shutil.rmtree(source.folder, ignore_errors=True)
     return Recording(folder, manifest)
 
 
@@ -248,7 +266,7 @@ def _build(export: Export, layout: Layout) -> Manifest:
                 figures.setdefault(recipe, {})[name] = figures_of(found, dtype, unbiased=layout == "pt")
     with writing(folder):
         made = {one.file for by_name in tensors.values() for one in by_name.values()}
-        made |= set(writer.statistics(export, built, figures))
+        made |= set(writer.statistics(built, export.facts, figures))
         manifest = replace(manifest, files=_files(export, made))
         write(folder / MANIFEST, manifest_to_json(manifest))
         sync_tree(folder)
@@ -257,7 +275,7 @@ def _build(export: Export, layout: Layout) -> Manifest:
 
 
 def _link_kept(export: Export) -> None:
-    """Link the older recording except for the recipes that are recorded anew, and the tokens."""
+    """Link the older recording without the recipes that are replaced, and the tokens."""
     folder, kept, source = export.folder, export.kept, export.source
     if kept is None:
         folder.mkdir()
@@ -273,7 +291,7 @@ def _link_kept(export: Export) -> None:
 
 
 def _files(export: Export, made: Iterable[str]) -> dict[str, StoredFile]:
-    """Every file of the recording. The facts of linked files are known; any other file in the folder is the user's."""
+    """The size and digest of every file; those of linked files are known. Other files in the folder are the user's."""
     found = dict(export.kept.manifest.files) if export.kept else {}
     found = {name: facts for name, facts in found.items() if (export.folder / name).is_file()}
     tokens = export.source.manifest.tokens.file
@@ -284,7 +302,7 @@ def _files(export: Export, made: Iterable[str]) -> dict[str, StoredFile]:
 
 
 def _is_linked(export: Export, name: str) -> bool:
-    """Whether a file is the very one of the partial recording, which was read back when it was written."""
+    """Whether a file is a link to that of the partial recording, which was read back when it was written."""
     source = export.source.folder / name
     return source.exists() and source.samefile(export.folder / name)
 

@@ -1,6 +1,12 @@
-"""Reading a recording: every defect of it is found before its first tensor is loaded."""
+"""Reading a recording: every defect of it is found before its first tensor is loaded.
+
+A folder of the users' own scripts has no manifest. Its recipes and layers come from the names of files, its tokens from
+metadata.pt if there is one; notes say what cannot be verified.
+"""
 
 import os
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +14,11 @@ import torch
 from torch import Tensor
 
 from probe.data.samples import token_fingerprint
-from probe.files.defects import DefectError, file_inside
-from probe.files.tensors import Kind, kind_of, load_tensor, numpy_dtype, tensors_in
+from probe.files.defects import DefectError, file_inside, parsing
+from probe.files.tensors import Kind, kind_of, load_plain, load_tensor, numpy_dtype, tensors_in
 from probe.recordings.manifest import (
     AGAIN,
+    DTYPES,
     MANIFEST,
     Layout,
     Manifest,
@@ -19,22 +26,30 @@ from probe.recordings.manifest import (
     RecordingError,
     StoredFile,
     StoredTensor,
+    Tokens,
     data_flow_order,
     manifest_from_json,
     reading,
 )
-from probe.recordings.other_layouts import manifest_of_scripts, token_ids_of_metadata
+from probe.recordings.script_formats import METADATA, NPY_FILE, NPZ, NPZ_KEY, PT_FILE, recipe_named, tensor_named
 from probe.running.modes import MODES
 
 #: The names beside a recording: while it is made, and while it takes the place of another.
 PARTIAL, PREVIOUS = "{}.partial", ".{}.previous"
 
+UNKNOWN = "unknown"
+TensorsByRecipe = dict[tuple[str, str | None], dict[str, StoredTensor]]  # mode and format -> tensors
+
+NO_MANIFEST = "no manifest: the model, its weights and the device are not known, and no file can be verified"
+NO_MODE = f"no manifest: which mode ran is not known; it is called {UNKNOWN!r}"
+NO_TOKENS = "no manifest: the inputs cannot be verified"
+
 
 @dataclass(frozen=True)
 class Recording:
-    """A folder that was read and found sound. A tensor is mapped from disk when `tensor` is called.
+    """A recording that was checked. A tensor is mapped from disk when `tensor` is called.
 
-    `notes` says what a reader should know, such as what could not be verified.
+    `notes` say what a reader should know, such as what could not be verified.
     """
 
     folder: Path
@@ -49,7 +64,7 @@ class Recording:
         return tuple(sorted(found, key=lambda name: (places.get(found[name].mode, len(places)), name)))
 
     def layers(self, recipe: str) -> tuple[str, ...]:
-        """The labels of the layers that were recorded, in the order of the model."""
+        """The labels of the recorded layers, in the order of the model."""
         return self._recorded(recipe).layers
 
     def names(self, recipe: str) -> tuple[str, ...]:
@@ -62,7 +77,7 @@ class Recording:
         return self._stored(recipe, name).shape
 
     def dtype(self, recipe: str, name: str) -> str:
-        """What the model gave, `bfloat16`. numpy has no such type, so `tensor` of an npy layout is float32 then."""
+        """The dtype in the model, `bfloat16`; where numpy lacks it, `tensor` of the layouts npy and npz is float32."""
         return self._stored(recipe, name).dtype
 
     def tensor(self, recipe: str, name: str) -> Tensor:
@@ -77,20 +92,20 @@ class Recording:
         return tensor
 
     def input_ids(self) -> Tensor | None:
-        """The tokens that the model was given, int64 [samples, tokens]; None where they were not kept."""
+        """The tokens of the input, int64 [samples, tokens]; None if they were not stored."""
         tokens = self.manifest.tokens
         if tokens.file is None:
             return None
         file = self._base / tokens.file
         with reading(file):
-            ids = _token_ids(file) if tokens.file.endswith(".safetensors") else token_ids_of_metadata(file)
+            ids = _token_ids(file) if tokens.file.endswith(".safetensors") else _token_ids_of_metadata(file)
             if ids is not None and token_fingerprint([ids]) != tokens.fingerprint:
                 raise DefectError(f"the tokens are not those of the manifest, {tokens.fingerprint}")
         return ids
 
     @property
     def _base(self) -> Path:
-        """The folder of the files: `folder`, or the folder around it if it is a file itself."""
+        """The folder of the files: `folder`, or its parent if it is an .npz file."""
         return self.folder.parent if self.folder.suffix == ".npz" and self.folder.is_file() else self.folder
 
     def _recorded(self, recipe: str) -> RecordedRecipe:
@@ -109,8 +124,8 @@ class Recording:
 def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
     """Check the manifest and every file that it names; no tensor is loaded.
 
-    With `verify` every byte is checked (sha256); without, sizes and headers. A folder without a manifest is read if
-    its files are named as the layouts name them; `notes` then says what could not be verified.
+    With `verify` every byte is checked (sha256); without, sizes and headers. A folder without a manifest can be read if
+    its files have the names that the users' scripts give them; `notes` then say what could not be verified.
     """
     folder = Path(folder)
     with reading(folder):
@@ -119,7 +134,7 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
     if not is_folder and not (is_file and folder.suffix == ".npz"):
         raise RecordingError(f"there is no folder {folder}. Expected a recording. {_where_it_may_be(folder)}")
     if not has_manifest:
-        found = manifest_of_scripts(folder)
+        found = _manifest_of_scripts(folder)
         if found is None:
             raise RecordingError(f"{folder / MANIFEST}: is missing, so this is no whole recording. {AGAIN}")
         return Recording(folder, *found)
@@ -154,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
-    """Every file is there with its size (and its bytes, if `verify`), and holds exactly the tensors it should."""
+    """Check that every file has its size (with `verify`, its bytes) and exactly the tensors of the manifest."""
     for name, facts in manifest.files.items():
         with reading(folder / name):
             file = file_inside(folder, name)
@@ -201,3 +216,105 @@ def _token_ids(file: Path) -> Tensor:
     if ids.dtype != torch.int64 or ids.dim() != 2:
         raise DefectError(f"its input_ids are {kind_of(ids)}. Expected int64 [samples, tokens]")
     return ids
+
+
+# ------------------------------------------------------------------------------- folders of the users' own scripts
+
+
+def _manifest_of_scripts(folder: Path) -> tuple[Manifest, tuple[str, ...]] | None:
+    """The manifest that follows from the names in a folder or .npz file, and notes on what it cannot state.
+
+    None if no name is one that the scripts use.
+    """
+    with reading(folder):
+        names = [folder.name] if folder.is_file() else sorted(path.name for path in folder.iterdir())
+    base = folder.parent if folder.is_file() else folder
+    layout: Layout
+    if any(PT_FILE.fullmatch(name) for name in names):
+        layout, found = "pt", _file_tensors(base, names, PT_FILE)
+    elif any(NPY_FILE.fullmatch(name) for name in names):
+        layout, found = "npy", _file_tensors(base, names, NPY_FILE)
+    elif archives := [name for name in names if name.endswith(".npz")]:
+        if len(archives) > 1 and NPZ not in archives:
+            raise RecordingError(f"{folder} has {len(archives)} .npz files: {', '.join(archives)}. Give one of them.")
+        layout, found = "npz", _archive_tensors(base, NPZ if NPZ in archives else archives[0])
+    else:
+        return None
+    notes = [NO_MANIFEST, *([NO_MODE] if layout == "pt" else [])]
+    recipes = {"-".join(filter(None, key)): _script_recipe(base, key, tensors) for key, tensors in found.items()}
+    tokens, more = _script_tokens(base, recipes.values(), has_metadata=layout == "pt" and METADATA in names)
+    return Manifest(UNKNOWN, None, UNKNOWN, tokens, recipes, {}, layout), (*notes, *more)
+
+
+def _token_ids_of_metadata(file: Path) -> Tensor | None:
+    """The ids in a metadata.pt, int64 [samples, tokens]; None if it has none."""
+    metadata = load_plain(file)
+    if not isinstance(metadata, Mapping) or metadata.get("input_ids") is None:
+        return None
+    with parsing("a metadata.pt with input_ids of whole numbers"):
+        ids = torch.as_tensor(metadata["input_ids"])
+    if ids.is_floating_point() or ids.is_complex() or ids.dim() not in (1, 2) or not ids.numel():
+        raise DefectError(f"its input_ids are {kind_of(ids)}. Expected whole numbers [samples, tokens]")
+    return ids.detach().to(torch.int64).reshape(-1, ids.shape[-1])
+
+
+def _file_tensors(base: Path, names: Iterable[str], pattern: re.Pattern[str]) -> TensorsByRecipe:
+    """The tensors of files that hold one tensor each."""
+    found: TensorsByRecipe = {}
+    for name in names:
+        if match := pattern.fullmatch(name):
+            with reading(base / name):
+                kinds = tensors_in(file_inside(base, name))
+                if None not in kinds:
+                    raise DefectError("is not a tensor but a dict of tensors")
+                mode = match.groupdict().get("mode")
+                recipe = (UNKNOWN, None) if mode is None else recipe_named(mode)
+                _add(found, recipe, tensor_named(match), kinds[None], name, None)
+    return found
+
+
+def _archive_tensors(base: Path, name: str) -> TensorsByRecipe:
+    found: TensorsByRecipe = {}
+    with reading(base / name):
+        for key, kind in tensors_in(file_inside(base, name)).items():
+            match = NPZ_KEY.fullmatch(str(key))
+            if not match:
+                raise DefectError(f"the key {key} is not as in mode_2-1_output, mode_2-1_layer_0_input")
+            _add(found, recipe_named(match["mode"]), tensor_named(match), kind, name, key)
+    return found
+
+
+def _add(
+    found: TensorsByRecipe, recipe: tuple[str, str | None], name: str, kind: Kind, file: str, key: str | None
+) -> None:
+    if kind.dtype not in DTYPES or not kind.shape or 0 in kind.shape:
+        raise DefectError(f"{name} is {kind}. Expected floats, samples along the first axis")
+    tensors = found.setdefault(recipe, {})
+    if name in tensors:
+        raise DefectError(f"is a second {name}, beside {tensors[name].file}")
+    tensors[name] = StoredTensor(*kind, file, key)
+
+
+def _script_recipe(base: Path, recipe: tuple[str, str | None], tensors: dict[str, StoredTensor]) -> RecordedRecipe:
+    labels = {name.removesuffix(".output") for name in tensors if re.fullmatch(r"layer_\d+\.output", name)}
+    layers = tuple(sorted(labels, key=lambda label: int(label.removeprefix("layer_"))))
+    if not layers:
+        raise RecordingError(f"{base} has not one layer of {recipe[0]}. Expected files such as layer_0_output.pt.")
+    return RecordedRecipe(*recipe, layers, tensors)
+
+
+def _script_tokens(
+    base: Path, recipes: Iterable[RecordedRecipe], *, has_metadata: bool
+) -> tuple[Tokens, tuple[str, ...]]:
+    """Those of metadata.pt; without it, as many as the first layer has rows. The notes say what does not fit."""
+    first = next(iter(recipes))
+    shape = first.tensors[f"{first.layers[0]}.output"].shape
+    rows = (shape[0], shape[1] if len(shape) > 1 else 1)
+    with reading(base / METADATA):
+        ids = _token_ids_of_metadata(file_inside(base, METADATA)) if has_metadata else None
+    if ids is None:
+        return Tokens(rows[0] * rows[1], *rows, None), (NO_TOKENS,)
+    given = (ids.shape[0], ids.shape[1])
+    other = f"{METADATA} has {given[0]} x {given[1]} tokens, {first.layers[0]} is {list(shape)}: padded, or another run"
+    tokens = Tokens(ids.numel(), *given, token_fingerprint([ids]), METADATA)
+    return tokens, () if given == rows else (other,)

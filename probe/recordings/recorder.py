@@ -1,37 +1,35 @@
-"""Making a recording, streamed to disk: `record` runs a model, `write_recording` takes tensors that the caller has."""
+"""`record`: run a model under recipes and stream tensors of its layers to disk, into `<out>.partial`.
+
+That folder is a recording in the layout safetensors whose manifest says which recipes are missing. A recipe is listed
+once its file is whole and on disk, so a kill costs one recipe at most. The same request continues it; another request
+is refused.
+"""
 
 import os
-import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from probe.data.samples import token_fingerprint
-from probe.files.atomic import make_folder, sync_tree, write
+from probe.files.atomic import locked, make_folder, write
 from probe.recordings import publishing, taps
 from probe.recordings.manifest import (
-    ENDS,
     MANIFEST,
-    PARTS,
-    TENSOR_NAME,
     TOKENS,
     Manifest,
     RecordedRecipe,
     RecordingError,
     StoredFile,
-    StoredTensor,
-    Tokens,
     UnfinishedWork,
     manifest_to_json,
     writing,
 )
-from probe.recordings.reading import Recording, read_recording
+from probe.recordings.reading import PARTIAL, Recording, check_files, read_manifest
 from probe.recordings.request import (
     ModelToRun,
     RecordRequest,
@@ -41,17 +39,96 @@ from probe.recordings.request import (
     recipes_for,
     script_facts,
 )
-from probe.recordings.stream import TensorStream
+from probe.recordings.stream import TensorStream, finished, tokens_of, write_tokens
 from probe.running.calibration import Calibration, calibrate_on
-from probe.running.environment import environment
+from probe.running.environment import differences, environment
 from probe.running.measurement import NotAppliedError
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
-from probe.words import LOGITS
+
+
+@dataclass
+class PartialRecording:
+    """The folder `<out>.partial` and its present manifest."""
+
+    folder: Path
+    manifest: Manifest
+    reused: tuple[str, ...] = ()  # the recipes of an interrupted recording that is continued
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The recipes that are not recorded yet."""
+        assert self.manifest.unfinished is not None
+        return self.manifest.unfinished.missing
+
+    def add(self, recipe: str, recorded: RecordedRecipe, file: str, facts: StoredFile) -> None:
+        """Add a recipe, whose file is whole, to the manifest."""
+        assert self.manifest.unfinished is not None
+        left = tuple(one for one in self.missing if one != recipe)
+        self.manifest = replace(
+            self.manifest,
+            recipes={**self.manifest.recipes, recipe: recorded},
+            files={**self.manifest.files, file: facts},
+            unfinished=replace(self.manifest.unfinished, missing=left),
+        )
+        self.save()
+
+    def save(self) -> None:
+        """Write the manifest."""
+        with writing(self.folder / MANIFEST):
+            write(self.folder / MANIFEST, manifest_to_json(self.manifest))
+
+
+@contextmanager
+def partial_recording(out: Path, begun: Manifest, *, restart: bool) -> Iterator[PartialRecording]:
+    """Begin a recording, or continue an interrupted one; `begun` is its manifest without recipes.
+
+    If the block fails, the folder is kept if it has a whole recipe, and deleted otherwise.
+    """
+    folder = out.with_name(PARTIAL.format(out.name))
+    with ExitStack() as lock:
+        with writing(folder):
+            make_folder(folder)
+            try:
+                lock.enter_context(locked(folder, wait=False))
+            except BlockingIOError:
+                raise RecordingError(f"{folder} is being written by another process. Wait for it, or end it.") from None
+        partial = PartialRecording(folder, begun)
+        is_interrupted = os.path.lexists(folder / MANIFEST)
+        if not is_interrupted and any(folder.iterdir()):
+            raise RecordingError(f"{folder} is in the way and is no interrupted recording. Move it away.")
+        if restart:
+            with writing(folder):
+                for path in folder.iterdir():
+                    path.unlink()
+        elif is_interrupted:
+            assert begun.unfinished is not None
+            partial.manifest = _continued(folder, begun.unfinished.asked)
+            partial.reused = tuple(partial.manifest.recipes)
+        try:
+            yield partial
+        except BaseException:
+            if not partial.manifest.recipes:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _continued(folder: Path, asked: Mapping[str, str]) -> Manifest:
+    again = "Run the command that began it, or delete it with --restart."
+    try:
+        manifest = read_manifest(folder)
+        check_files(folder, manifest, verify=True)
+    except RecordingError as problem:
+        raise RecordingError(f"{folder} is an interrupted recording that cannot be used. {problem}. {again}") from None
+    if manifest.unfinished is None:
+        raise RecordingError(f"{folder} is a whole recording, not an interrupted one. Rename it.")
+    if other := differences(manifest.unfinished.asked, asked):
+        raise RecordingError(f"{folder} is an interrupted recording of something else: {'; '.join(other)}. {again}")
+    return manifest
 
 
 class Progress(Protocol):
-    """Receives what happens while a recording is made."""
+    """Receives messages and steps while a recording is made."""
 
     def line(self, text: str) -> None:
         """A message."""
@@ -73,13 +150,13 @@ class _Silent:
 
 @dataclass(frozen=True)
 class _Run:
-    """What all recipes of a request are run with."""
+    """What all recipes of a request share."""
 
     request: RecordRequest
     model: ModelToRun
     batches: tuple[Tensor, ...]
     existing: Recording | None
-    partial: publishing.PartialRecording
+    partial: PartialRecording
     progress: Progress
 
 
@@ -87,15 +164,15 @@ class _Run:
 def record(
     out: RecordRequest | Path | str = "layer_outputs", *, progress: Progress | None = None, **options: Any
 ) -> Recording:
-    """Run a model under modes and keep tensors of its layers in the folder `out`.
+    """Run a model under modes and store tensors of its layers in the folder `out`.
 
         record("outputs", modes=["fp32", "2-1"], samples=1)
         record(RecordRequest("outputs", modes=["fp32", "2-1"], samples=1))
 
-    The options are the fields of RecordRequest; those given beside a request replace its own.
+    The options are the fields of RecordRequest; beside a request, they replace its own.
 
-    An interrupted recording is in `<out>.partial` and is finished by the same call. Recipes are added to a recording
-    of the same model, tokens and layers that is there already.
+    An interrupted recording stays in `<out>.partial`, and the same call finishes it. If `out` holds a recording of the
+    same model, tokens and layers, the recipes are added to it.
     """
     request = replace(out, **options) if isinstance(out, RecordRequest) else RecordRequest(out, **options)
     progress = progress or _Silent()
@@ -109,26 +186,27 @@ def record(
     recipes = recipes_for(request, model)
     batches = batches_for(request, model)
     keys = tuple(map(str, recipes))
-    tokens, weights = _tokens_of(batches, request.source), model.loaded.fingerprint
+    tokens, weights = tokens_of(batches, request.source), model.loaded.fingerprint
     begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
     existing = publishing.existing_recording(folder, begun, keys, layout, overwrite=request.overwrite)
     asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, keys)
     begun = replace(begun, unfinished=UnfinishedWork(asked, keys))
-    with publishing.partial_recording(folder, begun, restart=request.restart) as partial:
+    with partial_recording(folder, begun, restart=request.restart) as partial:
         if partial.reused:
             progress.line(f"continuing {partial.folder}: {', '.join(partial.reused)} recorded already")
         elif not partial.manifest.files:
-            partial.manifest = replace(partial.manifest, files={TOKENS: _write_tokens(partial.folder, batches)})
+            partial.manifest = replace(partial.manifest, files={TOKENS: write_tokens(partial.folder, batches)})
             partial.save()
         run = _Run(request, model, tuple(batches), existing, partial, progress)
         _record_missing(run, [recipe for recipe in recipes if str(recipe) in partial.missing])
-        return publishing.publish(folder, partial, existing, script_facts(request, model, batches), layout)
+        source, facts = Recording(partial.folder, partial.manifest), script_facts(request, model, batches)
+        return publishing.publish(folder, source, existing, facts, layout)
 
 
 def _resume_facts(
     request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor], recipes: Sequence[str]
 ) -> dict[str, str]:
-    """What must be the same, beside the shared facts, for an interrupted recording to be continued."""
+    """The facts, beside the shared ones, that must be the same to continue an interrupted recording."""
     return {
         "recipes": " ".join(recipes),
         "layers": " ".join(map(str, request.chosen_layers)),
@@ -165,7 +243,7 @@ def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
 def _record_recipe(
     run: _Run, recipe: Recipe, twin: nn.Module, points: taps.TapPoints, calibration: Calibration | None
 ) -> None:
-    """Run one recipe over all batches, and list it once its file is whole."""
+    """Run one recipe over all batches, and add it to the manifest once its file is whole."""
     request, partial, key = run.request, run.partial, str(recipe)
     file = partial.folder / f"{key}.safetensors"
     with TensorStream(file, points.names, partial.manifest.tokens.samples, label=key) as stream:
@@ -182,7 +260,7 @@ def _record_recipe(
         stray = run_model(twin, recipe, points, run.batches, consume)
         if stray:
             raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
-        recorded, stored = _finished(recipe, stream, points.layers)
+        recorded, stored = finished(recipe, stream, points.layers)
         applied: Literal["by probe", "before"] = "before" if run.model.runs_as_is else "by probe"
         used = None if calibration is None else request.recorded_calibration(calibration)
         recorded = replace(recorded, applied=applied, calibration=used, compiled=taps.is_compiled(twin))
@@ -191,7 +269,7 @@ def _record_recipe(
 
 
 def _check_addition(run: _Run, recipe: Recipe, points: taps.TapPoints) -> None:
-    """All recipes of a folder have the same layers and taps."""
+    """Refuse a recipe whose layers or taps differ from those of the other recipes in the folder."""
     there = run.existing.manifest.recipes if run.existing else {}
     staying = {name: one for name, one in there.items() if name not in run.partial.missing}
     for other in (staying | run.partial.manifest.recipes).values():
@@ -204,7 +282,7 @@ def _check_addition(run: _Run, recipe: Recipe, points: taps.TapPoints) -> None:
 
 
 def _check_changed(run: _Run, recipe: Recipe, recorded: RecordedRecipe) -> None:
-    """A recipe whose every layer is bit-identical to fp32 did nothing."""
+    """Refuse a recipe whose every layer is bit-identical to fp32: it was not applied."""
     partial, reference = run.partial, str(Recipe("fp32"))
     here = Recording(partial.folder, partial.manifest)
     place = here if reference in partial.manifest.recipes else run.existing
@@ -218,92 +296,3 @@ def _check_changed(run: _Run, recipe: Recipe, recorded: RecordedRecipe) -> None:
             f"{recipe} was not applied: {', '.join(recorded.layers)} are those of fp32, to the bit. Record a layer "
             f"that {find_mode(recipe.mode).name} changes."
         )
-
-
-# --------------------------------------------------------------------------------- tensors that the caller has
-
-
-def write_recording(
-    folder: Path | str,
-    recipes: Iterable[tuple[Recipe, Mapping[str, Sequence[Tensor]]]],
-    *,
-    model: str,
-    batches: Sequence[Tensor],
-    device: str,
-    model_fingerprint: str | None = None,
-    versions: Mapping[str, str] | None = None,
-    overwrite: bool = False,
-) -> Recording:
-    """Write what recipes gave over `batches`: `layer_0.output` and `logits`, a tensor for each batch, as captured.
-
-    It is for devices that probe does not run itself. Recipes may come from a generator: each is on disk before the
-    next is asked for. All is written beside `folder`, read back, and only then renamed into its place, so that a
-    folder is a whole recording or not there. With `overwrite` an older recording, and nothing else, is replaced.
-    """
-    folder = Path(os.path.realpath(folder))
-    publishing.is_to_be_replaced(folder, overwrite=overwrite)
-    tokens = _tokens_of(batches)
-    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with writing(folder):
-            make_folder(fresh)
-        files = {TOKENS: _write_tokens(fresh, batches)}
-        recorded: dict[str, RecordedRecipe] = {}
-        for recipe, parts in recipes:
-            key = str(recipe)
-            if key in recorded:
-                raise RecordingError(f"{recipe} is given twice. Record each recipe once.")
-            with TensorStream(fresh / f"{key}.safetensors", list(parts), tokens.samples, label=key) as stream:
-                for name, some in parts.items():
-                    if not TENSOR_NAME.fullmatch(name):
-                        raise RecordingError(
-                            f"{key}: {name!r} names no tensor. Expected layer_0.output, layer_0.input or {LOGITS}."
-                        )
-                    for part in some:
-                        stream.add(name, part)
-                recorded[key], files[stream.file.name] = _finished(recipe, stream)
-        if not recorded:
-            raise RecordingError(f"nothing was recorded for {folder}: not one recipe was given. Give at least one.")
-        known = environment() | dict(versions or {})
-        manifest = Manifest(model, model_fingerprint, device, tokens, recorded, known, files=files)
-        with writing(folder):
-            write(fresh / MANIFEST, manifest_to_json(manifest))
-            sync_tree(fresh)
-        read_recording(fresh)
-        publishing.put_in_place(fresh, folder, replaces=publishing.is_to_be_replaced(folder, overwrite=overwrite))
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return Recording(folder, manifest)
-
-
-def _tokens_of(batches: Sequence[Tensor], source: str | None = None) -> Tokens:
-    """The facts about what a model is given; anything but rows of one length is refused."""
-    shapes = [tuple(batch.shape) for batch in batches]
-    if not shapes or any(len(shape) != 2 or shape[1] != shapes[0][1] or 0 in shape for shape in shapes):
-        raise RecordingError(f"batches have the shapes {shapes}. Expected [samples, tokens], all of one length.")
-    if any(batch.is_floating_point() or batch.is_complex() for batch in batches):
-        raise RecordingError(f"batches are {batches[0].dtype}. Expected token ids, whole numbers.")
-    samples, seqlen = sum(shape[0] for shape in shapes), shapes[0][1]
-    return Tokens(samples * seqlen, samples, seqlen, token_fingerprint(batches), TOKENS, source)
-
-
-def _write_tokens(folder: Path, batches: Sequence[Tensor]) -> StoredFile:
-    """Keep the token ids, so that a comparison with another recording can say which of them differs."""
-    ids = torch.cat([batch.detach().cpu().to(torch.int64) for batch in batches])
-    with writing(folder / TOKENS):
-        return StoredFile.of(write(folder / TOKENS, save({"input_ids": ids})))
-
-
-def _finished(
-    recipe: Recipe, stream: TensorStream, layers: Sequence[str] | None = None
-) -> tuple[RecordedRecipe, StoredFile]:
-    """What a whole stream holds. Without `layers`, every output is a layer's but those of the ends and of parts."""
-    kinds, file = stream.finish()
-    if layers is None:
-        labels = [name.removesuffix(".output") for name in kinds if name.endswith(".output")]
-        parts = {f"{label}.{part}" for label in labels for part in PARTS}
-        layers = [label for label in labels if label not in (*ENDS, *parts)]
-    if not layers:
-        raise RecordingError(f"{recipe} recorded not one layer. Expected tensors such as layer_0.output.")
-    tensors = {name: StoredTensor(*kind, stream.file.name, name) for name, kind in kinds.items()}
-    return RecordedRecipe(find_mode(recipe.mode).id, recipe.format, tuple(layers), tensors), file

@@ -1,6 +1,6 @@
-"""A request to record: its options, written once, and the model, recipes and tokens that they mean.
+"""A request to record: its options, and the model, recipes and tokens that follow from them.
 
-Every mistake in it is found before the model runs.
+Every mistake in a request is found before the model runs.
 """
 
 import json
@@ -32,13 +32,13 @@ from probe.words import look_up
 
 @dataclass(frozen=True)
 class LayoutDefaults:
-    """What a layout records unless the request says otherwise: what the script did whose layout it is."""
+    """What a layout records unless the request says otherwise: the same as the script that it comes from."""
 
     modes: tuple[str, ...]
     layers: tuple[str, ...]
     taps: tuple[str, ...]
     samples: int
-    always: tuple[str, ...] = ()  # taps that are recorded even if others are asked for
+    always: tuple[str, ...] = ()  # taps that are recorded in addition to those of the request
 
 
 DEFAULTS: dict[Layout, LayoutDefaults] = {
@@ -62,10 +62,10 @@ class RecordRequest:
     """The folder. While it is made, the recording is in `<out>.partial`."""
     _: KW_ONLY
     model: str | Loaded | nn.Module = "tiny-mamba"
-    """A name, or a model. One that is compiled or made by record_outputs runs as it is: `modes` and `formats` then only
-    say which recipe it is."""
+    """A name, or a model. A model that is compiled or made by record_outputs runs as it is; `modes` and `formats` then
+    only state its recipe."""
     pretrained_dir: str | None = None
-    """The folder of the weights; `model` is then only the name that is written down."""
+    """The folder of the weights; `model` is then only the name in the manifest."""
     modes: Sequence[str] | None = None
     formats: Sequence[str] = ("int8",)
     layers: Sequence[str | int] | None = None
@@ -123,7 +123,7 @@ class RecordRequest:
 
     @property
     def chosen_layers(self) -> tuple[str | int, ...]:
-        """The layers, as `select` understands them."""
+        """The layers, in the syntax of `select`."""
         return tuple(self.layers or self.defaults.layers)
 
     @property
@@ -178,7 +178,7 @@ class _NoTokenizer:
 
 
 def model_to_run(request: RecordRequest) -> ModelToRun:
-    """Load the model by name, from `pretrained_dir` if that is given, or use the one that was given."""
+    """The model of the request, loaded if it is a name, from `pretrained_dir` if there is one."""
     model = request.model
     if isinstance(model, str):
         found = load_model(
@@ -206,7 +206,7 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
 
 
 def device_name(request: RecordRequest, model: ModelToRun) -> str:
-    """The device as the manifest names it; one that is not present is an error. A model that runs as is has its own."""
+    """The device for the manifest; one that is not present is an error. A model that runs as is has its own device."""
     device = request.device
     if model.runs_as_is:
         found = device_of(model.loaded.model)
@@ -229,7 +229,7 @@ def device_name(request: RecordRequest, model: ModelToRun) -> str:
 
 
 def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
-    """The recipes to record. A model that runs as is has one, which the caller names."""
+    """The recipes to record. A model that runs as is has exactly one, which the request must name."""
     if model.runs_as_is:
         recipes = recipes_of(list(request.modes or ("fp32",)), list(request.formats))
         if len(recipes) != 1:
@@ -247,7 +247,7 @@ def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
 
 
 def batches_for(request: RecordRequest, model: ModelToRun) -> list[Tensor]:
-    """The tokens that were given, windows of a text, or a prompt; never fewer tokens than were asked for."""
+    """The batches of the request, windows of a text, or a prompt; never fewer tokens than the request says."""
     if request.batches is not None:
         return list(request.batches)
     tokenizer = model.loaded.tokenizer
@@ -265,12 +265,11 @@ def batches_for(request: RecordRequest, model: ModelToRun) -> list[Tensor]:
 
 
 def script_facts(request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor]) -> ScriptFacts:
-    """What the users' scripts write down: the text of each sample, and the configuration in plain values."""
-    texts: str | list[str] | None = request.prompt
-    if texts is None:
-        decoded = [model.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch]
-        texts = decoded[0] if len(decoded) == 1 else decoded
+    """The facts of the users' scripts: the text of each sample, and the configuration in plain values."""
+    prompt: str | list[str] | None = request.prompt
+    if prompt is None:
+        texts = [model.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch]
+        prompt = texts[0] if len(texts) == 1 else texts
     config: Any = getattr(unwrapped(model.loaded.model), "config", None)
-    found = config.to_dict() if hasattr(config, "to_dict") else {}
-    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return ScriptFacts(texts, plain, request.pretrained_dir, request.archive)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    return ScriptFacts(prompt, json.loads(json.dumps(values, default=str)), request.pretrained_dir, request.archive)

@@ -1,4 +1,4 @@
-"""The formats of the users' own scripts: names of files and keys, figures, printed blocks.
+"""The formats of the users' own scripts: names of files and keys, statistics, printed blocks.
 
     recipe             tensor              npy                              npz, one layer       pt
     fp32               layer_0.output      mode_fp32_layer_0.npy            mode_fp32_output     layer_0_output.pt
@@ -6,19 +6,25 @@
     mode_2_1-int8      embedding.output    mode_2-1_embedding.npy           mode_2-1_embedding   embedding_output.pt
     mode_2_1-fp8_e4m3  layer_0.scan.input  mode_2-1-fp8_e4m3_layer_0_...    mode_..._scan_input  layer_0_scan_input.pt
 
-The scripts quantize to int8 and do not name it; other formats are named. Headings with emoji or in Chinese reproduce
-what these scripts print, so that whatever parses their output keeps working.
+The scripts quantize to int8 and leave it out of names; other formats are named. Headings with emoji or in Chinese
+reproduce what these scripts print, so that whatever parses their output keeps working.
 """
 
+import json
 import math
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from probe.files.atomic import write
 from probe.files.checked_json import finite
+from probe.files.tensors import write_pt
 from probe.formats import FORMATS
 from probe.recordings.manifest import ENDS, PARTS, RecordedRecipe
 from probe.running.modes import MODES
@@ -42,13 +48,13 @@ PT_FILE = re.compile(rf"(?:{_PLACE}|{_END})\.pt")
 
 
 def script_name(mode: str, format: str | None) -> str:
-    """`mode_2_1` and `int8` as the scripts call it: 2-1."""
+    """The name that the scripts have for a mode and format: 2-1 for `mode_2_1` and `int8`."""
     name = mode.removeprefix("mode_").replace("_", "-") if mode.startswith("mode_") else mode
     return name if format in (None, UNNAMED_FORMAT) else f"{name}-{format}"
 
 
 def recipe_named(text: str) -> tuple[str, str | None]:
-    """The mode, as in test ids, and the format of what a script calls `text`. An unknown mode keeps its name."""
+    """The mode, as in test ids, and the format that a script calls `text`. An unknown mode keeps its name."""
     name, format = text, None
     for known in FORMATS:
         if text.endswith(f"-{known}"):
@@ -60,7 +66,7 @@ def recipe_named(text: str) -> tuple[str, str | None]:
 
 
 def tensor_named(match: re.Match[str]) -> str:
-    """The tensor that the name of a file or a key stands for."""
+    """The name of the tensor that a file name or key stands for."""
     found = match.groupdict()
     if found["logits"]:
         return LOGITS
@@ -77,18 +83,18 @@ def npy_file(recorded: RecordedRecipe, name: str) -> str:
 
 
 def npz_key(recorded: RecordedRecipe, name: str) -> str:
-    """The key of a tensor in the archive: without the layer, if there is only one."""
+    """The key of a tensor in the archive, without the layer if there is only one."""
     return f"mode_{script_name(recorded.mode, recorded.format)}_{npz_stem(name, recorded.layers)}"
 
 
 def pt_file(recorded: RecordedRecipe, name: str, *, alone: bool) -> str:
-    """The file of a tensor: one mode fills the folder `alone`, several have a folder each."""
+    """The file of a tensor; each mode has a folder of its own unless it is `alone`."""
     folder = "" if alone else f"mode_{script_name(recorded.mode, recorded.format)}/"
     return f"{folder}{pt_stem(name, recorded.layers)}.pt"
 
 
 def npy_stem(name: str, layers: Sequence[str]) -> str:
-    """`layer_0`, `layer_0_input`: outputs are not named."""
+    """`layer_0`, `layer_0_input`: `_output` is left out."""
     stem = pt_stem(name, layers)
     return stem if stem.endswith("_scan_output") else stem.removesuffix("_output")
 
@@ -102,7 +108,7 @@ def npz_stem(name: str, layers: Sequence[str]) -> str:
 
 
 def pt_stem(name: str, layers: Sequence[str]) -> str:
-    """`layer_0.scan.input` with underscores; the dots in names of modules stay."""
+    """`layer_0.scan.input` with underscores; dots in the names of modules are kept."""
     label, dot, kind = name.rpartition(".")
     layer, _, part = label.rpartition(".")
     if layer in layers and part in PARTS:
@@ -115,10 +121,10 @@ def pt_stem(name: str, layers: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one tensor, in float64. A NaN in it makes mean, std, min and max NaN."""
+    """The statistics of one tensor, in float64. A NaN in it makes mean, std, min and max NaN."""
 
     shape: tuple[int, ...]
-    dtype: str  # as the model gave it
+    dtype: str  # of the model's tensor
     first_10: tuple[float, ...]
     mean: float
     std: float
@@ -128,9 +134,8 @@ class Figures:
     has_inf: bool
 
     def as_json(self) -> dict[str, Any]:
-        """What the statistics in JSON have; null for what is not finite."""
-        left_out = ("has_nan", "has_inf")
-        return {name: finite(value) for name, value in asdict(self).items() if name not in left_out}
+        """The statistics as JSON files have them: null for what is not finite, no flags."""
+        return {name: finite(value) for name, value in asdict(self).items() if not name.startswith("has_")}
 
 
 def figures_of(tensor: Tensor, dtype: str, *, unbiased: bool = False) -> Figures:
@@ -157,19 +162,87 @@ def figures_of(tensor: Tensor, dtype: str, *, unbiased: bool = False) -> Figures
 
 
 def recorded_figures(recording: "Recording", recipe: str, name: str) -> Figures:
-    """The figures of a recorded tensor; std as the layout's own library has it, numpy's or torch's."""
+    """The figures of a recorded tensor, with the std of numpy, or of torch for the layout pt."""
     unbiased = recording.manifest.layout == "pt"
     return figures_of(recording.tensor(recipe, name), recording.dtype(recipe, name), unbiased=unbiased)
 
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """What the scripts write down and a manifest does not have."""
+    """Facts that the scripts write to their files and a manifest does not have."""
 
-    prompt: str | list[str] | None = None
-    config: dict[str, Any] | None = None
-    pretrained_dir: str | None = None
-    output_file: str = NPZ
+    prompt: str | list[str]
+    config: dict[str, Any]
+    pretrained_dir: str | None
+    output_file: str
+
+
+AllFigures = dict[str, dict[str, Figures]]  # by recipe and name
+
+
+def npy_statistics(built: "Recording", facts: ScriptFacts, figures: AllFigures) -> Iterator[str]:
+    """Write mode_2-1_stats.json for each mode."""
+    for recipe, by_name in figures.items():
+        recorded, tokens = built.manifest.recipes[recipe], built.manifest.tokens
+        mode = script_name(recorded.mode, recorded.format)
+        statistics = {
+            "mode": mode,
+            "format": recorded.format,
+            "model": built.manifest.model,
+            "samples": tokens.samples,
+            "seq_len": tokens.seqlen,
+            "layers": {npy_stem(name, recorded.layers): one.as_json() for name, one in by_name.items()},
+        }
+        yield _write_json(built.folder, f"mode_{mode}_stats.json", statistics)
+
+
+def npz_statistics(built: "Recording", facts: ScriptFacts, figures: AllFigures) -> Iterator[str]:
+    """Write one file of statistics for all modes of the archive."""
+    modes = {}
+    for recipe in built.recipes:
+        recorded, names = built.manifest.recipes[recipe], built.names(recipe)
+        by_name = figures.get(recipe) or {name: recorded_figures(built, recipe, name) for name in names}
+        modes[script_name(recorded.mode, recorded.format)] = {
+            npz_stem(name, recorded.layers): one.as_json() for name, one in by_name.items()
+        }
+    statistics = {
+        "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "model": built.manifest.model,
+        "pretrained_dir": facts.pretrained_dir,
+        "seq_len": built.manifest.tokens.seqlen,
+        "modes": modes,
+    }
+    yield _write_json(built.folder, f"{facts.output_file.removesuffix('.npz')}_stats.json", statistics)
+
+
+def _write_json(folder: Path, name: str, statistics: dict[str, Any]) -> str:
+    write(folder / name, json.dumps(statistics, indent=4, ensure_ascii=False, allow_nan=False) + "\n")
+    return name
+
+
+def pt_metadata(built: "Recording", facts: ScriptFacts, figures: AllFigures) -> Iterator[str]:
+    """Write the metadata.pt of each mode."""
+    ids = built.input_ids()
+    for recipe, by_name in figures.items():
+        recorded = built.manifest.recipes[recipe]
+        statistics = {
+            pt_stem(name, recorded.layers).removesuffix("_output"): {
+                "shape": list(one.shape),
+                "dtype": f"torch.{one.dtype}",
+                **{key: getattr(one, key) for key in ("mean", "std", "min", "max", "has_nan", "has_inf")},
+            }
+            for name, one in by_name.items()
+        }
+        metadata = {
+            "prompt": facts.prompt,
+            "input_ids": ids,
+            "attention_mask": None if ids is None else torch.ones_like(ids),
+            "config": facts.config,
+            "statistics": statistics,
+        }
+        file = str(Path(next(iter(recorded.tensors.values())).file).with_name(METADATA))
+        write_pt(built.folder / file, metadata)
+        yield file
 
 
 # ------------------------------------------------------------------------------------------------ printed blocks

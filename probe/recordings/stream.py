@@ -1,26 +1,50 @@
-"""A safetensors file that is written while its tensors appear, a batch of rows at a time.
+"""Tensors streamed to disk: a safetensors file written batch by batch, and `write_recording` for the caller's tensors.
 
     8 bytes: n | n bytes: header, padded with spaces | the tensors, one after the other
 
-The names are known beforehand, so room is kept for the header. A tensor gets its region when it first appears, since
-its shape is known then: samples x the rest. The header is written last: until then the file begins with eight zeros,
-and no reader takes it for whole.
+The names are known beforehand, so room is kept for the header. A tensor gets its region when its first rows appear and
+its shape is known. The header is written last: until then the file begins with eight zeros, so every reader refuses it.
 """
 
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
-from probe.files.atomic import create, move
+from probe.data.samples import token_fingerprint
+from probe.files.atomic import create, make_folder, move, sync_tree, write
 from probe.files.tensors import CHUNK, SAFETENSORS_TYPES, Kind, kind_of
-from probe.recordings.manifest import DTYPES, RecordingError, StoredFile, writing
+from probe.recordings.manifest import (
+    DTYPES,
+    ENDS,
+    MANIFEST,
+    PARTS,
+    TENSOR_NAME,
+    TOKENS,
+    Manifest,
+    RecordedRecipe,
+    RecordingError,
+    StoredFile,
+    StoredTensor,
+    Tokens,
+    manifest_to_json,
+    writing,
+)
+from probe.recordings.publishing import is_to_be_replaced, put_in_place
+from probe.recordings.reading import Recording, read_recording
+from probe.running.environment import environment
+from probe.running.modes import find_mode
+from probe.running.recipes import Recipe
+from probe.words import LOGITS
 
 #: Room for an entry of the header beside the name: dtype, offsets, a shape of up to ten axes.
 ENTRY = 384
@@ -39,9 +63,9 @@ class _Region:
 
 
 class TensorStream:
-    """`add` rows of tensors, then `finish`; leaving the block without it deletes the file.
+    """`add` rows of tensors, then `finish`; a block that ends without `finish` deletes the file.
 
-    `label` begins the messages: whose tensors these are.
+    Error messages begin with `label`, the recipe.
     """
 
     def __init__(self, file: Path, names: Sequence[str], samples: int, *, label: str) -> None:
@@ -64,7 +88,7 @@ class TensorStream:
             self.file.unlink(missing_ok=True)
 
     def add(self, name: str, rows: Tensor) -> None:
-        """The next rows of a tensor, [some samples, ...]. Nothing is cropped, broadcast or converted."""
+        """Write the next rows of a tensor, [some samples, ...]. Nothing is cropped, broadcast or converted."""
         rows = rows.detach().cpu()
         count = len(rows) if rows.dim() else 0
         row = Kind(kind_of(rows).dtype, tuple(rows.shape[1:]))
@@ -83,7 +107,7 @@ class TensorStream:
         region.rows += count
 
     def finish(self) -> tuple[dict[str, Kind], StoredFile]:
-        """Write the header, read all back, and return what the file holds."""
+        """Write the header, read the file back, and return its tensors and its size and digest."""
         for name in self._names:
             region = self._regions.get(name)
             if region is None:
@@ -146,7 +170,7 @@ class TensorStream:
             aligned.unlink(missing_ok=True)
 
     def _read_back(self) -> StoredFile:
-        """The size and sha256 of the file, once every tensor in it is known to be what was given."""
+        """The size and sha256 of the file, after checking that every tensor reads back as it was added."""
         digest = hashlib.sha256()
         place = 0
 
@@ -167,3 +191,92 @@ class TensorStream:
             if read(end) != region.checksum:
                 raise RecordingError(f"cannot write {self.file}: {name} reads back differently. Is the disk sound?")
         return StoredFile(place, digest.hexdigest())
+
+
+# --------------------------------------------------------------------------------- tensors that the caller has
+
+
+def write_recording(
+    folder: Path | str,
+    recipes: Iterable[tuple[Recipe, Mapping[str, Sequence[Tensor]]]],
+    *,
+    model: str,
+    batches: Sequence[Tensor],
+    device: str,
+    model_fingerprint: str | None = None,
+    versions: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+) -> Recording:
+    """Write the tensors of recipes, run over `batches` on a device that probe does not run itself.
+
+    For each recipe, `recipes` has `layer_0.output`, `logits` and so on, each as one tensor for every batch. It may be a
+    generator: each recipe is on disk before the next is generated. The recording is written beside `folder`, read back,
+    and then renamed. With `overwrite` an older recording is replaced, but never a folder with other files in it.
+    """
+    folder = Path(os.path.realpath(folder))
+    is_to_be_replaced(folder, overwrite=overwrite)
+    tokens = tokens_of(batches)
+    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with writing(folder):
+            make_folder(fresh)
+        files = {TOKENS: write_tokens(fresh, batches)}
+        recorded: dict[str, RecordedRecipe] = {}
+        for recipe, parts in recipes:
+            key = str(recipe)
+            if key in recorded:
+                raise RecordingError(f"{recipe} is given twice. Record each recipe once.")
+            with TensorStream(fresh / f"{key}.safetensors", list(parts), tokens.samples, label=key) as stream:
+                for name, some in parts.items():
+                    if not TENSOR_NAME.fullmatch(name):
+                        raise RecordingError(
+                            f"{key}: {name!r} names no tensor. Expected layer_0.output, layer_0.input or {LOGITS}."
+                        )
+                    for part in some:
+                        stream.add(name, part)
+                recorded[key], files[stream.file.name] = finished(recipe, stream)
+        if not recorded:
+            raise RecordingError(f"nothing was recorded for {folder}: not one recipe was given. Give at least one.")
+        known = environment() | dict(versions or {})
+        manifest = Manifest(model, model_fingerprint, device, tokens, recorded, known, files=files)
+        with writing(folder):
+            write(fresh / MANIFEST, manifest_to_json(manifest))
+            sync_tree(fresh)
+        read_recording(fresh)
+        put_in_place(fresh, folder, replaces=is_to_be_replaced(folder, overwrite=overwrite))
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return Recording(folder, manifest)
+
+
+def tokens_of(batches: Sequence[Tensor], source: str | None = None) -> Tokens:
+    """The facts about the input of a model; batches must be token ids in rows of one length."""
+    shapes = [tuple(batch.shape) for batch in batches]
+    if not shapes or any(len(shape) != 2 or shape[1] != shapes[0][1] or 0 in shape for shape in shapes):
+        raise RecordingError(f"batches have the shapes {shapes}. Expected [samples, tokens], all of one length.")
+    if any(batch.is_floating_point() or batch.is_complex() for batch in batches):
+        raise RecordingError(f"batches are {batches[0].dtype}. Expected token ids, whole numbers.")
+    samples, seqlen = sum(shape[0] for shape in shapes), shapes[0][1]
+    return Tokens(samples * seqlen, samples, seqlen, token_fingerprint(batches), TOKENS, source)
+
+
+def write_tokens(folder: Path, batches: Sequence[Tensor]) -> StoredFile:
+    """Write the token ids, so that a comparison with another recording can say which token differs."""
+    ids = torch.cat([batch.detach().cpu().to(torch.int64) for batch in batches])
+    with writing(folder / TOKENS):
+        return StoredFile.of(write(folder / TOKENS, save({"input_ids": ids})))
+
+
+def finished(
+    recipe: Recipe, stream: TensorStream, layers: Sequence[str] | None = None
+) -> tuple[RecordedRecipe, StoredFile]:
+    """The content of a stream, which is finished. Without `layers`, every output is a layer except ends and parts."""
+    kinds, file = stream.finish()
+    if layers is None:
+        labels = [name.removesuffix(".output") for name in kinds if name.endswith(".output")]
+        parts = {f"{label}.{part}" for label in labels for part in PARTS}
+        layers = [label for label in labels if label not in (*ENDS, *parts)]
+    if not layers:
+        raise RecordingError(f"{recipe} recorded not one layer. Expected tensors such as layer_0.output.")
+    tensors = {name: StoredTensor(*kind, stream.file.name, name) for name, kind in kinds.items()}
+    return RecordedRecipe(find_mode(recipe.mode).id, recipe.format, tuple(layers), tensors), file

@@ -1,14 +1,14 @@
-"""Taps: the places in a model from which tensors are recorded, and a run that hands them on as they appear.
+"""Taps: the places in a model from which tensors are recorded, and a run that passes each tensor to a consumer.
 
-Hooks take them from a plain model. On compiled graphs hooks may not fire: a model wrapped by `record_outputs` returns
-its tensors itself.
+Hooks read the tensors of a plain model. On compiled graphs hooks may not fire; there, a model wrapped by
+`record_outputs` returns its tensors itself.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,13 @@ class TapPoints:
 
 
 def _embedding(model: nn.Module) -> str | None:
-    """The module that a model of transformers says is its embedding, else the first nn.Embedding."""
-    known = getattr(model, "get_input_embeddings", None)
-    try:
-        found = known() if known is not None else None
-    except (AttributeError, NotImplementedError):
-        found = None
-    names = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    stated = [name for name, module in model.named_modules() if module is found]
-    return next(iter(stated or names), None)
+    """The embedding that a model of transformers states; for other models, the first nn.Embedding."""
+    embedding = None
+    with suppress(AttributeError, NotImplementedError):  # other models lack it, and some of transformers refuse
+        embedding = cast(Any, model).get_input_embeddings()
+    modules = list(model.named_modules())
+    stated = [name for name, module in modules if module is embedding]
+    return next(iter(stated or [name for name, module in modules if isinstance(module, nn.Embedding)]), None)
 
 
 def _final_norm(model: nn.Module) -> str | None:
@@ -78,9 +76,9 @@ TAPS = (*OF_LAYERS, *OF_MODEL, LOGITS)
 def tap_points(
     model: nn.Module, layers: Sequence[str | int], taps: Sequence[str] = (), *, model_name: str = "MODEL"
 ) -> TapPoints:
-    """The outputs of `layers`, as `select` understands them, and what the taps add.
+    """The outputs of `layers`, in the syntax of `select`, and the tensors of the taps.
 
-    A tap of layers is used wherever a layer has it; one that no layer has is an error that lists the others.
+    A tap of layers applies to the layers that have it. A tap that nothing has is an error that lists the others.
     """
     selected = select(model, layers, model_name=model_name)
     there = {name for name, _ in model.named_modules()}
@@ -111,10 +109,10 @@ def _sources(model: nn.Module, tap: str, selected: dict[str, str], there: set[st
 
 
 class RecordedOutputs(nn.Module):
-    """The wrapper that record_outputs makes: tokens in, a dict of tensors by name out, the logits among them.
+    """The wrapper that record_outputs makes: it maps tokens to a dict of tensors by name, the logits among them.
 
-    The hooks belong to the wrapped model and are traced with it, so that the outputs are results of the graph. They
-    are kept until the forward ends: memory is that of all the layers that were asked for.
+    The hooks belong to the wrapped model and are traced with it, so the tensors are results of the graph. All of them
+    are in memory until the forward ends.
     """
 
     def __init__(self, model: nn.Module, points: TapPoints) -> None:
@@ -127,7 +125,7 @@ class RecordedOutputs(nn.Module):
             modules[module].register_forward_hook(self._keep(name, side), with_kwargs=True)
 
     def forward(self, batch: Tensor) -> dict[str, Tensor]:
-        """`layer_0.output` and so on, as the modules gave them, and `logits`."""
+        """`layer_0.output` and so on, as the modules returned them, and `logits`."""
         self.tensors = {}
         logits = logits_of(self.model, batch)
         found = self.tensors
@@ -150,7 +148,7 @@ def record_outputs(
         compiled = torch.compile(probe.record_outputs(model, ["first", "last"]), fullgraph=True)
         probe.record("outputs", model=compiled, batches=batches)
 
-    The hooks stay on `model`, which is the wrapper's from then on.
+    The hooks stay on `model`: use only the wrapper from then on.
     """
     chosen = [layers] if isinstance(layers, str | int) else layers
     return RecordedOutputs(model, tap_points(model, chosen, taps, model_name=type(model).__name__))
@@ -170,7 +168,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def points_returned(model: nn.Module) -> TapPoints | None:
-    """What a model wrapped by record_outputs returns, compiled or not; None for any other model."""
+    """The tensors that a model wrapped by record_outputs returns, compiled or not; None for any other model."""
     inner = getattr(model, "_orig_mod", model)
     return replace(inner.points, logits=True) if isinstance(inner, RecordedOutputs) else None
 
@@ -182,9 +180,9 @@ def points_returned(model: nn.Module) -> TapPoints | None:
 def run_hooked(
     model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
 ) -> dict[str, str]:
-    """Run all batches and hand each tensor to `consumer` as it appears; returns what is not on the recipe's grid.
+    """Run all batches and pass each tensor to `consumer` as it appears; returns what is not on the recipe's grid.
 
-    No more than one tensor is ever held beside the forward. A module that never ran is an UncoveredError.
+    Only one tensor is in memory beside the forward. A module that never ran is an UncoveredError.
     """
     wanted: dict[str, list[str]] = {}
     for name, (module, side) in points.sources.items():
@@ -214,7 +212,7 @@ def run_hooked(
 
 
 def _renamed(selected: dict[str, str], wanted: dict[str, list[str]], consumer: Consumer) -> Consumer:
-    """A consumer of what `capture` calls a tensor, for one of what the recording calls it."""
+    """A consumer that takes tensors by their names in `capture` and passes them on by those in the recording."""
 
     def consume(name: str, tensor: Tensor) -> None:
         label, _, side = name.rpartition(".")
@@ -228,7 +226,7 @@ def _renamed(selected: dict[str, str], wanted: dict[str, list[str]], consumer: C
 def run_returning(
     model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
 ) -> dict[str, str]:
-    """The same for a model of record_outputs. Sites are part of its graph: only weights are checked on the grid."""
+    """The same for a model of record_outputs. Its sites are inside the graph, so only weights are checked."""
     with watching(unwrapped(model), recipe) as stray:
         pass
     device = device_of(model)

@@ -1,15 +1,14 @@
-"""Tensors to analyse, named on a command line: files, one tensor of a file, folders, layers of recordings.
+"""Tensors named on a command line: files, one tensor of a file, folders, layers of recordings.
 
     x.pt  x.npy                       one tensor
-    x.npz  x.safetensors              every tensor in it; x.safetensors:name is one of them, so is x.pt:name of a dict
+    x.npz  x.safetensors              every tensor in it; x.safetensors:name, and x.pt:name of a dict, is one of them
     folder                            all of these in it, and in the folders in it
     recording                         every layer of every recipe; recording:recipe, recording:layer_0 and
                                       recording:recipe:layer_0.output choose, with * and ? as in file names
 
-Nothing is unpickled. Names and sizes are known at once, a tensor is loaded when it is asked for.
+Nothing is unpickled. Names are listed at once; a tensor is loaded by `TensorSource.load`.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,12 +29,12 @@ SUFFIXES = (".pt", ".npy", ".npz", ".safetensors")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor that can be loaded, or a text that names none and the reason."""
+    """A tensor that can be loaded, or an argument that names no tensor (`defect`)."""
 
     text: str
-    """The path and the name in it, as they are shown."""
+    """The path and the name in it, for messages."""
     name: str
-    """The name of its outputs: letters, digits, '.', '_' and '-'."""
+    """The name for output files: letters, digits, '.', '_' and '-'."""
     path: Path
     key: str = ""
     """The name in the file; recipe:tensor in a recording."""
@@ -44,7 +43,7 @@ class TensorSource:
 
     @property
     def identity(self) -> str:
-        """Which tensor this is, wherever it was named from."""
+        """The same for the same tensor, however the arguments name it."""
         return f"{self.path.absolute()}:{self.key}"
 
     def load(self) -> Tensor:
@@ -52,7 +51,8 @@ class TensorSource:
         if self.defect:
             raise ValueError(self.defect)
         if self.path.is_dir():
-            return _load_recorded(self.path, self.key)
+            recipe, _, name = self.key.partition(":")
+            return read_recording(self.path, verify=False).tensor(recipe, name)  # verified when it was listed
         with _reading(self.path):
             return load_tensor(self.path, self.key or None)
 
@@ -73,14 +73,12 @@ def _expanded(text: str) -> list[TensorSource]:
 
 
 def _split(text: str) -> tuple[Path, str]:
-    """The path, and the text after the first ':' that follows a path which exists."""
-    whole = Path(text)
-    if whole.exists() or ":" not in text:
-        return whole, ""
-    for place in [found.start() for found in re.finditer(":", text)]:
-        if Path(text[:place]).exists():
-            return Path(text[:place]), text[place + 1 :]
-    return Path(text.partition(":")[0]), text.partition(":")[2]
+    """The path, and the text after it: they are split at the first ':' that follows an existing path."""
+    colons = [place for place, character in enumerate(text) if character == ":"]
+    if Path(text).exists() or not colons:
+        return Path(text), ""
+    end = next((place for place in colons if Path(text[:place]).exists()), colons[0])
+    return Path(text[:end]), text[end + 1 :]
 
 
 def _folder(folder: Path, chosen: str) -> Iterator[TensorSource]:
@@ -89,19 +87,15 @@ def _folder(folder: Path, chosen: str) -> Iterator[TensorSource]:
         return
     if chosen:
         raise ValueError(f"{folder} is a folder without {MANIFEST}, so no recording: it has no {chosen!r}.")
-    found = 0
-    for path in sorted(folder.iterdir()):
-        wanted = _has_tensors(path) if path.is_dir() else path.suffix in SUFFIXES
-        if wanted and not path.name.startswith("."):
-            for source in _expanded(str(path)):
-                found += 1
-                yield source
-    if not found:
+    wanted = [path for path in sorted(folder.iterdir()) if _has_tensors(path) and not path.name.startswith(".")]
+    if not wanted:
         raise ValueError(f"{folder} has no tensor in it. Expected files that end in {', '.join(SUFFIXES)}.")
+    for path in wanted:
+        yield from _expanded(str(path))
 
 
-def _has_tensors(folder: Path) -> bool:
-    return any(path.suffix in SUFFIXES for path in folder.rglob("*"))
+def _has_tensors(path: Path) -> bool:
+    return any(file.suffix in SUFFIXES for file in (path.rglob("*") if path.is_dir() else [path]))
 
 
 def _file(path: Path, chosen: str) -> Iterator[TensorSource]:
@@ -146,19 +140,12 @@ def _recording(folder: Path, chosen: str) -> Iterator[TensorSource]:
         yield TensorSource(f"{folder}:{recipe}:{name}", label, folder, f"{recipe}:{name}")
 
 
-def _load_recorded(folder: Path, key: str) -> Tensor:
-    recipe, _, name = key.partition(":")
-    return read_recording(folder, verify=False).tensor(recipe, name)  # its bytes were verified when it was listed
-
-
 def _chosen(text: str, recipe: str, name: str) -> bool:
-    """Whether `text` chooses a tensor: an empty one chooses outputs, and the name of a layer its output."""
+    """Whether `text` chooses a tensor: an empty text or a recipe chooses all outputs, a layer its output."""
     first, colon, second = text.partition(":")
     if colon:
         return fnmatchcase(recipe, first) and _named(second, name)
-    if not text:
-        return name.endswith(".output")
-    return (fnmatchcase(recipe, text) and name.endswith(".output")) or _named(text, name)
+    return (fnmatchcase(recipe, text or "*") and name.endswith(".output")) or _named(text, name)
 
 
 def _named(pattern: str, name: str) -> bool:

@@ -1,6 +1,6 @@
-"""HTML from the templates beside this file, and the page that most reports are: one file that needs nothing else.
+"""HTML from the templates beside this file, and `Document`, the self-contained page that most reports are.
 
-The template engine escapes every value. What a terminal or a browser could not show becomes a replacement character.
+The template engine escapes every value. Characters that cannot be shown become a replacement character.
 """
 
 import base64
@@ -15,7 +15,7 @@ from probe.words import single_line
 
 
 class Cell(NamedTuple):
-    """The text of a table's cell and, for a number, the key that it is sorted by; empty if it is not finite."""
+    """The text of a table's cell and, for a number, its sort key, which is empty if it is not finite."""
 
     text: str
     key: str | None
@@ -44,16 +44,14 @@ class Document:
     def table(
         self, rows: Sequence[Mapping[str, object]], caption: str = "", *, bad: Sequence[bool] | None = None
     ) -> None:
-        """Add a table with the columns of its first row; None is a dash. Rows for which `bad` is true are marked."""
+        """Add a table with the columns of its first row; None is a dash. Rows whose `bad` is true are marked."""
         if not rows:
             raise ValueError("a table needs at least one row. Say in words that there is none.")
-        columns = list(rows[0])
-        marks = bad or [False] * len(rows)
-        cells = [
-            {"marked": marked, "cells": [_cell(row.get(column)) for column in columns]}
-            for row, marked in zip(rows, marks, strict=True)
-        ]
-        self._parts.append({"kind": "table", "caption": caption, "columns": columns, "rows": cells})
+        cells = [[_cell(row.get(name)) for name in rows[0]] for row in rows]
+        numeric = [any(cell.key is not None for cell in column) for column in zip(*cells, strict=True)]
+        columns = [{"name": name, "numeric": number} for name, number in zip(rows[0], numeric, strict=True)]
+        marked = list(zip(bad or [False] * len(rows), cells, strict=True))
+        self._parts.append({"kind": "table", "caption": caption, "columns": columns, "rows": marked})
 
     def picture(self, png: bytes, *, alt: str, caption: str = "") -> None:
         """Embed a PNG."""
@@ -70,7 +68,7 @@ class Document:
 
 
 def render(template: str, **values: object) -> str:
-    """A template of this package with its values, escaped. The filter `line` cuts a text to one line of 500."""
+    """A template of this package with its values, escaped. Its filter `line` makes a text one line of at most 500."""
     html: str = _templates().get_template(template).render(**values)
     return html
 
@@ -92,7 +90,7 @@ def _templates() -> Any:
 
 
 def _printable(value: object) -> object:
-    if type(value) is not str:  # a number, or what the template engine has escaped already
+    if type(value) is not str:  # a number, or text that the template engine has escaped already
         return value
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in value)
 

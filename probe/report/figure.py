@@ -1,7 +1,7 @@
-"""The one style of all pictures: sheets of panels, colours, axes of layers and of logarithms, legends and notes.
+"""The one style of all pictures: sheets of panels, colours, axes of layers, logarithmic axes, legends and notes.
 
-matplotlib writes the numbers of a logarithmic axis as TeX. No TeX is parsed here, because a name may hold a $; so these
-axes have ticks of their own, as plain text.
+matplotlib labels logarithmic axes with TeX. TeX is switched off here, because a name may contain a $, so logarithmic
+axes have tick labels of their own, in plain text.
 """
 
 import io
@@ -25,14 +25,16 @@ COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, SILVER)
 #: Text and lines beside the data; the grid; what failed or is not finite.
 GREY, GRID, BAD = "#5f6b7a", "#dde2e8", "#b00020"
 DASHED = (0, (4, 2))
+#: The width of a curve that no later curve meets.
+THIN = 1.7
 DPI = 100
-#: Points across a panel, above which they are gathered in bins; points that are marked one by one.
+#: Points of a curve above which they are drawn in bins; points of a curve up to which each has a marker.
 MOST_POINTS, MOST_MARKS = 400, 40
-#: Tick labels of 8 points: letters to the inch.
+#: Letters to the inch in tick labels of 8 points.
 LETTERS = 15
-#: Decades of a logarithmic axis with a tick.
+#: Decades of a logarithmic axis that have a tick, at most.
 MOST_TICKS = 7
-#: Beyond this, and below its inverse, the arithmetic of an axis overflows.
+#: The arithmetic of an axis overflows above this, and below its inverse.
 LARGEST = 1e100
 
 _SETTINGS: dict[Any, Any] = {
@@ -74,20 +76,20 @@ class Sheet:
             made.remove()
 
     def png(self, *, colours: int | None = None) -> bytes:
-        """The picture as a PNG. With so few `colours` it is about half the size; shades of a map need all of them."""
+        """The picture as a PNG. With few `colours` it is about half the size; a map of shades needs them all."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from PIL import Image
 
         canvas: Any = FigureCanvasAgg(self.figure)
-        kept = io.BytesIO()
+        png = io.BytesIO()
         if colours is None:
-            canvas.print_png(kept, metadata={"Software": None})
-            return kept.getvalue()
+            canvas.print_png(png, metadata={"Software": None})
+            return png.getvalue()
         canvas.draw()
         pixels = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba(), "raw", "RGBA", 0, 1)
         few = pixels.convert("RGB").quantize(colours, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-        few.save(kept, "png")
-        return kept.getvalue()
+        few.save(png, "png")
+        return png.getvalue()
 
 
 @contextmanager
@@ -98,10 +100,10 @@ def sheet(
     size: tuple[float, float] = (4.0, 2.6),
     narrowest: float = 4.5,
     dpi: int = DPI,
-    layout: str = "constrained",
+    layout: Any = "constrained",
     **options: Any,
 ) -> Iterator[Sheet]:
-    """A sheet of `count` panels, each of `size` inches, in the one style; what users have set for plots is left out.
+    """A sheet of `count` panels of `size` inches, in the one style; the matplotlib settings of the user are ignored.
 
     With fewer panels than `columns` the sheet is narrower, but not below `narrowest`. `options` are those of subplots.
     """
@@ -114,9 +116,8 @@ def sheet(
         across = min(columns, count)
         down = math.ceil(count / across)
         width = sheet_width(across, columns, size[0], narrowest)
-        kind: Any = layout
-        figure = Figure(figsize=(width, size[1] * down), dpi=dpi, layout=kind)
-        panels = [one for row in figure.subplots(down, across, squeeze=False, **options) for one in row]
+        figure = Figure(figsize=(width, size[1] * down), dpi=dpi, layout=layout)
+        panels = list(figure.subplots(down, across, squeeze=False, **options).flat)
         for spare in panels[count:]:
             spare.remove()
         yield Sheet(figure, panels[:count])
@@ -133,7 +134,7 @@ def label(name: str, *, most: int) -> str:
 
 
 def note(axes: Any, text: str) -> None:
-    """In place of data, say why there are none."""
+    """Say in a panel without data why there are none."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY, wrap=True)
 
@@ -144,9 +145,10 @@ def corner_note(axes: Any, text: str, *, colour: str = GREY) -> None:
 
 
 def positive(value: float | None) -> float:
-    """What a logarithmic axis can show; all else is NaN, which is a gap."""
-    shown = value is not None and math.isfinite(value) and value > 0
-    return min(max(value, 1 / LARGEST), LARGEST) if shown and value is not None else math.nan
+    """The value within the range of a logarithmic axis; NaN, which is drawn as a gap, if it is not above 0."""
+    if value is None or not math.isfinite(value) or value <= 0:
+        return math.nan
+    return min(max(value, 1 / LARGEST), LARGEST)
 
 
 def positives(values: Sequence[float | None]) -> Values:
@@ -155,7 +157,7 @@ def positives(values: Sequence[float | None]) -> Values:
 
 
 def layer_axis(axes: Any, names: Sequence[str]) -> None:
-    """What tells the layers apart, as many as there is room for; upright where they are long."""
+    """An x axis with the short names of layers, as many as there is room for; upright where they are long."""
     texts, width = _layer_labels(names), _panel_width(axes)
     longest, upright = max(map(len, texts)), _is_upright(texts, width)
     step = max(1, math.ceil(len(texts) * (2.4 if upright else longest + 2) / (LETTERS * width)))
@@ -194,7 +196,6 @@ def log_axis(axes: Any, values: Sequence[float | None] | None = None, *, floor: 
             axes.set_ylim(0, 1)
             axes.text(0.5, 0.5, "all values are 0", transform=axes.transAxes, ha="center", color=GREY)
             return
-        axes.set_yscale("log")
         axes.set_ylim(max(min(known), max(known) * floor) / 1.6, max(known) * 1.6)
     axes.set_yscale("log")
     log_ticks(axes.yaxis)
@@ -211,47 +212,33 @@ def count_axis(axes: Any) -> None:
 
 
 def log_ticks(axis: Any) -> None:
-    """Ticks of a logarithmic axis that follow its ends: a few, as plain text."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    axis.set_major_locator(_log_locator())
-    axis.set_major_formatter(FuncFormatter(plain_number))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def log_colour_ticks(bar: Any) -> None:
-    """The same for a logarithmic bar of colours."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    bar.locator, bar.formatter, bar.minorformatter = _log_locator(), FuncFormatter(plain_number), NullFormatter()
-
-
-def log_tick_places(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`: some decades; of up to two, parts of each; of less than one, even steps."""
-    from matplotlib.ticker import MaxNLocator
-
-    if high < 4 * low:
-        found = [float(x) for x in MaxNLocator(nbins=5, steps=[1, 2, 5, 10], min_n_ticks=2).tick_values(low, high)]
-    else:
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        parts: tuple[int, ...] = (1, 2, 3, 5) if high < 20 * low else (1, 2, 5) if high < 100 * low else (1,)
-        step = math.ceil((last - first) / MOST_TICKS) if len(parts) == 1 else 1
-        found = [part * 10.0**e for e in range(first, last + 1) if e % step == 0 for part in parts]
-    return [x for x in found if low * (1 - 1e-9) <= x <= high * (1 + 1e-9)]
-
-
-def _log_locator() -> Any:
-    from matplotlib.ticker import Locator
+    """A few ticks in plain text on a logarithmic axis; they follow its limits."""
+    from matplotlib.ticker import FuncFormatter, Locator, NullFormatter
 
     class LogTicks(Locator):
         def __call__(self) -> Any:
-            axis: Any = self.axis
             return self.tick_values(*axis.get_view_interval())
 
         def tick_values(self, vmin: float, vmax: float) -> Any:
             return log_tick_places(*sorted((vmin, vmax)))
 
-    return LogTicks()
+    axis.set_major_locator(LogTicks())
+    axis.set_major_formatter(FuncFormatter(plain_number))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def log_tick_places(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`: powers of ten, multiples of them below two decades, or even steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    if high < 4 * low:
+        places = [float(x) for x in MaxNLocator(nbins=5, steps=[1, 2, 5, 10], min_n_ticks=2).tick_values(low, high)]
+    else:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        parts: tuple[int, ...] = (1, 2, 3, 5) if high < 20 * low else (1, 2, 5) if high < 100 * low else (1,)
+        step = math.ceil((last - first) / MOST_TICKS) if len(parts) == 1 else 1
+        places = [part * 10.0**e for e in range(first, last + 1) if e % step == 0 for part in parts]
+    return [x for x in places if low * (1 - 1e-9) <= x <= high * (1 + 1e-9)]
 
 
 def plain_number(value: float, _: object = None) -> str:
@@ -263,7 +250,7 @@ def plain_number(value: float, _: object = None) -> str:
 
 
 def count_ticks(axis: Any) -> None:
-    """Whole numbers only."""
+    """Ticks at whole numbers only."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
@@ -272,7 +259,7 @@ def count_ticks(axis: Any) -> None:
 def shade_map(
     axes: Any, values: npt.NDArray[Any], *, colours: str = "viridis", empty: str = BAD, **options: Any
 ) -> Any:
-    """Values as shades, rows down; NaN is `empty`. `options` are those of imshow. Returned for a bar of colours."""
+    """The image of a matrix, for a colour bar; NaN has the colour `empty`. `options` are those of imshow."""
     import matplotlib
 
     axes.grid(False)
@@ -281,12 +268,12 @@ def shade_map(
 
 
 def log_shade_map(axes: Any, values: Values, scale: tuple[float, float], shape: tuple[int, ...]) -> Any:
-    """Errors of a [samples, tokens, features] tensor as shades on a logarithmic scale; 0 is the lowest shade."""
+    """The image of the errors of a [samples, tokens, features] tensor on a logarithmic scale; 0 is the lowest shade."""
     from matplotlib.colors import LogNorm
 
     low, high = scale
     positions = math.prod(shape[1:-1]) if len(shape) > 2 else shape[0]
-    drawn = np.where(values == 0, low / 2, values)  # below the scale, not off it
+    drawn = np.where(values == 0, low / 2, values)  # a logarithmic scale has no 0
     return shade_map(axes, drawn, norm=LogNorm(low, max(high, low * 1.001)), extent=(0, shape[-1], positions, 0))
 
 
@@ -301,20 +288,20 @@ def histogram(axes: Any, counts: npt.NDArray[Any], edges: Values, *, mean: float
 
 
 def bins(count: int, most: int = MOST_POINTS) -> list[slice]:
-    """Stretches of points, each drawn as one: single points while there are few."""
+    """Slices of at most `most` bins over `count` points; each is one point while there are few."""
     size = math.ceil(count / most)
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def middles(parts: Sequence[slice]) -> list[float]:
-    """Where the bins lie on the axis of points."""
+    """The middle of each bin on the axis of points."""
     return [(part.start + part.stop - 1) / 2 for part in parts]
 
 
 def line(
     axes: Any, values: Sequence[float | None], *, colour: str, label: str, width: float = 1.3, joined: bool = True
 ) -> None:
-    """A line through the points, or points alone; of many, the medians of bins inside the band of their extremes."""
+    """A line through the points, or markers alone; of many, the medians of bins and the band of their extremes."""
     points = positives(values)
     parts = bins(len(points))
     marker = {"marker": "o", "markersize": 2 + width} if len(points) <= MOST_MARKS or not joined else {}
@@ -329,8 +316,21 @@ def line(
     axes.plot(middles(parts), middle, color=colour, linewidth=width, label=label)
 
 
+def widths(curves: Sequence[Sequence[float]], *, step: float = 2.6) -> list[float]:
+    """A line width for each curve: `step` wider for each later curve that meets it, so that all of them can be seen.
+
+    Two curves meet if they are within 5 % of each other at some point.
+    """
+
+    def meet(a: Sequence[float], b: Sequence[float]) -> bool:
+        return any(abs(x - y) < 0.05 * max(x, y) for x, y in zip(a, b, strict=True))  # NaN meets nothing
+
+    later = [sum(meet(curve, other) for other in curves[place + 1 :]) for place, curve in enumerate(curves)]
+    return [THIN + step * min(count, 4) for count in later]
+
+
 def mark_below(axes: Any, values: Sequence[float | None], *, colour: str, size: float = 5) -> None:
-    """A triangle on the lower edge for every value, 0 too, that lies below a logarithmic axis."""
+    """A triangle on the lower edge for every value, also 0, below the limits of a logarithmic axis."""
     low = axes.get_ylim()[0]
     places = [i for i, x in enumerate(values) if x is not None and x < low]
     if axes.get_yscale() == "log" and places:

@@ -17,7 +17,7 @@ from probe.words import printable
 
 
 def health_text(health: Health) -> str:
-    """A line for every tensor with its mark, and below it what is wrong; at the end the first suspicious layer."""
+    """A line for every tensor with its mark, its problems below it, and the first suspicious layer at the end."""
     width = max(len(layer.name) for layer in health.layers)
     lines = [printable(f"Mode {health.mode} of {health.recording}"), ""]
     for layer in health.layers:
@@ -40,8 +40,8 @@ def _number(value: float | None) -> str:
 
 
 def write_health_page(folder: Path | str, checked: Sequence[Health], firsts: Sequence[DrawnLayer | None]) -> Path:
-    """Write check.html: every recipe, and what its first suspicious layer holds."""
-    notes = "; ".join(dict.fromkeys(remark for health in checked for remark in health.notes))
+    """Write check.html: every recipe, with the values of its first suspicious layer."""
+    notes = "; ".join(dict.fromkeys(note for health in checked for note in health.notes))
     page = Document("Health of a recording", checked[0].recording + (f". {notes}." if notes else ""))
     for health, drawn in zip(checked, firsts, strict=True):
         page.heading(f"Mode {health.mode}")
@@ -55,7 +55,7 @@ def write_health_page(folder: Path | str, checked: Sequence[Health], firsts: Seq
 
 
 def write_layer_picture(folder: Path | str, layer: LayerHealth, drawn: DrawnLayer) -> Path:
-    """Write layer_30_analysis.png."""
+    """Write the picture of a layer, such as layer_30_analysis.png."""
     return write(Path(folder) / f"{safe_name(layer.name)}_analysis.png", layer_picture(layer, drawn))
 
 
@@ -67,23 +67,14 @@ def _verdict(health: Health) -> str:
 
 
 def _row(layer: LayerHealth) -> dict[str, object]:
-    return {
-        "": layer.mark,
-        "layer": layer.name,
-        "mean": layer.mean,
-        "std": layer.std,
-        "min": layer.min,
-        "max": layer.max,
-        "NaN": layer.nan,
-        "Inf": layer.inf,
-        "mean |change|": layer.mean_change,
-        "max |change|": layer.max_change,
-        "problem": "; ".join(layer.problems),
-    }
+    figures = {name: getattr(layer, name) for name in ("mean", "std", "min", "max")}
+    counts = {"NaN": layer.nan, "Inf": layer.inf}
+    changes = {"mean |change|": layer.mean_change, "max |change|": layer.max_change}
+    return {"": layer.mark, "layer": layer.name, **figures, **counts, **changes, "problem": "; ".join(layer.problems)}
 
 
 def health_by_layer(health: Health) -> bytes:
-    """Mean and spread of every tensor; how far adjacent layers differ, with what is usual."""
+    """Mean and spread of every tensor; and the change between adjacent layers, with the limit of what is usual."""
     layers = health.layers
     names = [layer.name for layer in layers]
     with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
@@ -91,9 +82,8 @@ def health_by_layer(health: Health) -> bytes:
         left.set_title("mean, and one standard deviation around it")
         means = np.array([math.nan if layer.mean is None else layer.mean for layer in layers])
         spreads = np.array([math.nan if layer.std is None else layer.std for layer in layers])
-        left.fill_between(
-            range(len(layers)), means - spreads, means + spreads, color=figure.BLUE, alpha=0.18, linewidth=0
-        )
+        band = (means - spreads, means + spreads)
+        left.fill_between(range(len(layers)), *band, color=figure.BLUE, alpha=0.18, linewidth=0)
         left.plot(means, color=figure.BLUE, marker="o", markersize=4 if len(layers) <= 32 else 2.5, linewidth=1.3)
         _mark_suspicious(left, layers)
         figure.layer_axis(left, names)
@@ -106,12 +96,10 @@ def health_by_layer(health: Health) -> bytes:
         most = figure.positives([layer.max_change for layer in layers])
         right.plot(most, color=figure.VERMILION, marker="s", markersize=4, linewidth=1.3, label="max |change|")
         if health.median_change:
-            usual = health.factor * health.median_change
-            right.axhline(
-                usual, color=figure.GREY, linestyle=figure.DASHED, label=f"{health.factor:g} x median of the mean"
-            )
+            limit, name = health.factor * health.median_change, f"{health.factor:g} x median of the mean"
+            right.axhline(limit, color=figure.GREY, linestyle=figure.DASHED, label=name)
         figure.log_axis(right)
-        right.legend(loc="best")
+        right.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
         _mark_suspicious(right, layers)
         figure.layer_axis(right, names)
         return page.png()
@@ -124,12 +112,12 @@ def _mark_suspicious(axes: Any, layers: Sequence[LayerHealth]) -> None:
 
 
 def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:
-    """A layer by itself: a histogram of all values, the first of them, and a map of the first features."""
+    """One layer: a histogram of all values, the first values, and a map of the first features."""
     with figure.sheet(3, size=(5, 4.2)) as page:
         left, middle, right = page.panels
         left.set_title(f"{figure.label(layer.name, most=30)} output distribution")
         if layer.min is None:
-            figure.note(left, "not one value is finite")
+            figure.note(left, "no value is finite")
         else:
             figure.histogram(left, drawn.counts, drawn.edges)
             left.set_xlabel("value")
@@ -139,7 +127,7 @@ def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:
         _first_values(middle, drawn)
         right.set_title(f"first {drawn.features.shape[1]} features of the first sample")
         if drawn.feature_scale is None:
-            figure.note(right, "not one value is finite")
+            figure.note(right, "no value is finite")
             return page.png()
         low, high = drawn.feature_scale
         shown = figure.shade_map(right, np.ma.masked_invalid(drawn.features), vmin=low, vmax=high)
@@ -155,9 +143,8 @@ def _first_values(axes: Any, drawn: DrawnLayer) -> None:
     axes.set_title(f"first {len(values)} values")
     axes.plot(np.where(np.isfinite(values), values, np.nan), color=figure.BLUE, linewidth=0.7)
     if len(lost):
-        axes.plot(
-            lost, [0.02] * len(lost), "|", color=figure.BAD, transform=axes.get_xaxis_transform(), label="not finite"
-        )
+        across = axes.get_xaxis_transform()
+        axes.plot(lost, [0.02] * len(lost), "|", color=figure.BAD, transform=across, label="not finite")
         axes.legend()
     axes.set_xlabel("index")
     axes.set_ylabel("value")

@@ -1,4 +1,4 @@
-"""Text in the layouts of the users' own scripts, with the headings and emoji that those print.
+"""Text in the layouts of the users' own scripts, with their headings and emoji.
 
 `probe compare` prints a block for every layer and a table of the modes; `probe scaling` prints two blocks for a sweep.
 """
@@ -16,50 +16,33 @@ DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
 _TABLE_RULE = "-" * 100
 #: The columns of the summary with their widths; the last, Avg Corr, needs none.
 _COLUMNS = (("Mode", 11), ("Layer 0 MSE", 16), ("Layer 0 MAE", 13), ("Last Layer MSE", 16), ("Last Layer MAE", 16))
-#: Marks of the advice of a sweep.
+#: The marks of each kind of advice on a sweep.
 MARKS = {"good": "✅", "fair": "⚠️ ", "poor": "🔴"}
 
 
 def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
-    """The figures of one layer, line by line as the users' own script prints them, and then cosine and label."""
+    """The figures of one layer as the users' own script prints them, with cosine and label added."""
     m = layer.metrics
     reference = printable(comparison.reference_mode.upper())
+    of_reference = (m.mean_reference, m.std_reference, m.min_reference, m.max_reference)
+    of_output = (m.mean_output, m.std_output, m.min_output, m.max_output)
+    differences = {"Mean Diff": m.mean_difference, "Std Diff": m.std_difference}
+    differences |= {"Mean Abs Diff": m.mae, "Max Abs Diff": m.max_abs}
+    relative = {"Relative MSE": _relative(m.relative_mse), "Relative MAE": _relative(m.relative_mae)}
+    relative |= {"Correlation": _likeness(m.correlation), "Cosine": _likeness(m.cosine)}
+    percentiles = {"50th (Median)": m.p50, "90th": m.p90, "95th": m.p95, "99th": m.p99}
     lines = [
-        DOUBLE,
-        f"{printable(_layer_title(layer.name))} - Comparison Results",
-        DOUBLE,
-        "",
-        f"📊 {reference} Reference Statistics:",
-        *_statistics(m.mean_reference, m.std_reference, m.min_reference, m.max_reference),
-        "",
-        "📊 Mode Output Statistics:",
-        *_statistics(m.mean_output, m.std_output, m.min_output, m.max_output),
-        "",
-        f"📏 Difference (Mode - {reference}):",
-        _line("Mean Diff", _fixed(m.mean_difference)),
-        _line("Std Diff", _fixed(m.std_difference)),
-        _line("Mean Abs Diff", _fixed(m.mae)),
-        _line("Max Abs Diff", _fixed(m.max_abs)),
-        "",
-        "❌ Error Metrics:",
-        _line("MSE", _exponent(m.mse)),
-        _line("RMSE", _fixed(m.rmse)),
+        *(DOUBLE, f"{printable(_layer_title(layer.name))} - Comparison Results", DOUBLE),
+        *("", f"📊 {reference} Reference Statistics:", *_statistics(*of_reference)),
+        *("", "📊 Mode Output Statistics:", *_statistics(*of_output)),
+        *("", f"📏 Difference (Mode - {reference}):"),
+        *(_line(name, _fixed(value)) for name, value in differences.items()),
+        *("", "❌ Error Metrics:", _line("MSE", _exponent(m.mse)), _line("RMSE", _fixed(m.rmse))),
         _line("MAE", _fixed(m.mae)),
-        "",
-        "📈 Relative Metrics:",
-        _line("Relative MSE", _relative(m.relative_mse)),
-        _line("Relative MAE", _relative(m.relative_mae)),
-        _line("Correlation", _likeness(m.correlation)),
-        _line("Cosine", _likeness(m.cosine)),
-        "",
-        "📊 Absolute Difference Percentiles:",
-        _line("50th (Median)", _fixed(m.p50)),
-        _line("90th", _fixed(m.p90)),
-        _line("95th", _fixed(m.p95)),
-        _line("99th", _fixed(m.p99)),
-        "",
-        _line("Label", layer.label),
-        DOUBLE,
+        *("", "📈 Relative Metrics:", *(_line(name, text) for name, text in relative.items())),
+        *("", "📊 Absolute Difference Percentiles:"),
+        *(_line(name, _fixed(value)) for name, value in percentiles.items()),
+        *("", _line("Label", layer.label), DOUBLE),
     ]
     return "\n".join(lines)
 
@@ -80,14 +63,14 @@ def summary_table(comparisons: Sequence[ModeComparison]) -> str:
 
 
 def comparison_heading(comparison: ModeComparison) -> str:
-    """Which mode, against what, from where."""
+    """The mode, its reference, and the folders of their recordings."""
     mode, reference = printable(comparison.compared_mode), printable(comparison.reference_mode)
     folders = dict.fromkeys(comparison.recordings)
     return f"Mode {mode} vs {reference} ({', '.join(map(printable, folders))})"
 
 
 def failure_lines(comparison: ModeComparison, failures: Sequence[str]) -> str:
-    """What is wrong, loudly."""
+    """A marked line for each failure."""
     name = f"{comparison.compared_mode} vs {comparison.reference_mode}"
     return "\n".join(printable(f"❌ {name}: {failure}") for failure in failures)
 
@@ -114,12 +97,11 @@ def _relative(value: float | None) -> str:
 
 
 def _fixed(value: float | None, *, width: int = 0) -> str:
-    """0.123456; what is too small or too large to be read so is 1.234567e-09."""
+    """0.123456, or 1.234567e-09 for numbers below 1e-6 or from 1e6."""
     if value is None:
         return "none".rjust(width)
-    if value != 0 and (abs(value) < 1e-6 or abs(value) >= 1e6) and math.isfinite(value):
-        return f"{value:.6e}".rjust(width)
-    return f"{value:.6f}".rjust(width)
+    is_readable = value == 0 or 1e-6 <= abs(value) < 1e6 or not math.isfinite(value)
+    return (f"{value:.6f}" if is_readable else f"{value:.6e}").rjust(width)
 
 
 def _exponent(value: float | None) -> str:
@@ -127,7 +109,7 @@ def _exponent(value: float | None) -> str:
 
 
 def _likeness(value: float | None) -> str:
-    """0.999999; what is not 1 does not read as 1.000000."""
+    """0.999999; a number other than 1 has so many digits that it does not read as 1.000000."""
     if value is None:
         return "none"
     text = f"{value:.6f}"
@@ -137,26 +119,25 @@ def _likeness(value: float | None) -> str:
 def overflow_block(result: ScalingResult, found: Recommendation) -> list[str]:
     """OVERFLOW/UNDERFLOW ANALYSIS SUMMARY: which levels lose values, how many, and what to avoid."""
     levels = result.levels
-    significant = [level for level in levels if level.significant]
+    significant = sum(level.significant for level in levels)
+    over = [level for level in levels if level.overflow_severity != "none"]
+    under = [level for level in levels if level.underflow_severity != "none"]
     lines = [
         *(DOUBLE, "OVERFLOW/UNDERFLOW ANALYSIS SUMMARY", DOUBLE),
         f"Format: {result.format}",
         f"Analyzed {len(levels)} scaling levels",
+        f"Significant overflow/underflow detected in {significant} levels"
+        if significant
+        else "No significant overflow/underflow detected in any level",
+        SINGLE,
     ]
-    if significant:
-        lines.append(f"Significant overflow/underflow detected in {len(significant)} levels")
-    else:
-        lines.append("No significant overflow/underflow detected in any level")
-    lines.append(SINGLE)
-    over = [level for level in levels if level.overflow_severity != "none"]
-    under = [level for level in levels if level.underflow_severity != "none"]
     if over:
         lines += ["🔴 OVERFLOW ISSUES:", SHORT, *(line for level in over for line in _overflow(result, level))]
     if under:
         lines += ["🟡 UNDERFLOW ISSUES:", SHORT, *(line for level in under for line in _underflow(result, level))]
     if significant:
-        lines += _extremes(levels)
-    return [*lines, *([SINGLE] if significant else []), *_avoid(found, over, under), DOUBLE]
+        lines += [*_extremes(levels), SINGLE]
+    return [*lines, *_avoid(found, over, under), DOUBLE]
 
 
 def _head(level: Level) -> str:
@@ -168,10 +149,14 @@ def _ranges(result: ScalingResult, level: Level) -> str:
     return f"    Tensor Range: {before} -> [{level.min_output:.2e}, {level.max_output:.2e}]"
 
 
+def _share(level: Level, count: int) -> str:
+    return f"{count} ({level.percent(count):.2f}%)"
+
+
 def _overflow(result: ScalingResult, level: Level) -> list[str]:
     return [
         _head(level),
-        f"    Overflow: {level.overflow} ({level.percent(level.overflow):.2f}%)",
+        f"    Overflow: {_share(level, level.overflow)}",
         f"    Max Normal: {result.element.max:.2e}",
         _ranges(result, level),
         f"    Severity: {level.overflow_severity.upper()}",
@@ -181,14 +166,12 @@ def _overflow(result: ScalingResult, level: Level) -> list[str]:
 
 def _underflow(result: ScalingResult, level: Level) -> list[str]:
     fmt = result.element
-    normal = [] if fmt.min_normal is None else [f"    Min Normal: {fmt.min_normal:.2e}"]
-    coarse = f"    Subnormal: {level.subnormal} ({level.percent(level.subnormal):.2f}%)"
+    subnormal = f"    Subnormal: {_share(level, level.subnormal)}"
     return [
         _head(level),
-        f"    Underflow: {level.underflow} ({level.percent(level.underflow):.2f}%)",
-        f"    Flush to Zero: {level.flushed} ({level.percent(level.flushed):.2f}%)",
-        *([] if fmt.min_normal is None else [coarse]),
-        *normal,
+        f"    Underflow: {_share(level, level.underflow)}",
+        f"    Flush to Zero: {_share(level, level.flushed)}",
+        *([] if fmt.min_normal is None else [subnormal, f"    Min Normal: {fmt.min_normal:.2e}"]),
         f"    Min Subnormal: {fmt.min_subnormal:.2e}",
         _ranges(result, level),
         f"    Severity: {level.underflow_severity.upper()}",
@@ -200,6 +183,11 @@ def _extremes(levels: Sequence[Level]) -> list[str]:
     most = max(levels, key=lambda level: level.overflow)
     worst = max(levels, key=lambda level: (level.underflow, level.flushed))
     best = min(levels, key=lambda level: (level.underflow, level.flushed))
+
+    def underflow(level: Level) -> str:
+        flushed = level.percent(level.flushed)
+        return f"  {level.percent(level.underflow):.2f}% underflow, {flushed:.2f}% flushed to zero"
+
     return [
         *("OVERFLOW EXTREMES:", SHORT),
         f"Worst Overflow: Scale Exp {at(most)}",
@@ -207,9 +195,9 @@ def _extremes(levels: Sequence[Level]) -> list[str]:
         "",
         *("UNDERFLOW EXTREMES:", SHORT),
         f"Worst Underflow: Scale Exp {at(worst)}",
-        f"  {worst.percent(worst.underflow):.2f}% underflow, {worst.percent(worst.flushed):.2f}% flushed to zero",
+        underflow(worst),
         f"Best Underflow: Scale Exp {at(best)}",
-        f"  {best.percent(best.underflow):.2f}% underflow, {best.percent(best.flushed):.2f}% flushed to zero",
+        underflow(best),
     ]
 
 
@@ -256,7 +244,7 @@ def recommendation_block(result: ScalingResult, found: Recommendation) -> list[s
         "   Balanced Performance:",
         f"     - MSE: {chosen.mse:.6e}",
         f"     - Cosine Similarity: {chosen.cosine:.6f}",
-        f"     - PSNR: {decibels(chosen.psnr)} dB",
+        f"     - PSNR: {chosen.psnr:.2f} dB",
         f"     - MAE: {chosen.mae:.6e}",
         f"     - Relative Error: {chosen.relative_error:.2f}%",
         *(SINGLE, "PERFORMANCE ANALYSIS:", SHORT),
@@ -276,7 +264,7 @@ def recommendation_block(result: ScalingResult, found: Recommendation) -> list[s
 
 
 def _optimum(title: str, level: Level) -> list[str]:
-    figures = f"MSE: {level.mse:.6e}, Cosine: {level.cosine:.6f}, PSNR: {decibels(level.psnr)} dB"
+    figures = f"MSE: {level.mse:.6e}, Cosine: {level.cosine:.6f}, PSNR: {level.psnr:.2f} dB"
     return [f"{title}: Scale Exp = {at(level)}, Factor = {factor(level.scale)}", f"    {figures}"]
 
 
@@ -285,7 +273,7 @@ def _spreads(found: Recommendation) -> list[str]:
     lines = [
         f"MSE Range: {mse.low:.6e} to {mse.high:.6e} (Δ: {mse.range:.6e})",
         f"Cosine Range: {cosine.low:.6f} to {cosine.high:.6f} (Δ: {cosine.range:.6f})",
-        f"PSNR Range: {decibels(psnr.low)} to {decibels(psnr.high)} dB (Δ: {decibels(psnr.range)} dB)",
+        f"PSNR Range: {psnr.low:.2f} to {psnr.high:.2f} dB (Δ: {psnr.range:.2f} dB)",
         f"MSE Stability (std): {mse.std or 0.0:.6e}",
         f"Cosine Stability (std): {cosine.std or 0.0:.6f}",
     ]
@@ -293,22 +281,17 @@ def _spreads(found: Recommendation) -> list[str]:
 
 
 def grid_name(fmt: Format) -> str:
-    """e4m3; of integers the step."""
+    """e4m3, or for integers their step."""
     if fmt.is_integer:
         return f"integers, step {fmt.min_subnormal:g}"
     return f"e{fmt.exponent_bits}m{fmt.mantissa_bits}"
 
 
 def factor(scale: float) -> str:
-    """1.000000, or with an exponent where six decimals would say little."""
+    """1.000000, or with an exponent for very small and very large scales."""
     return f"{scale:.6f}" if 1e-3 <= scale < 1e7 else f"{scale:.6e}"
 
 
 def at(level: Level) -> str:
-    """Scale Exp = 0.00, with the rule where there are several."""
+    """The scale exponent of a level, and its rule if there are several: 0.00 [floor]."""
     return f"{level.scale_exponent:.2f}" + (f" [{level.rule}]" if level.rule else "")
-
-
-def decibels(psnr: float) -> str:
-    """41.34, or inf where nothing is lost."""
-    return f"{psnr:.2f}"

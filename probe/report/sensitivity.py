@@ -1,7 +1,6 @@
 """The report of `probe sensitivity`: text, a picture and a page."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +11,41 @@ from probe.report.document import Document
 from probe.report.figure import BAD, BLUE, GREY, VERMILION, layer_axis, log_axis, log_ticks, positive, sheet
 from probe.sensitivity.results import Effect, Sensitivity
 
-#: Behind the layers to keep.
+#: The background of the layers to keep.
 KEPT = "#fbe9cf"
-#: The two figures of every layer or site: colour, marker and what is quantized.
+#: The two figures of every layer or site: colour, marker and legend.
 SIDES = {"alone": (BLUE, "o", "only this {} quantized"), "without": (VERMILION, "s", "all but this {} quantized")}
-#: How figures are printed, and what is printed where there is none.
+#: The format of each figure in the terminal, and the text of a missing one.
 FORMS = {
     **dict.fromkeys(("kl alone", "mse alone", "kl without"), (".3e", "not finite")),
     "top-1 alone": (".4f", "-"),
     "bits alone": ("+.4f", "-"),
     "gain": ("+.1%", "-"),
 }
-#: Bars or rows of a picture; of more the most sensitive are drawn.
+#: Bars or rows of a picture at most; the most sensitive are drawn.
 MOST = 40
 
 EXPLAINED = (
     "alone: only this one is quantized; without: all but this one are. kl: of the logits from those of the float "
-    "model, in nats, mean over positions; mse: of the logits. gain: the share of the KL of the whole quantized model "
-    "that goes when this one is kept float; below 0 the KL grows."
+    "model, in nats, mean over positions; mse: of the logits. gain: the share of the KL of the quantized model that "
+    "is removed by keeping this one float; below 0 the KL grows."
 )
 
 
 def describe(found: Sensitivity, model: str) -> str:
-    """One line: what was measured, and the whole quantized model."""
-    whole = found.everything
-    kl = "not finite" if whole.kl is None else f"{whole.kl:.4g}"
-    return f"{model}, {found.recipe}, {len(found.effects)} {found.kind}, {found.tokens} tokens; KL of the whole: {kl}"
+    """One line: what was measured, and the KL of the quantized model."""
+    kl = "not finite" if found.everything.kl is None else f"{found.everything.kl:.4g}"
+    measured = f"{model}, {found.recipe}, {len(found.effects)} {found.kind}, {found.tokens} tokens"
+    return f"{measured}; KL of the quantized model: {kl}"
 
 
 def table_rows(found: Sensitivity, *, top: int | None = None) -> list[dict[str, object]]:
     """The figures as text, the most sensitive first, by KL alone."""
-    rows = []
-    for row, effect in list(zip(_rows(found), found.by_kl(), strict=True))[:top]:
-        texts = {name: _text(name, value) for name, value in row.items() if name != "mse without"}
-        rows.append({**texts, "keep": "keep" if effect.name in found.advice.keep else ""})
-    return rows
+    return [
+        {name: _text(name, value) for name, value in row.items() if name != "mse without"}
+        | {"keep": "keep" if effect.name in found.advice.keep else ""}
+        for row, effect in list(zip(_rows(found), found.by_kl(), strict=True))[:top]
+    ]
 
 
 def _text(name: str, value: Any) -> object:
@@ -164,7 +163,7 @@ def _legend(axes: Any) -> None:
 
 
 def _map(axes: Any, found: Sensitivity) -> None:
-    """Layers down, sites across, colour by the KL alone; of many layers those that hold the most sensitive sites."""
+    """Layers down, sites across, coloured by the KL alone; of many layers, those with the most sensitive sites."""
     from matplotlib.patches import Rectangle
 
     layers = list(dict.fromkeys(effect.layer for effect in found.by_kl()))[:MOST]
@@ -176,8 +175,8 @@ def _map(axes: Any, found: Sensitivity) -> None:
             row, column = layers.index(effect.layer), sites.index(_site(effect))
             values[row, column] = np.log10(positive(effect.alone.kl))
             if effect.name in found.advice.keep:
-                frame: Mapping[str, Any] = {"fill": False, "edgecolor": BAD, "linewidth": 2}
-                axes.add_patch(Rectangle((column - 0.47, row - 0.47), 0.94, 0.94, **frame))
+                corner = (column - 0.47, row - 0.47)
+                axes.add_patch(Rectangle(corner, 0.94, 0.94, fill=False, edgecolor=BAD, linewidth=2))
     axes.grid(visible=False)
     shown = axes.imshow(values, aspect="auto", cmap="cividis")
     middle = (np.nanmin(values) + np.nanmax(values)) / 2 if np.isfinite(values).any() else 0.0
@@ -186,7 +185,7 @@ def _map(axes: Any, found: Sensitivity) -> None:
             colour = "white" if values[row, column] < middle else "black"
             axes.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", color=colour, fontsize=8)
     axes.set_xticks(range(len(sites)), sites, rotation=30, ha="right")
-    axes.set_yticks(range(len(layers)), [str(name) for name in layers])
+    axes.set_yticks(range(len(layers)), layers)
     axes.figure.colorbar(shown, ax=axes, label="log10 KL, alone", fraction=0.03, pad=0.01)
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from probe.words import near_or_first
 #: Sites whose scale is a quantile of |x| over all calibration data; all others take the largest |x|.
 PERCENTILE_SITES = ("conv1d.output", "scan.state")
 VERSION = 1
+
+#: The calibrated amax of a site by its name; None: the scale is taken from the tensor.
+Amax = Callable[[str], float | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +62,11 @@ class Calibration:
         facts |= {"version": VERSION, "figures": hashlib.sha256(figures).hexdigest()}
         write(f"{path}.safetensors", figures)
         write(f"{path}.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def amax_lookup(calibration: Calibration | None, prefix: str = "") -> Amax:
+    """The amax of a site by its name behind `prefix`; without a calibration, None for every site."""
+    return lambda site: None if calibration is None else calibration.amax_of(f"{prefix}{site}")
 
 
 def load_calibration(path: Path | str, *, model: str, data: str | None = None) -> Calibration:
@@ -117,11 +126,11 @@ def calibrate(
                     site = name.replace(".sites.", ".")
                     quantile = site.endswith(PERCENTILE_SITES)
                     observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
-                    hooks.callback(module.register_forward_hook(_observe_output(observers[site])).remove)
+                    hooks.callback(module.register_forward_hook(partial(_observe_output, observers[site])).remove)
         for name, linear in linears(runs[0][0]).items():
             if not name.endswith(NEVER_CALLED):
                 observer = observers[linear_key(name)] = MinMaxObserver()
-                hooks.callback(linear.register_forward_pre_hook(_observe_input(observer)).remove)
+                hooks.callback(linear.register_forward_pre_hook(partial(_observe_input, observer)).remove)
         for done, batch in enumerate(batches):
             for running, options in runs:
                 running(batch, **options)
@@ -135,18 +144,12 @@ def calibrate(
     return Calibration(amax, model_fingerprint, data_fingerprint, percentile, tokens)
 
 
-def _observe_output(observer: Observer) -> Callable[[nn.Module, Any, Tensor], None]:
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        observer.update(output)
-
-    return hook
+def _observe_output(observer: Observer, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    observer.update(output)
 
 
-def _observe_input(observer: Observer) -> Callable[[nn.Module, Any], None]:
-    def hook(module: nn.Module, inputs: Any) -> None:
-        observer.update(inputs[0])
-
-    return hook
+def _observe_input(observer: Observer, module: nn.Module, inputs: Any) -> None:
+    observer.update(inputs[0])
 
 
 def calibrate_on(

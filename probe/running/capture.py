@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ Consumer = Callable[[str, Tensor], None]
 
 
 class UncoveredError(ValueError):
-    """A selected layer never ran, so there is nothing to say about it."""
+    """A selected layer never ran, so nothing is known about it."""
 
 
 @dataclass(frozen=True)
@@ -52,35 +53,28 @@ def capture(
         else:
             captured.tensors.setdefault(name, []).append(tensor.detach().cpu().clone())
 
-    with ExitStack() as hooks:
-        for label, name in captured.selected.items():
-            captured.fired[label] = 0
-            if weights:
-                for parameter, value in modules[name].named_parameters():
-                    take(f"{label}.{parameter}", value)
-            hook = _hook(label, captured, take, inputs=inputs, outputs=outputs)
-            hooks.callback(modules[name].register_forward_hook(hook, with_kwargs=True).remove)
-        yield captured
-    silent = [label for label, count in captured.fired.items() if not count] if inputs or outputs else []
-    if silent:
-        raise UncoveredError(
-            f"{len(silent)} of {len(captured.fired)} selected layers never ran: {first_few(silent, most=5)}. "
-            "Either the model was not run inside the block, or it reads the "
-            "weights of that module without calling it, or it is compiled. Capture the module around it, or a site."
-        )
-
-
-def _hook(
-    label: str, captured: Capture, take: Consumer, *, inputs: bool, outputs: bool
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(label: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         captured.fired[label] += 1
         if inputs:
             take(f"{label}.input", first_tensor(label, "input", (*args, *kwargs.values())))
         if outputs:
             take(f"{label}.output", first_tensor(label, "output", output))
 
-    return hook
+    with ExitStack() as hooks:
+        for label, name in captured.selected.items():
+            captured.fired[label] = 0
+            if weights:
+                for parameter, value in modules[name].named_parameters():
+                    take(f"{label}.{parameter}", value)
+            hooks.callback(modules[name].register_forward_hook(partial(hook, label), with_kwargs=True).remove)
+        yield captured
+    silent = [label for label, count in captured.fired.items() if not count] if inputs or outputs else []
+    if silent:
+        raise UncoveredError(
+            f"{len(silent)} of {len(captured.fired)} selected layers never ran: {first_few(silent, most=5)}. "
+            "Either the model was not run inside the block, or it reads the weights of that module without calling "
+            "it, or it is compiled. Capture the module around it, or a site."
+        )
 
 
 def with_first_tensor(

@@ -1,6 +1,6 @@
-"""The answers of a quantized copy at corner values: every site that its recipe puts on a grid is asked alone."""
+"""Corner values: the results of every site that a recipe puts on a grid, each computed alone, outside a forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,12 @@ from probe.formats import FORMATS, Format
 from probe.models.linear import NEVER_CALLED, GridLinear, linear_key
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.numerics.grids import corner_values
-from probe.running.calibration import Calibration
+from probe.running.calibration import Amax, Calibration, amax_lookup
 from probe.running.modes import Mode, find_mode
 from probe.running.recipes import HALF_AWAY, Recipe
 
 #: These sites have the scale of conv1d.output, a quantile; scan.u is calibrated with the largest value of it too.
 SHARED_SCALE = ("conv1d.output", "x_proj.input", "scan.u")
-
-Amax = Callable[[str], float | None]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class CornerAnswer:
 
     @property
     def relative(self) -> Tensor:
-        """The answer in units of the rms of what was given, in float64."""
+        """The answer in units of the rms of the corner values, in float64."""
         return self.answer.double() / self.given.double().square().mean().sqrt()
 
 
@@ -53,12 +51,12 @@ def corner_answers(twin: nn.Module, recipe: Recipe, calibration: Calibration | N
         return {}
     format = FORMATS[recipe.format]
     sites = _mixer_sites if mode.kind == "ssm" else _linear_inputs if mode.kind == "linear" and mode.inputs else None
-    found = {}
+    answers = {}
     for name, grid, module, width, device in sites(twin, mode, format, calibration) if sites else ():
         given = corner_values(format, width, amax=grid.amax, per_sequence=grid.per_sequence)
-        made: Tensor = module.forward(given.to(device, copy=True))  # not module(): the hooks of a model stay silent
-        found[name] = CornerAnswer(name, grid, given, made.cpu())
-    return found
+        answer: Tensor = module.forward(given.to(device, copy=True))  # not module(), which would run its hooks
+        answers[name] = CornerAnswer(name, grid, given, answer.cpu())
+    return answers
 
 
 _Site = tuple[str, SiteGrid, nn.Module, int, torch.device]
@@ -68,7 +66,7 @@ def _mixer_sites(twin: nn.Module, mode: Mode, format: Format, calibration: Calib
     for name, block in mamba_blocks(twin):
         mixer = block.mixer
         assert isinstance(mixer, SiteMixer)
-        amax = site_amax(calibration, f"{name}.mixer")
+        amax = amax_lookup(calibration, f"{name}.mixer.")
         for site in SITES:
             grid = site_grid(mode, format, site, amax)
             if grid is not None:
@@ -103,11 +101,6 @@ def site_grid(mode: Mode, format: Format, site: str, amax: Amax) -> SiteGrid | N
 def scale_source(site: str) -> str:
     """The site whose calibration a site uses."""
     return "in_proj.output" if site == "conv1d.input" else "conv1d.output" if site in SHARED_SCALE else site
-
-
-def site_amax(calibration: Calibration | None, mixer: str) -> Amax:
-    """The calibrated amax of a mixer's sites; None for each without a calibration."""
-    return lambda site: None if calibration is None else calibration.amax_of(f"{mixer}.{site}")
 
 
 def linear_amax(calibration: Calibration | None, format: Format, name: str) -> float | None:

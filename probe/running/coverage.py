@@ -10,6 +10,7 @@ The check does not know the scale, so that a wrong scale is drift and only a mis
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,24 +77,24 @@ def expected_on_grid(recipe: Recipe) -> tuple[str, ...]:
 def watching(twin: nn.Module, recipe: Recipe) -> Iterator[dict[str, str]]:
     """Check the weights at once and the sites while the block runs: name -> why it is not on its grid."""
     found: dict[str, str] = {}
-    if recipe.format is None or find_mode(recipe.mode).kind == "user":
+    mode = find_mode(recipe.mode)
+    if recipe.format is None or mode.kind == "user":
         yield found
         return
     format = recipe.format
     with ExitStack() as hooks:
+        checked: set[str] = set()
+
+        def check(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+            if name not in checked:  # the first call is enough
+                checked.add(name)
+                _note(found, name, output[:1], format)
 
         def watch(name: str, module: nn.Module) -> None:
-            looked: list[bool] = []  # the first call is enough
-
-            def look(module: nn.Module, args: Any, output: Tensor) -> None:
-                if not looked:
-                    looked.append(True)
-                    _note(found, name, output[:1], format)
-
-            hooks.callback(module.register_forward_hook(look).remove)
+            hooks.callback(module.register_forward_hook(partial(check, name)).remove)
 
         for name, module in twin.named_modules():
-            if isinstance(module, SiteMixer) and find_mode(recipe.mode).kind == "ssm":
+            if isinstance(module, SiteMixer) and mode.kind == "ssm":
                 parameters = dict(module.named_parameters())
                 for weight in WEIGHTS:
                     if weight in parameters:
@@ -102,7 +103,7 @@ def watching(twin: nn.Module, recipe: Recipe) -> Iterator[dict[str, str]]:
                     watch(f"{name}.{site}", module.site(site))
             elif isinstance(module, GridLinear):
                 _note(found, f"{name}.weight", module.weight, format)
-                if find_mode(recipe.mode).inputs and not name.endswith(NEVER_CALLED):
+                if mode.inputs and not name.endswith(NEVER_CALLED):
                     watch(f"{name}.input", module.input)
         yield found
 

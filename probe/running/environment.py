@@ -6,6 +6,7 @@ The facts are package versions and the kind of machine, without host names or cl
 import importlib.util
 import platform
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,9 +26,7 @@ def _accelerator(name: str) -> bool:
 #: Device -> whether this machine has it.
 DEVICES: dict[str, Callable[[], bool]] = {
     "cpu": lambda: True,
-    "cuda": lambda: _accelerator("cuda"),
-    "mps": lambda: _accelerator("mps"),
-    "xpu": lambda: _accelerator("xpu"),
+    **{name: partial(_accelerator, name) for name in ("cuda", "mps", "xpu")},
     "xla": lambda: importlib.util.find_spec("torch_xla") is not None,
 }
 
@@ -80,7 +79,7 @@ def environment() -> dict[str, str]:
 
 
 def comparable(facts: Mapping[str, str]) -> dict[str, str]:
-    """The facts that may explain a drift: not the input, which is checked by itself, nor how many threads ran."""
+    """The facts that may explain a drift: neither the input, which has a check of its own, nor the thread count."""
     return {name: fact for name, fact in facts.items() if not name.startswith((INPUT, ANCHORS, THREADS))}
 
 

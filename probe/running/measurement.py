@@ -105,33 +105,37 @@ def measure_all(
     modes: Sequence[str] | None = None,
     formats: Sequence[str] | None = None,
     layers: Sequence[str | int] = ("all",),
-    data: TextSamples = EVALUATION,
-    calibration_data: TextSamples = CALIBRATION,
+    data: tuple[str, int, int, int] = EVALUATION,
+    calibration_data: tuple[str, int, int, int] = CALIBRATION,
     percentile: float = PERCENTILE,
     injected: bool = False,
     allow_download: bool = False,
     trust_remote_code: bool = False,
     progress: Callable[[str], Any] = lambda text: None,
 ) -> list[Measured]:
-    """Every recipe of modes x formats against fp32, on one model, with one reference and one calibration."""
-    if data.seqlen < 2:
-        raise ValueError(f"seqlen is {data.seqlen}; expected at least 2, a token and the next one.")
+    """Every recipe of modes x formats against fp32, on one model, with one reference and one calibration.
+
+    Without modes: those that fit the model. `data` and `calibration_data` are TextSamples, or the same as plain tuples.
+    """
+    evaluated, calibrated = TextSamples(*data), TextSamples(*calibration_data)
+    if evaluated.seqlen < 2:
+        raise ValueError(f"seqlen is {evaluated.seqlen}; expected at least 2, a token and the next one.")
     recipes = recipes_of(modes, formats) if modes else []
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    if not modes:  # what fits the model
+    if not modes:
         recipes = recipes_of(["all"] if is_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
     check_recipes(loaded, recipes)
-    check_positions(loaded.model, data.seqlen, key="seqlen")
+    check_positions(loaded.model, evaluated.seqlen, key="seqlen")
     select(loaded.model, layers, model_name=model)
     for note in loaded.notes:
         progress(f"note: {note}")
-    batches = data.batches(loaded.tokenizer)
-    progress(f"[reference] {loaded.name}, {data}")
+    batches = evaluated.batches(loaded.tokenizer)
+    progress(f"[reference] {loaded.name}, {evaluated}")
     reference = run_reference(loaded.model, batches, layers)
     calibration = None
     if any(recipe.needs_calibration for recipe in recipes):
-        progress(f"[calibration] {calibration_data}")
-        calibration = calibrate_on(loaded, *calibration_data, percentile=percentile)
+        progress(f"[calibration] {calibrated}")
+        calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
     measured = []
     for index, recipe in enumerate(recipes):
         progress(f"[{index + 1}/{len(recipes)}] {recipe}")

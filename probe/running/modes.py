@@ -54,12 +54,11 @@ class Mode:
         return self.kind != "float"
 
 
-def _torchao_weights(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
-    return torchao_int8(model, format, dynamic=False)
+def _torchao(name: str, what: str, *, dynamic: bool) -> Mode:
+    def build(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+        return torchao_int8(model, format, dynamic=dynamic)
 
-
-def _torchao_dynamic(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
-    return torchao_int8(model, format, dynamic=True)
+    return Mode(name, what, "user", build=build, library="torchao", formats=("int8",))
 
 
 MODES: dict[str, Mode] = {
@@ -79,22 +78,8 @@ MODES: dict[str, Mode] = {
         Mode("3", "hybrid: conv1d input on a dynamic scale, the rest as 2-4", conv_input="dynamic", scan="fast"),
         Mode("linear_w", "weights of every nn.Linear", "linear"),
         Mode("linear_wa", "weights and inputs of every nn.Linear", "linear", inputs=True),
-        Mode(
-            "torchao_w",
-            "torchao's int8 weights (extra: torchao)",
-            "user",
-            build=_torchao_weights,
-            library="torchao",
-            formats=("int8",),
-        ),
-        Mode(
-            "torchao_wa",
-            "torchao's int8 weights and dynamic inputs",
-            "user",
-            build=_torchao_dynamic,
-            library="torchao",
-            formats=("int8",),
-        ),
+        _torchao("torchao_w", "torchao's int8 weights (extra: torchao)", dynamic=False),
+        _torchao("torchao_wa", "torchao's int8 weights and dynamic inputs", dynamic=True),
     )
 }
 _SSM = tuple(mode.name for mode in MODES.values() if mode.kind == "ssm")

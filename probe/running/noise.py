@@ -9,7 +9,7 @@ left alone, because it is a real change, which must be seen.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -55,7 +55,7 @@ def under(variation: Variation, model: nn.Module) -> Iterator[None]:
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     handle = None
     if variation.jitter and embedding is not None:
-        handle = embedding.register_forward_hook(_jitter(variation.jitter))
+        handle = embedding.register_forward_hook(lambda module, args, output: jittered(output, variation.jitter))
     try:
         torch.set_num_threads(variation.threads)
         torch.backends.mkldnn.set_flags(variation.onednn)  # type: ignore[no-untyped-call]
@@ -73,10 +73,6 @@ def jittered(x: Tensor, seed: int) -> Tensor:
     up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
     limit = torch.full(x.shape, torch.inf, device=x.device)
     return torch.nextafter(x.float(), torch.where(up, limit, -limit)).to(x.dtype)
-
-
-def _jitter(seed: int) -> Callable[[nn.Module, object, Tensor], Tensor]:
-    return lambda module, args, output: jittered(output, seed)
 
 
 #: An element is near a tie if it is closer to it than this part of the rms of the layer's input. Instruction sets,
@@ -120,8 +116,8 @@ class Anchors:
         except (SafetensorError, LookupError, TypeError, ValueError) as problem:
             raise ValueError(f"is not a file of anchors ({problem})") from None
         return cls(
-            {label: torch.from_numpy(one).int() for label, one in places.items()},
-            {label: one.view(torch.bfloat16) for label, one in bits.items()},
+            {label: torch.from_numpy(places[label]).int() for label in labels},
+            {label: bits[label].view(torch.bfloat16) for label in labels},
             amax,
         )
 

@@ -1,7 +1,7 @@
 """A recipe: a mode with a format, and how it turns the float model into its quantized copy."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from probe.models.linear import grid_linears
 from probe.models.loading import Loaded, weight_fingerprint
 from probe.models.mamba import WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
-from probe.running.calibration import Calibration
+from probe.running.calibration import Amax, Calibration, amax_lookup
 from probe.running.modes import Mode, expand_modes, find_mode
 from probe.words import look_up
 
@@ -100,7 +100,7 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
             )
         return built.eval()
     if mode.kind == "linear":
-        return grid_linears(_float_twin(model), recipe.format, _amax_of(calibration), inputs=mode.inputs)
+        return grid_linears(_float_twin(model), recipe.format, amax_lookup(calibration), inputs=mode.inputs)
     return _ssm(model, mode, recipe.format, calibration)
 
 
@@ -118,12 +118,8 @@ def _ssm(model: nn.Module, mode: Mode, format: str, calibration: Calibration | N
         mixer = block.mixer
         assert isinstance(mixer, SiteMixer)
         _put_weights_on_grid(mixer, format)
-        _put_sites_on_grid(mixer, mode, format, _amax_of(calibration, f"{name}.mixer."))
+        _put_sites_on_grid(mixer, mode, format, amax_lookup(calibration, f"{name}.mixer."))
     return twin
-
-
-def _amax_of(calibration: Calibration | None, prefix: str = "") -> Callable[[str], float | None]:
-    return lambda site: None if calibration is None else calibration.amax_of(f"{prefix}{site}")
 
 
 @torch.no_grad()
@@ -134,7 +130,7 @@ def _put_weights_on_grid(mixer: SiteMixer, format: str) -> None:
             tensors[name].copy_(weight_on_grid(tensors[name], format))
 
 
-def _put_sites_on_grid(mixer: SiteMixer, mode: Mode, format: str, amax: Callable[[str], float | None]) -> None:
+def _put_sites_on_grid(mixer: SiteMixer, mode: Mode, format: str, amax: Amax) -> None:
     """The rows of the table as grids at sites. One scale serves conv1d.output, x_proj.input and scan.u."""
 
     def put(site: str, *, like: str | None = None, by_codes: bool = False) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,21 +177,16 @@ def _run(
 
 @contextmanager
 def _injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> Iterator[None]:
-    """While it lasts, the first tensor given to each of these modules is the next one of its inputs."""
+    """While the block runs, each of these modules gets the next of its inputs as the first tensor of its call."""
     found = dict(twin.named_modules())
+
+    def feed(label: str, stored: Iterator[Tensor], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return with_first_tensor(label, args, kwargs, next(stored))
+
     with ExitStack() as hooks:
         for label, name in modules.items():
-
-            def feed(
-                module: nn.Module,
-                args: tuple[Any, ...],
-                kwargs: dict[str, Any],
-                label: str = label,
-                stored: Iterator[Tensor] = iter(inputs[label]),  # noqa: B008
-            ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-                return with_first_tensor(label, args, kwargs, next(stored))
-
-            hooks.callback(found[name].register_forward_pre_hook(feed, with_kwargs=True).remove)
+            hook = partial(feed, label, iter(inputs[label]))
+            hooks.callback(found[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
 
 
@@ -234,11 +230,7 @@ def load_reference(file: Path) -> Reference:
     with safe_open(file, framework="pt") as opened:
         facts = json.loads(opened.metadata()["facts"])
 
-        def get(name: str) -> Tensor:
-            found: Tensor = opened.get_tensor(name)
-            return found
-
-        count = range(facts["batches"])
+        get, count = opened.get_tensor, range(facts["batches"])
         return Reference(
             facts["model"],
             tuple(get(f"batch {i}") for i in count),

@@ -1,9 +1,9 @@
-"""The trace of one layer: what it and its parts were given and made when the reference's input was fed to it."""
+"""The trace of one layer: the inputs and outputs of the layer and its parts when it is fed the reference's input."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class BatchTrace:
 
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """One layer of a recipe beside the float model. Nothing runs before it is asked for."""
+    """One layer of a recipe beside the float model. Nothing runs before it is needed."""
 
     model: nn.Module
     recipe: Recipe
@@ -96,23 +96,20 @@ def _output(twin: nn.Module, reference: Reference) -> Tensor | None:
 
 @contextmanager
 def _recording(layer: nn.Module, mode: Mode) -> Iterator[Parts]:
-    """While it lasts, keep what the parts of a layer are given and make, at their first call."""
+    """While the block runs, keep the input and output of each part of a layer at its first call."""
     parts: Parts = {}
 
-    def keep(tensors: dict[str, Tensor], part: str) -> Callable[[nn.Module, Any, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = first_tensor(part, "input", (*args, *kwargs.values()))
-            tensors.setdefault(f"{part}.given", given.detach().clone())
-            tensors.setdefault(f"{part}.made", first_tensor(part, "output", output).detach().clone())
-
-        return hook
+    def keep(tensors: dict[str, Tensor], part: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = first_tensor(part, "input", (*args, *kwargs.values()))
+        tensors.setdefault(f"{part}.given", given.detach().clone())
+        tensors.setdefault(f"{part}.made", first_tensor(part, "output", output).detach().clone())
 
     with ExitStack() as hooks:
         for owner, modules in _watched(layer, mode):
             parts[owner] = {}
             for part, module in modules.items():
-                handle = module.register_forward_hook(keep(parts[owner], part), with_kwargs=True)
-                hooks.callback(handle.remove)
+                hook = partial(keep, parts[owner], part)
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield parts
 
 

@@ -39,7 +39,7 @@ CRITERIA: dict[str, Criterion] = {
     "mae": Criterion(0.1, lambda level: level.mae),
     "relative_error": Criterion(0.1, lambda level: level.relative_error),
 }
-#: Where the words change: of range / smallest for mse, of the range for cosine, of the range in dB for psnr.
+#: The thresholds of the advice: on range / smallest for mse, on the range for cosine, on the range in dB for psnr.
 MSE_VARIES, COSINE_STABLE, PSNR_CRITICAL, PSNR_MODERATE = 0.1, 0.01, 20.0, 10.0
 
 
@@ -170,21 +170,19 @@ def _spread(values: Sequence[float]) -> Spread:
 def _advice(spreads: dict[str, Spread]) -> tuple[tuple[str, str], ...]:
     mse, cosine, psnr = spreads["mse"], spreads["cosine"], spreads["psnr"]
     varies = mse.range > 0 and (mse.low == 0 or mse.range / mse.low >= MSE_VARIES)
-    found = [
+    return (
         ("fair", "MSE varies significantly with scaling - choose the recommended factor carefully")
         if varies
         else ("good", "MSE is stable across scaling factors - the choice costs little accuracy"),
         ("good", "Cosine similarity is very stable - scaling factor has minimal impact on direction preservation")
         if cosine.range < COSINE_STABLE
         else ("fair", "Cosine similarity varies with scaling - scaling factor affects direction preservation"),
-    ]
-    if psnr.range > PSNR_CRITICAL:
-        found.append(("poor", "Large PSNR range - scaling factor selection is critical for quality"))
-    elif psnr.range > PSNR_MODERATE:
-        found.append(("fair", "Moderate PSNR range - scaling factor selection matters for quality"))
-    else:
-        found.append(("good", "Small PSNR range - scaling factor has limited impact on quality"))
-    return tuple(found)
+        ("poor", "Large PSNR range - scaling factor selection is critical for quality")
+        if psnr.range > PSNR_CRITICAL
+        else ("fair", "Moderate PSNR range - scaling factor selection matters for quality")
+        if psnr.range > PSNR_MODERATE
+        else ("good", "Small PSNR range - scaling factor has limited impact on quality"),
+    )
 
 
 def _safe_range(result: ScalingResult, chosen: Level) -> tuple[tuple[float, float] | None, Level | None, str]:
@@ -192,21 +190,17 @@ def _safe_range(result: ScalingResult, chosen: Level) -> tuple[tuple[float, floa
     levels = [level for level in result.levels if level.rule == chosen.rule]
     safe = [level.scale_exponent for level in levels if not level.significant]
     if safe:
-        return (
-            (min(safe), max(safe)),
-            None,
-            f"{len(safe)} of {len(levels)} levels have no significant overflow or underflow",
-        )
+        reason = f"{len(safe)} of {len(levels)} levels have no significant overflow or underflow"
+        return (min(safe), max(safe)), None, reason
     least = min(levels, key=lambda level: (level.overflow + level.underflow, level.mse))
     grid = math.log2(result.element.max / result.element.min_subnormal)
     over, under = least.percent(least.overflow), least.percent(least.underflow)
-    return (
-        None,
-        least,
+    reason = (
         f"every level has more than 0.1 % overflow or underflow: the magnitudes of the tensor span "
         f"{math.log2(result.amax / result.smallest):.1f} powers of two, those of {result.format} {grid:.1f}. This "
-        f"level has the least: {over:.2f} % above and {under:.2f} % below",
+        f"level has the least: {over:.2f} % above and {under:.2f} % below"
     )
+    return None, least, reason
 
 
 def _position(result: ScalingResult, chosen: Level) -> str:

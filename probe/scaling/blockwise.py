@@ -1,8 +1,7 @@
 """The fast twin of `reference.block_levels`: numba kernels over rows of one block each, in pieces that fit the cache.
 
-Every rule puts the exponent of a block at that of `floor`, one above or one below. So blocks are sorted into groups by
-those steps, rule by rule, and a group is worked out once for every distance k from the floor exponent b that a rule and
-a shift need:
+Every rule gives a block the exponent of `floor`, one more or one less. So blocks are sorted into groups by those steps,
+and a group is computed once for every distance k from the floor exponent b that a rule and a shift need:
 
     total(rule, shift) = sum over groups of figures[group, k = shift + step of the rule]
 
@@ -38,8 +37,9 @@ _Whole = npt.NDArray[np.int64]
 
 #: Elements that are worked on at a time, if a block is not longer.
 STRETCH = 1024
-#: The places of sums.
-(SQUARES, MAGNITUDES, LARGEST, PRODUCT, POWER, LOWEST, HIGHEST, SUMS) = range(8)
+#: The fields of Sums that the kernels add up, in order, and their places.
+SUMMED = ("squares", "magnitudes", "largest", "product", "power", "lowest", "highest")
+(SQUARES, MAGNITUDES, LARGEST, PRODUCT, POWER, LOWEST, HIGHEST) = range(7)
 
 _EXPONENT, _SIGN = np.int32(0x7F800000), np.int32(-(2**31))
 
@@ -113,7 +113,7 @@ class _Group:
     def __init__(self, fmt: Format, distances: set[int]) -> None:
         self._format = fmt
         self._plan = plan_for(fmt, torch.float32, "floor")
-        self._sums = {k: np.array([0.0, 0.0, 0.0, 0.0, 0.0, np.inf, -np.inf]) for k in sorted(distances)}
+        self._sums = {k: np.array([getattr(Sums(), name) for name in SUMMED]) for k in sorted(distances)}
         self._exponents: _Whole = np.zeros(3 * 256, dtype=np.int64)
         self._counted = fmt.bits <= COUNTED_BITS
         self._width = round(fmt.max / fmt.min_subnormal) if self._counted else 0
@@ -127,21 +127,11 @@ class _Group:
         z = rows * scale.reciprocal().to(torch.float32)
         self._count(z)
         self._negative += int(torch.signbit(z).sum()) if self._counted else 0
-        plan, flat, scales = self._plan, z.reshape(-1).numpy(), scale.reshape(-1).numpy()
+        plan, flat, scales, size = self._plan, z.reshape(-1).numpy(), scale.reshape(-1).numpy(), rows.shape[-1]
+        signed, inverse = not self._format.is_integer, 1 / self._format.min_subnormal
         for k, sums in self._sums.items():
-            add_level(
-                flat,
-                scales,
-                rows.shape[-1],
-                k,
-                plan.magic,
-                plan.min_exponent,
-                plan.max,
-                not self._format.is_integer,
-                sums,
-                1 / self._format.min_subnormal,
-                self._steps[k],
-            )
+            steps = self._steps[k]
+            add_level(flat, scales, size, k, plan.magic, plan.min_exponent, plan.max, signed, inverse, sums, steps)
 
     def _count(self, z: Tensor) -> None:
         """Count |z| by exponent field, and in each: powers of two, up to the mantissa of max, and above it."""
@@ -153,23 +143,17 @@ class _Group:
 
     def sums_at(self, k: int) -> Sums:
         """The sums at distance k, with the counts."""
-        fmt, sums = self._format, self._sums[k].tolist()
+        fmt = self._format
         table = self._exponents.reshape(256, 3)
 
         def below(exponent: int) -> int:
             """How many are not zero and below 2^exponent; zero is the first power of the table."""
             return int(table[: max(0, exponent + 127)].sum() - table[0, 0])
 
-        lowest = reference.exponent_of_power(fmt.min_subnormal) + k
+        lowest = fmt.min_exponent - fmt.mantissa_bits + k
         top = fmt.max_exponent + k + 127
         return Sums(
-            squares=sums[SQUARES],
-            magnitudes=sums[MAGNITUDES],
-            largest=sums[LARGEST],
-            product=sums[PRODUCT],
-            power=sums[POWER],
-            lowest=sums[LOWEST],
-            highest=sums[HIGHEST],
+            **dict(zip(SUMMED, self._sums[k].tolist(), strict=True)),
             overflow=int(table[top + 1 :].sum() + table[top, 2]),
             underflow=below(lowest),
             flushed=below(lowest - 1) + int(table[lowest - 1 + 127, 0]),
@@ -204,11 +188,11 @@ def add_level(
     min_exponent: int,
     largest: int,
     has_negative_zero: bool,
-    sums: _Doubles,
     steps_in_one: float,
+    sums: _Doubles,
     steps: _Whole,
 ) -> None:
-    """Add the sums of blocks of `size` values z, of which each block has its own scale, at 2^distance.
+    """Add the sums of blocks of `size` values z at 2^distance; each block has its own scale.
 
     `magic`, `min_exponent` and `largest` are those of a `Plan`. With room in `steps`, outputs are counted there by
     their signed number of steps.

@@ -1,12 +1,12 @@
 """The fast twin of `reference.tensor_levels`, which works on runs of neighbouring values instead of single values.
 
-A tensor becomes runs, once. One of 16-bit floats, however large, has at most 65536 distinct values, and a run is one of
-them with its count (so is a float32 tensor that was widened from bfloat16). Any other is sorted, and a run is RUN
-neighbours x_1 <= ... <= x_n with their count, both ends and two sums around the first:
+A tensor is turned into runs once. A tensor of 16-bit floats (or of float32 widened from bfloat16) has at most 65536
+distinct values, and a run is one of them with its count. Any other tensor is sorted, and a run is RUN neighbours
+x_1 <= ... <= x_n with their count, both ends and two sums around the first:
 
     S1 = sum (x - x_1),   S2 = sum (x - x_1)^2
 
-Where both ends of a run become the same q, all between them does, and with c = q s its errors d = c - x are
+Where both ends of a run become the same q, so do all values between them, and with c = q s the errors d = c - x have
 
     sum d^2 = S2 - 2 (c - x_1) S1 + n (c - x_1)^2,   sum |d| = |n (c - x_1) - S1|
 
@@ -14,7 +14,7 @@ Only the few runs that contain a boundary of the grid (or c itself) are computed
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from probe.formats import Format
 from probe.numerics.fast import round_elements
 from probe.scaling.levels import Extent
-from probe.scaling.reference import COUNTED_BITS, Sums, code_limits, scale_of
+from probe.scaling.reference import COUNTED_BITS, Sums, code_limits, kinds, scale_of
 
 #: Values in a run of sorted ones.
 RUN = 256
@@ -42,6 +42,11 @@ class Runs:
     s2: Tensor
     start: Tensor  # of the run, in `values`
     values: Tensor | None = None
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """All but the values: one number per run."""
+        return self.first, self.last, self.count, self.s1, self.s2, self.start
 
     def extent(self) -> Extent:
         """The range and size of the tensor."""
@@ -117,15 +122,8 @@ def _sorted(flat: Tensor) -> Runs:
     present = [(value, count) for value, count in ((-0.0, negative), (0.0, above - below - negative)) if count]
     parts = [_cut(kept, 0, below), _cut(kept, above, len(kept))]
     parts.append(_equal(torch.tensor(present, dtype=torch.float64).reshape(-1, 2)))
-    return Runs(
-        first=torch.cat([part.first for part in parts]),
-        last=torch.cat([part.last for part in parts]),
-        count=torch.cat([part.count for part in parts]),
-        s1=torch.cat([part.s1 for part in parts]),
-        s2=torch.cat([part.s2 for part in parts]),
-        start=torch.cat([part.start for part in parts]),
-        values=kept,
-    )
+    columns = map(torch.cat, zip(*(part.columns for part in parts), strict=True))
+    return replace(Runs(*columns), values=kept)
 
 
 def _cut(ordered: Tensor, begin: int, end: int) -> Runs:
@@ -155,42 +153,30 @@ def tensor_levels(runs: Runs, exponents: Sequence[float], fmt: Format) -> list[S
 def _level(runs: Runs, scale: float, fmt: Format) -> Sums:
     y = runs.first / scale
     q = on_elements(y, fmt)
-    kinds = _kinds(y, runs.first, fmt)
+    masks = kinds(y, runs.first, fmt)
     if runs.values is None:
-        return _run_sums(runs, q, kinds, scale, fmt)
+        return _run_sums(runs, q, masks, scale, fmt)
     y_last = runs.last / scale
     q_last = on_elements(y_last, fmt)
     same = (q == q_last) & ((q * scale - runs.first) * (q_last * scale - runs.last) >= 0)
-    for one, other in zip(kinds, _kinds(y_last, runs.last, fmt), strict=True):
-        same &= one == other
-    whole = Runs(*(part[same] for part in (runs.first, runs.last, runs.count, runs.s1, runs.s2, runs.start)))
-    found = _run_sums(whole, q[same], [kind[same] for kind in kinds], scale, fmt) if bool(same.any()) else Sums()
+    for first, last in zip(masks, kinds(y_last, runs.last, fmt), strict=True):
+        same &= first == last  # where both ends of a run are of a kind, all of it is
+    whole = Runs(*(column[same] for column in runs.columns))
+    found = _run_sums(whole, q[same], [mask[same] for mask in masks], scale, fmt) if bool(same.any()) else Sums()
     rest = runs.within(~same)
     if not len(rest):
         return found
     y = rest / scale
     one_each = _equal(torch.stack([rest, torch.ones_like(rest)], 1))
-    return found + _run_sums(one_each, on_elements(y, fmt), _kinds(y, rest, fmt), scale, fmt)
+    return found + _run_sums(one_each, on_elements(y, fmt), kinds(y, rest, fmt), scale, fmt)
 
 
-def _kinds(y: Tensor, x: Tensor, fmt: Format) -> list[Tensor]:
-    """Masks: overflow, underflow, flushed, subnormal. Where both ends of a run agree, all of it does."""
-    low, high = code_limits(fmt)
-    magnitude, some = y.abs(), x != 0
-    return [
-        (y > high) | (y < low),
-        some & (magnitude < fmt.min_subnormal),
-        some & (magnitude <= fmt.min_subnormal / 2),
-        some & (magnitude < (fmt.min_normal or 0.0)),
-    ]
-
-
-def _run_sums(runs: Runs, q: Tensor, kinds: Sequence[Tensor], scale: float, fmt: Format) -> Sums:
-    """The sums over runs that became q as a whole; the formulas are at the top."""
+def _run_sums(runs: Runs, q: Tensor, masks: Sequence[Tensor], scale: float, fmt: Format) -> Sums:
+    """The sums over runs that became q as a whole; the formulas are at the top of the file."""
     c = q * scale
     gap = c - runs.first
     weighted = c * runs.count
-    overflow, underflow, flushed, subnormal = (int(runs.count[kind].sum()) for kind in kinds)
+    overflow, underflow, flushed, subnormal = (int(runs.count[mask].sum()) for mask in masks)
     return Sums(
         squares=float((runs.s2 + gap * (gap * runs.count - 2 * runs.s1)).sum()),
         magnitudes=float((gap * runs.count - runs.s1).abs().sum()),

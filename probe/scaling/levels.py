@@ -25,9 +25,8 @@ MOST_LEVELS = 1001
 
 def element_format(name: str, granularity: str) -> Format:
     """The grid of the elements. In blocks `int8` is the int8 of MX, with steps of 1/64: the format mxint8."""
-    swept = [*ELEMENT_FORMATS, *(one.name for one in FORMATS.values() if one.scale == "e8m0")]
-    known = {known: FORMATS[known] for known in swept}
-    fmt = look_up("format", name, known, see="Or all.")
+    swept = [*ELEMENT_FORMATS, *(fmt.name for fmt in FORMATS.values() if fmt.scale == "e8m0")]
+    fmt = look_up("format", name, {known: FORMATS[known] for known in swept}, see="Or all.")
     return FORMATS["mxint8"] if name == "int8" and granularity == "block" else fmt
 
 
@@ -59,7 +58,7 @@ class Extent:
 
 
 def check_tensor(x: Tensor) -> Tensor:
-    """`x` as it is swept: detached, on the CPU, bfloat16, float16 or float32. One that cannot be is a ValueError."""
+    """`x` as it is swept: detached, on the CPU, bfloat16, float16 or float32. ValueError if it cannot be swept."""
     require_tensor(x)
     if not x.is_floating_point():
         raise ValueError(f"the tensor is {x.dtype}. A scale is swept over floats. Convert it first, e.g. x.float().")
@@ -67,8 +66,7 @@ def check_tensor(x: Tensor) -> Tensor:
         raise ValueError(f"the tensor of shape {list(x.shape)} is empty. Give one with values.")
     x = x.detach().to("cpu")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        wide = x
-        x = x.to(torch.float32)
+        wide, x = x, x.to(torch.float32)
         if bool(x.isinf().any()) and bool(wide.isfinite().all()):
             raise ValueError("the tensor has values beyond float32, in which it is analysed. Scale it down first.")
     low, high = (float(end) for end in torch.aminmax(x))
@@ -93,7 +91,7 @@ def min_aligned(smallest: float, fmt: Format) -> int:
 
 
 def largest_exponent(scale_bits: int) -> int:
-    """Of a power-of-two scale of so many bits: 127 for the 8 bits of E8M0. The smallest is its negative."""
+    """The largest exponent of a scale of `scale_bits` bits: 127 for E8M0, which has 8. The smallest is its negative."""
     if isinstance(scale_bits, bool) or not isinstance(scale_bits, int) or not 2 <= scale_bits <= 8:
         raise ValueError(f"scale_bits is {scale_bits!r}. Give a whole number from 2 to 8; E8M0 of OCP MX has 8.")
     return int(2 ** (scale_bits - 1)) - 1
@@ -121,26 +119,23 @@ class Ends:
 def sweep_ends(
     max_scale_exp: float | None, min_scale_exp: float | None, aligned: tuple[int, int], *, scale_bits: int
 ) -> Ends:
-    """The ends as given, else as aligned, within what `scale_bits` can hold.
+    """The ends that the caller gave, else the aligned ones, within what `scale_bits` can hold.
 
-    Where both alignments are the same exponent, the sweep goes on for one power of two below it.
+    Where both alignments are the same exponent, the sweep ends one power of two below it.
     """
     limit = largest_exponent(scale_bits)
-    for name, given in (("max_scale_exp", max_scale_exp), ("min_scale_exp", min_scale_exp)):
-        if given is None:
-            continue
-        if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) <= limit:
+    for name, end in (("max_scale_exp", max_scale_exp), ("min_scale_exp", min_scale_exp)):
+        number = isinstance(end, int | float) and not isinstance(end, bool) and abs(end) <= limit
+        if end is not None and not number:
             raise ValueError(
-                f"{name} is {given!r}. A scale of {scale_bits} bits is 2^{-limit} to 2^{limit}: give a number from "
+                f"{name} is {end!r}. A scale of {scale_bits} bits is 2^{-limit} to 2^{limit}: give a number from "
                 f"{-limit} to {limit}."
             )
     first, last = (max(-limit, min(limit, exponent)) for exponent in aligned)
     if first == last and max_scale_exp is None and min_scale_exp is None:
         last = max(-limit, first - 1)
-    return Ends(
-        float(first if max_scale_exp is None else max_scale_exp),
-        float(last if min_scale_exp is None else min_scale_exp),
-    )
+    ends = first if max_scale_exp is None else max_scale_exp, last if min_scale_exp is None else min_scale_exp
+    return Ends(*map(float, ends))
 
 
 def check_levels(num_levels: int) -> None:

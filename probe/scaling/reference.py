@@ -1,14 +1,15 @@
 """The definition of a level: a few lines of float64 arithmetic over the whole tensor that read as the formulas.
 
-`fast.py` and `blockwise.py` do the work; tests hold them to this, counts exactly and sums to their last digits.
-Quotients are taken in float64, where no quotient of two float32 numbers becomes a tie that it is not, and products
-q * s are exact there: the rounding to the grid is the only rounding.
+`fast.py` and `blockwise.py` are its fast twins. Tests compare them with it: counts are equal, sums differ at most in
+their last digits. In float64, no quotient of two float32 numbers becomes a tie by rounding, and products q * s are
+exact: the rounding to the grid is the only rounding.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,20 +45,10 @@ class Sums:
     codes: tuple[int, ...] | None = None
 
     def __add__(self, other: "Sums") -> "Sums":
-        return Sums(
-            self.squares + other.squares,
-            self.magnitudes + other.magnitudes,
-            max(self.largest, other.largest),
-            self.product + other.product,
-            self.power + other.power,
-            self.overflow + other.overflow,
-            self.underflow + other.underflow,
-            self.flushed + other.flushed,
-            self.subnormal + other.subnormal,
-            min(self.lowest, other.lowest),
-            max(self.highest, other.highest),
-            tuple(map(add, self.codes, other.codes)) if self.codes and other.codes else self.codes or other.codes,
-        )
+        codes = tuple(map(add, self.codes, other.codes)) if self.codes and other.codes else self.codes or other.codes
+        joins: dict[str, Callable[[Any, Any], Any]] = {"largest": max, "lowest": min, "highest": max}
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "codes"}
+        return Sums(**{name: joins.get(name, add)(*pair) for name, pair in pairs.items()}, codes=codes)
 
 
 def level_of(index: int, exponent: float, scale: float, rule: str | None, sums: Sums, extent: Extent) -> Level:
@@ -96,11 +87,6 @@ def scale_of(exponent: float) -> float:
     return float(torch.tensor(2.0**exponent, dtype=torch.float64).to(torch.float32))
 
 
-def exponent_of_power(x: float) -> int:
-    """log2 of a power of two, exact."""
-    return math.frexp(x)[1] - 1
-
-
 def code_limits(fmt: Format) -> tuple[float, float]:
     """The smallest and the largest number of the element grid; only plain int8 has one more below zero."""
     return (-fmt.max - 1 if fmt.scale == "float32" else -fmt.max), fmt.max
@@ -113,6 +99,18 @@ def on_elements(y: Tensor, fmt: Format) -> Tensor:
     return round_elements(y, fmt, "half_even", None)
 
 
+def kinds(y: Tensor, x: Tensor, fmt: Format) -> list[Tensor]:
+    """Masks of y = x / scale: overflow, underflow, flushed, subnormal; the definitions are in `Level`."""
+    low, high = code_limits(fmt)
+    magnitude, some = y.abs(), x != 0
+    return [
+        (y > high) | (y < low),
+        some & (magnitude < fmt.min_subnormal),
+        some & (magnitude <= fmt.min_subnormal / 2),
+        some & (magnitude < (fmt.min_normal or 0.0)),
+    ]
+
+
 def level_sums(x: Tensor, scale: float | Tensor, fmt: Format) -> Sums:
     """The sums of `x` at a scale, or at one for each of its rows."""
     x = x.to(torch.float64)
@@ -120,19 +118,17 @@ def level_sums(x: Tensor, scale: float | Tensor, fmt: Format) -> Sums:
     q = on_elements(y, fmt)
     output = q * scale
     d = output - x
-    low, high = code_limits(fmt)
-    some = x != 0
-    normal = 0.0 if fmt.min_normal is None else fmt.min_normal
+    overflow, underflow, flushed, subnormal = (int(kind.sum()) for kind in kinds(y, x, fmt))
     return Sums(
         squares=float((d * d).sum()),
         magnitudes=float(d.abs().sum()),
         largest=float(d.abs().max()),
         product=float((x * output).sum()),
         power=float((output * output).sum()),
-        overflow=int(((y > high) | (y < low)).sum()),
-        underflow=int((some & (y.abs() < fmt.min_subnormal)).sum()),
-        flushed=int((some & (y.abs() <= fmt.min_subnormal / 2)).sum()),
-        subnormal=int((some & (y.abs() < normal)).sum()),
+        overflow=overflow,
+        underflow=underflow,
+        flushed=flushed,
+        subnormal=subnormal,
         lowest=float(output.min()),
         highest=float(output.max()),
         codes=code_counts(q, fmt),
@@ -168,7 +164,7 @@ def block_levels(
     for part in block_parts(x, axis, size):
         rows = Blocks.of(part, axis, size).split(part).to(torch.float64)
         for rule in rules:
-            _, _, bytes_ = mx_blocks(rows, fmt, rule, "half_even", None)
+            _, bytes_ = mx_blocks(rows, fmt, rule, "half_even", None)
             exponent = (bytes_ - 127).clamp(-limit, limit)
             for shift in shifts:
                 scale = power((exponent + shift).clamp(-limit, limit))

@@ -13,7 +13,7 @@ from probe.scaling.levels import element_format
 
 #: The version of the JSON; it goes up when a key changes its meaning or disappears.
 LAYOUT = 1
-#: Keys of a JSON file that are no part of the result: what was made of it.
+#: Keys of a JSON file beside the result, for what was derived from it.
 BESIDE = ("recommendation", "blocks", "source", "identity")
 #: The counts of a level that are also given in percent.
 COUNTS = ("overflow", "underflow", "flushed", "subnormal")
@@ -69,12 +69,12 @@ class Level:
 
     @property
     def overflow_severity(self) -> str:
-        """high above 1 %, moderate above 0.1 %, else none."""
+        """high above 1 %, moderate above 0.1 %, else none; the next likewise."""
         return _severity(self.overflow / self.elements)
 
     @property
     def underflow_severity(self) -> str:
-        """high above 1 %, moderate above 0.1 %, else none."""
+        """Of the underflow."""
         return _severity(self.underflow / self.elements)
 
     @property
@@ -154,9 +154,8 @@ class ScalingResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain JSON."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        found |= {"shape": list(self.shape), "levels": [level.as_dict() for level in self.levels]}
-        return {"version": LAYOUT, **found}
+        levels = [level.as_dict() for level in self.levels]
+        return {"version": LAYOUT, **vars(self), "shape": list(self.shape), "levels": levels}
 
     def to_json(self, **beside: Any) -> str:
         """Text that `from_json` reads; `beside` adds further keys, see BESIDE."""

@@ -14,7 +14,7 @@ from probe.numerics.quantize import SCALE_RULES
 from probe.numerics.reference import power
 from probe.scaling import blockwise
 from probe.scaling.levels import element_format, largest_exponent
-from probe.scaling.reference import level_of
+from probe.scaling.reference import kinds, level_of
 from probe.scaling.results import Level
 from probe.scaling.sweep import BLOCK_SIZE, Prepared
 
@@ -63,14 +63,10 @@ class _Tally:
 
     def add(self, rows: Tensor, exponent: Tensor, without: Tensor, spared: Tensor, fmt: Format) -> None:
         """Add rows; `without` are the rows without their largest magnitude, `spared` the exponents of those."""
-        x, y = rows.double(), rows.double() / power(exponent)
-        size, some = y.abs(), rows != 0
-        step = fmt.min_subnormal
-        counts = torch.stack(
-            [mask.sum(-1) for mask in (size > fmt.max, some & (size < step), some & (size <= step / 2))]
-        )
-        used = some.any(-1)
-        self.blocks += len(x)
+        y = rows.double() / power(exponent)
+        counts = torch.stack([mask.sum(-1) for mask in kinds(y, rows, fmt)[:3]])
+        used = (rows != 0).any(-1)
+        self.blocks += len(rows)
         self.zeros += int((~used).sum())
         self.touched += (counts > 0).sum(-1)
         self.worst = torch.maximum(self.worst, counts.amax(-1) / rows.shape[-1])

@@ -1,6 +1,5 @@
 """The sweep: a tensor under scales from maximum to minimum alignment, for the whole tensor or block by block."""
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
@@ -97,13 +96,12 @@ def scaling_sweep(
     else:
         rules = _checked_rules(scale_rules)
         size = Blocks.of(given.x, axis, BLOCK_SIZE if block_size is None else block_size).size
-        whole = [_whole("max_scale_exp", max_scale_exp), _whole("min_scale_exp", min_scale_exp)]
-        last = whole[1] if whole[1] is not None else min_aligned_shift(given.x, fmt, axis=axis, size=size, limit=limit)
-        ends = sweep_ends(whole[0], whole[1], (0, last), scale_bits=scale_bits)
+        first, last = _whole("max_scale_exp", max_scale_exp), _whole("min_scale_exp", min_scale_exp)
+        aligned = 0, min_aligned_shift(given.x, fmt, axis=axis, size=size, limit=limit) if last is None else last
+        ends = sweep_ends(first, last, aligned, scale_bits=scale_bits)
         twin = blockwise if implementation == "fast" else reference
-        shifts = ends.whole(num_levels)
-        found = twin.block_levels(given.x, shifts, rules, fmt, axis=axis, size=size, limit=limit)
-        pairs = enumerate(found.items())
+        by_rule = twin.block_levels(given.x, ends.whole(num_levels), rules, fmt, axis=axis, size=size, limit=limit)
+        pairs = enumerate(by_rule.items())
         levels = [level_of(i, shift, 2.0**shift, rule, sums, extent) for i, ((rule, shift), sums) in pairs]
     return ScalingResult(
         name=name,
@@ -128,12 +126,12 @@ def scaling_sweep(
 
 def _tensor_levels(given: Prepared, fmt: Format, exponents: Sequence[float], implementation: str) -> list[Level]:
     if implementation == "fast":
-        found = fast.tensor_levels(given.runs, exponents, fmt)
+        sums = fast.tensor_levels(given.runs, exponents, fmt)
     else:
-        found = reference.tensor_levels(given.x, exponents, fmt)
+        sums = reference.tensor_levels(given.x, exponents, fmt)
+    scales = [reference.scale_of(exponent) for exponent in exponents]
     return [
-        level_of(index, exponent, reference.scale_of(exponent), None, sums, given.extent)
-        for index, (exponent, sums) in enumerate(zip(exponents, found, strict=True))
+        level_of(i, e, s, None, sums[i], given.extent) for i, (e, s) in enumerate(zip(exponents, scales, strict=True))
     ]
 
 
@@ -145,18 +143,20 @@ def _checked_rules(rules: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(rules))
 
 
-def _whole(name: str, given: float | None) -> int | None:
-    if given is None or (isinstance(given, int | float) and math.isfinite(given) and given == int(given)):
-        return None if given is None else int(given)
-    raise ValueError(f"{name} is {given!r}. Blocks have power-of-two scales: give a whole number to add to exponents.")
+def _whole(name: str, end: float | None) -> int | None:
+    if end is None:
+        return None
+    if isinstance(end, int | float) and float(end).is_integer():
+        return int(end)
+    raise ValueError(f"{name} is {end!r}. Blocks have power-of-two scales: give a whole number to add to exponents.")
 
 
 def min_aligned_shift(x: Tensor, fmt: Format, *, axis: int, size: int, limit: int) -> int:
-    """The largest shift from the floor exponents at which the smallest non-zero value of no block underflows.
+    """The largest shift from the floor exponents at which no block's smallest non-zero value underflows.
 
     min over blocks of floor(log2(smallest / smallest subnormal)) - floor exponent
     """
-    found = []
+    shifts = []
     lowest = min_aligned(1.0, fmt)
     for rows in blockwise.pieces(x, axis, size):
         magnitude = rows.abs()
@@ -164,5 +164,5 @@ def min_aligned_shift(x: Tensor, fmt: Format, *, axis: int, size: int, limit: in
         some = smallest.isfinite()
         floor = blockwise.rule_exponents(rows, ("floor",), fmt, limit)["floor"]
         if bool(some.any()):
-            found.append(int((exponent_of(smallest[some]) + lowest - floor[some]).min()))
-    return min(found)
+            shifts.append(int((exponent_of(smallest[some]) + lowest - floor[some]).min()))
+    return min(shifts)

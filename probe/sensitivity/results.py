@@ -77,7 +77,7 @@ class Sensitivity:
         return _worst_first(self.effects, [effect.alone.mse for effect in self.effects])
 
     def gain(self, effect: Effect) -> float | None:
-        """The share of the KL of the whole that goes when this unit is kept float; below 0 it got worse."""
+        """The share of the KL of the quantized model that goes when this unit is kept float; below 0 it got worse."""
         whole, left = self.everything.kl, effect.without.kl
         return None if whole is None or left is None or whole <= 0 else 1 - left / whole
 

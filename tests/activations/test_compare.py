@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from probe.activations.compare import compare_runs, ranked
+from probe.activations.export import compare_runs, ranked
 from probe.commands import main
 from probe.commands.analyze import overrides
 from probe.report.activations.comparison import change_pictures, comparison_text

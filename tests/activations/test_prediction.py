@@ -14,11 +14,11 @@ from probe.activations.prediction import (
     Prediction,
     _mean_error,
     keep_in_higher_precision,
+    mismatched_channels,
     predict_layers,
     predict_linear,
     predict_tensor,
     spoiled_share,
-    unlike,
 )
 from probe.activations.run import analyze, prepare
 from probe.activations.settings import read_configuration
@@ -248,7 +248,7 @@ def test_what_was_predicted_is_said() -> None:
     for statistics, of, apart in cases:
         named: dict[tuple[str, str], LayerStatistics] = {(s.module, s.kind): s for s in statistics}
         assert [one.of for one in predict_layers(named, ["int8", "mxint8"])] == [of, of]
-        assert unlike(named) == apart
+        assert mismatched_channels(named) == apart
     assert predict_layers({("a", "weight"): fits}, ["int8"])[0].as_dict()["of"] == "weight"
 
 

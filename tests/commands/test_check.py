@@ -100,7 +100,7 @@ def test_the_page_names_the_first_and_shows_it(folder: Path) -> None:
         (["r", "--mode", "0"], "r has no mode '0'. It has: fp32, 2-1."),
         (["r", "--layer", "3"], "--layer shows a layer of one mode, and there are fp32, 2-1. Say which with --mode."),
         (["r", "--mode", "2-1", "--layer", "9"], "unknown layer 'layer_9'."),
-        (["r", "--factor", "0"], "factor is 0.0. Expected how many times the median change is odd"),
+        (["r", "--factor", "0"], "factor is 0.0. Expected a multiple of the median change above 1"),
         (["nowhere"], "there is no folder nowhere."),
     ],
 )

@@ -138,7 +138,7 @@ def test_what_a_recording_says_never_reaches_the_terminal_as_a_command(
 ) -> None:
     b = recorded(tmp_path / "b", network())
     evil = dataclasses.replace(b.manifest, device="\x1b[31mred")
-    from probe.report.devices.page import device_text
+    from probe.report.devices import device_text
 
     text = device_text(diff(a, Recording(b.folder, evil)))
     assert "\x1b" not in text

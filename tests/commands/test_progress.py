@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from probe.commands import main
-from probe.commands.progress import LOG_INTERVAL, Progress
+from probe.commands.output import LOG_INTERVAL, Progress
 
 
 def test_a_log_has_the_lines_the_first_update_one_every_5_s_and_the_last(

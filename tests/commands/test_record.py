@@ -10,7 +10,7 @@ import torch
 
 import probe
 from probe.commands import main, parse
-from probe.commands.progress import Progress
+from probe.commands.output import Progress
 from probe.gate.observations import observe, observe_recording
 from probe.recordings import read_recording
 from probe.running.recipes import Recipe

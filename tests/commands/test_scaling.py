@@ -81,6 +81,9 @@ def test_the_log_is_all_that_was_on_screen_with_times(run: Run) -> None:
     start = screen.index(told[1])
     assert screen[start - 1 : start - 1 + len(told)] == told
     assert told[1] == "[1/1] Processing: tensor1.pt"
+    assert told[3] == "Input: tensor1.pt"
+    levels = [found for line in told if (found := re.match(r"  Level (\d+)/(\d+): Scale Exp .* Overflow ", line))]
+    assert [int(found[1]) for found in levels] == list(range(1, int(levels[0][2]) + 1))
     assert told[-1] == "✅ Successfully processed: tensor1.pt"
 
 

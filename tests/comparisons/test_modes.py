@@ -85,7 +85,7 @@ def test_nan_and_lossless_layers_come_back_too(tmp_path: Path) -> None:
 
 def test_what_is_no_comparison_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"this is no comparison of a mode \(KeyError: 'reference_mode'\)\. Expected what"
+        ValueError, match=r"this is no comparison of a mode \(KeyError: 'reference_mode'\)\. Expected the output"
     ):
         ModeComparison.from_dict({})
 

@@ -66,11 +66,14 @@ def test_a_histogram_is_numpys_over_all_bands(tmp_path: Path, monkeypatch: pytes
     np.testing.assert_allclose(edges, wanted_edges)
 
 
-def test_first_values_and_features_are_those_in_front(tmp_path: Path) -> None:
+def test_first_values_and_features_are_those_in_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "VALUES", 5)
+    monkeypatch.setattr(samples, "FEATURES", 3)
     x = torch.arange(2 * 6 * 8, dtype=torch.float32).reshape(2, 6, 8)
     side, _ = pair(tmp_path, x, x)
-    assert samples.first_values("layer_0", side, 5).tolist() == [0, 1, 2, 3, 4]
-    assert samples.first_features("layer_0", side, 3).tolist() == x[0, :, :3].tolist()
+    drawn = samples.drawn_layer("layer_0", side, 0.0, 95.0)
+    assert drawn.first_values.tolist() == [0, 1, 2, 3, 4]
+    assert drawn.features.tolist() == x[0, :, :3].tolist()
 
 
 def test_modes_share_the_axis_of_their_histograms_unless_one_is_far_out(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def user_mode() -> Iterator[Callable[[Callable[[Tensor], Tensor]], Recipe]]:
         (one_channel, "of the squared error is in one channel (5)"),
         (one_nan, "NaN in 1 of"),
         (lambda x: noisy(x) + 0.5, "the error has a mean of +1.00 of its rms"),
-        (torch.zeros_like, "layer_1; it gives its input back: the layer is skipped"),
+        (torch.zeros_like, "layer_1; it returns its input: the layer is skipped"),
         (lambda x: x, "its output is the float layer's: the mode was not applied to it"),
         (noisy, "no cause found: layer_1 differs from the float layer by"),
     ],

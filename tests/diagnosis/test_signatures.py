@@ -29,7 +29,7 @@ def changed(place: Any, value: float | Tensor) -> Tensor:
         (EXPECTED * 4, "the scale is off by a factor of 2^2"),
         (EXPECTED / 2, "the scale is off by a factor of 2^-1"),
         (EXPECTED * 37.5, "the scale is off by a factor of 37.5"),
-        (-EXPECTED, "the sign is turned"),
+        (-EXPECTED, "the sign is flipped"),
         (torch.zeros_like(EXPECTED), "gives only zeros"),
         (EXPECTED[:, :20], "has shape [2, 20, 64], expected [2, 40, 64]"),
         (EXPECTED.half(), "is float16, expected float32"),
@@ -41,7 +41,7 @@ def changed(place: Any, value: float | Tensor) -> Tensor:
         (changed((1,), EXPECTED[1] * 0.5), "only sequence 1: the scale is off by a factor of 2^-1"),
         (changed((1, 3, 17), 8.0), "one value, at [1, 3, 17]: 8 instead of"),
         (torch.where(EXPECTED.abs() < 0.3, 0.0, EXPECTED), "values are zero and should not be"),
-        (EXPECTED.flip(1), "unlike what it should be"),
+        (EXPECTED.flip(1), "unrelated to the expected values"),
         (EXPECTED + 0.05 * EXPECTED.flip(1), "of the values differ, by 0.05 of its rms; no known signature"),
     ],
 )

@@ -160,7 +160,7 @@ def observed(make: Callable[[float], Any]) -> Iterator[None]:
 
 
 LEFT_OUT = (
-    Fault("layer skipped", INT8, skipped, "it gives its input back: the layer is skipped"),
+    Fault("layer skipped", INT8, skipped, "it returns its input: the layer is skipped"),
     Fault("mode not applied to one layer", INT8, left_float, "the mode was not applied to it", NOT_APPLIED, layer=2),
     Fault(
         "site skipped", INT8, grid("x_proj.output", lambda _: None), "site x_proj.output; not quantized", NOT_APPLIED

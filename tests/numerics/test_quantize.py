@@ -1,5 +1,6 @@
 """The two public functions: properties over generated shapes, errors word for word, which implementation runs."""
 
+import inspect
 import math
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from probe import (
     quantize,
 )
 from probe.numerics import compiled, fast
-from probe.numerics.quantize import Options
+from probe.numerics.quantize import Options, check_job
 from tests.numerics.tensors import MX, RULES, adversarial_blocks, assert_same_bits
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -181,7 +182,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "axis": (
         lambda: fake_quantize(X, "fp4_e2m1", axis=2),
-        "axis 2 is out of range for a tensor of shape (4, 32). Expected -2 to 1.",
+        "axis 2 is out of range for a tensor of 2 dimensions. Give one from -2 to 1.",
     ),
     "idle_axis": (lambda: fake_quantize(X, "int8", axis=0), "axis 0 was given, but int8 has no blocks here"),
     "axis_float": (lambda: fake_quantize(X, "fp4_e2m1", axis=cast(Any, 1.0)), "axis is 1.0. Give one whole number."),
@@ -317,6 +318,18 @@ def test_without_a_compiler_there_is_one_warning_and_the_same_bits() -> None:
         [sys.executable, "-c", textwrap.dedent(NO_COMPILER)], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "fell back once and said so", done.stderr
+
+
+def test_the_documentation_lists_every_option_with_its_default() -> None:
+    parameters = inspect.signature(check_job).parameters
+    for name in Options.__annotations__:
+        assert f" {name}={parameters[name].default!r} ".replace("'", '"') in (fake_quantize.__doc__ or "")
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    options: dict[str, Any] = {"scale_rul": "ceil"}
+    with pytest.raises(TypeError, match=r"unexpected keyword 'scale_rul'\. Did you mean 'scale_rule'\? Known: axis, "):
+        fake_quantize(torch.ones(2), "fp4_e2m1", **options)
 
 
 # analyze_underflow ---------------------------------------------------------------------------------------------

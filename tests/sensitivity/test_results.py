@@ -142,7 +142,7 @@ def test_the_table_shows_the_worst_first_and_as_many_as_asked() -> None:
     assert rows[0]["kl alone"] == "not finite"
     assert rows[1]["gain"] == "+50.0%"
     assert len(table_rows(found)) == 5
-    assert describe(found, "m") == "m, mode_2_1-int8, 5 layers, 64 tokens; KL of the whole: 1"
+    assert describe(found, "m") == "m, mode_2_1-int8, 5 layers, 64 tokens; KL of the quantized model: 1"
 
 
 @pytest.mark.parametrize("kind", ["layers", "sites", "layer sites"])
@@ -174,7 +174,7 @@ def test_the_command_prints_a_table_and_writes_page_and_figures(
     code, out, err = run(capsys, *SMALL, "--report", str(tmp_path / "r"), "--json", str(tmp_path / "f.json"))
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].startswith("tiny-mamba, mode_2_1-int8, 4 layers, 32 tokens; KL of the whole:")
+    assert lines[0].startswith("tiny-mamba, mode_2_1-int8, 4 layers, 32 tokens; KL of the quantized model:")
     assert [line.split()[0] for line in lines[3:7]] == ["1", "2", "3", "4"]
     assert any(line.startswith(("Keep layer_", "No choice")) for line in lines)
     assert "calibration on 2 x 64 tokens" in err

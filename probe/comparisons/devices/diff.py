@@ -7,14 +7,7 @@ from typing import Any
 
 from probe.comparisons.devices.differences import LayerDifference, Limits, Tolerances
 from probe.comparisons.devices.examination import Suspect, examine
-from probe.comparisons.devices.pairs import (
-    Inputs,
-    MeasuredTensor,
-    Pair,
-    Progress,
-    compare_inputs,
-    reference_errors,
-)
+from probe.comparisons.devices.pairs import Inputs, Pair, Progress, compare_inputs, reference_errors
 from probe.comparisons.devices.verdict import DeviceVerdict, judge_figures, judge_values, mismatched
 from probe.comparisons.selection import Side, find_side, label_of, match_names, opened
 from probe.recordings import Recording, RecordingError
@@ -53,16 +46,18 @@ class DeviceComparison:
 
     @property
     def worst_by_max_abs(self) -> tuple[LayerDifference, ...]:
-        """The five largest differences; what is finite on one side only comes first."""
+        """The five largest differences; tensors with values that are finite on one side only come first."""
         order = sorted(self.layers, key=lambda layer: (layer.lost > 0, layer.max_abs or 0.0), reverse=True)
         return tuple(order[:WORST])
 
     @property
     def worst_by_cosine(self) -> tuple[LayerDifference, ...]:
-        """The five lowest cosines; one that is undefined, where the two differ, comes first."""
+        """The five lowest cosines; tensors that differ and have no cosine come first."""
 
         def rank(layer: LayerDifference) -> float:
-            return -2.0 if layer.cosine is None and not layer.identical else (layer.cosine or 1.0)
+            if layer.cosine is None:
+                return 1.0 if layer.identical else -2.0
+            return layer.cosine
 
         return tuple(sorted(self.layers, key=rank)[:WORST])
 
@@ -104,14 +99,14 @@ def diff(
     format      the format, where a mode was recorded in several
     reference   the float reference: A is then the emulated recipe and B the device, and errors are in units of the
                 recipe's own error
-    rtol, atol  an element is within if |b - a| <= atol + rtol |a|
-    limits      the limits that every tensor has to keep to pass
+    rtol, atol  an element is within tolerance if |b - a| <= atol + rtol |a|
+    limits      the limits that every tensor must keep
     layers      a glob (`layer_*`) or, where that matches nothing, a regular expression of names
     verify      check every byte of the recordings against their manifests first (sha256)
     progress    called with a line of text for every tensor
     """
     tolerances = Tolerances(rtol, atol, limits or Limits())
-    first, second = (opened(one, verify=verify) for one in (a, b))
+    first, second = (opened(recorded, verify=verify) for recorded in (a, b))
     recipes = _recipes(first, second, recipe, format)
     pair = Pair(Side(first, recipes[0]), Side(second, recipes[1]))
     if not pair.names:
@@ -121,12 +116,16 @@ def diff(
         )
     chosen = _chosen(pair.names, layers)
     third = None if reference is None else _reference(opened(reference, verify=verify), recipes[0])
-    inputs, verdict = _checked_inputs(pair, third)
-    tensors: list[MeasuredTensor] = []
+    inputs, verdict = _check_inputs(pair, third)
+    differences: tuple[LayerDifference, ...] = ()
     if verdict is None:
         errors = {} if third is None else reference_errors(pair, third, chosen)
         tensors = pair.measure(chosen, tolerances, reference=errors, progress=progress)
-        verdict = _judged(pair, tensors, inputs)
+        differences = tuple(tensor.difference for tensor in tensors)
+        judged = judge_figures(tensors, inputs, unit=pair.unit, on_grid=pair.recipe_error > 0)
+        if isinstance(judged, Suspect):
+            judged = judge_values(examine(pair, tensors, judged), tensors, inputs)
+        verdict = judged
     return DeviceComparison(
         a=str(first.folder),
         b=str(second.folder),
@@ -137,17 +136,12 @@ def diff(
         device_b=second.manifest.device,
         inputs=inputs,
         verdict=verdict,
-        layers=tuple(tensor.difference for tensor in tensors),
+        layers=differences,
         limits=tolerances.limits,
         rtol=rtol,
         atol=atol,
         notes=_notes(pair, third),
     )
-
-
-def _judged(pair: Pair, tensors: Sequence[MeasuredTensor], inputs: Inputs) -> DeviceVerdict:
-    found = judge_figures(tensors, inputs, unit=pair.unit, on_grid=pair.own_error > 0)
-    return judge_values(examine(pair, tensors, found), tensors, inputs) if isinstance(found, Suspect) else found
 
 
 def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, format: str | None) -> tuple[str, str]:
@@ -180,7 +174,7 @@ def _reference(recording: Recording, recipe: str) -> Side:
 
 
 def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
-    """The tensors that `layers` asks for."""
+    """The names that match the pattern; all without one."""
     if pattern is None:
         return list(names)
     none = f"matches none of {', '.join(map(label_of, names))}. Give a glob such as 'layer_*', or a regular expression."
@@ -193,8 +187,8 @@ def _chosen(names: Sequence[str], pattern: str | None) -> list[str]:
     return found
 
 
-def _checked_inputs(pair: Pair, reference: Side | None) -> tuple[Inputs, DeviceVerdict | None]:
-    """What is known of the inputs, and the verdict if they differ, or if tensors have other shapes."""
+def _check_inputs(pair: Pair, reference: Side | None) -> tuple[Inputs, DeviceVerdict | None]:
+    """Whether the inputs agree, and the verdict if they or the shapes of tensors differ."""
     inputs = compare_inputs(pair.a.recording, pair.b.recording)
     if inputs.status == "different":
         return inputs, mismatched("the inputs differ", None, inputs.reason)
@@ -202,16 +196,16 @@ def _checked_inputs(pair: Pair, reference: Side | None) -> tuple[Inputs, DeviceV
         third = compare_inputs(pair.a.recording, reference.recording, names=("A", "the reference"))
         if third.status == "different":
             return third, mismatched("the inputs of the reference differ", None, third.reason)
-    for one, what in ((pair.b, "B"), (reference, "the reference")):
-        for name in pair.names if one is not None else ():
-            if one is not None and name in one.names and one.shape(name) != pair.a.shape(name):
-                shapes = f"{label_of(name)} is {list(pair.a.shape(name))} on A, {list(one.shape(name))} on {what}"
+    for side, what in ((pair.b, "B"), *([(reference, "the reference")] if reference else [])):
+        for name in pair.names:
+            if name in side.names and side.shape(name) != pair.a.shape(name):
+                shapes = f"{label_of(name)} is {list(pair.a.shape(name))} on A, {list(side.shape(name))} on {what}"
                 return inputs, mismatched("the shapes differ: nothing is cropped", label_of(name), shapes)
     return inputs, None
 
 
 def _notes(pair: Pair, reference: Side | None) -> tuple[str, ...]:
-    """What a reader should know beside the figures."""
+    """Notes of the recordings, tensors that only one has, and weights that differ."""
     notes = []
     for side, what in ((pair.a, "A"), (pair.b, "B"), *([(reference, "reference")] if reference else [])):
         notes += [f"{what}: {note}" for note in side.recording.notes]

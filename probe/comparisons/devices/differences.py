@@ -1,13 +1,13 @@
-"""The difference of one tensor between two devices, streamed: its figures, and its spread over tokens and channels.
+"""The difference of one tensor between two devices, streamed: its figures, and how it spreads over tokens and channels.
 
-For the spread, a tensor is read as rows, one for each token, of channels (its last axis). With a row's size
-n = rms(a) as its unit, so that one huge token does not outweigh the rest:
+For the spread, a tensor is read as rows, one for each token, of channels (its last axis). Each row is in units of its
+own size n = rms(a), so that one huge token does not outweigh the rest:
 
-    d = (b - a) / n           the difference
-    u = (a - base_a) / n      what the layer adds to its input, if it is a residual layer; else all of a
+    d = (b - a) / n                   the difference
+    u = (a - base_a) / n              what the layer adds to its input if it is a residual layer, else all of a
     e = d - (base_b - base_a) / n     the difference in what it adds
 
-A row in which anything is NaN or Inf is left out, and counted.
+Rows with NaN or Inf on any side are left out.
 """
 
 import math
@@ -29,6 +29,8 @@ Array = npt.NDArray[np.float64]
 
 #: Elements converted to float64 at a time: 2 MB per temporary.
 CHUNK = 2**18
+#: Rows of a tensor that are read for a quick comparison.
+QUICK = 256
 #: Added to |a| in relative differences.
 FLOOR = 1e-8
 _TINY = 1e-300
@@ -39,74 +41,36 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
 
 
-def sample_rows(rows: Tensor, count: int) -> Array:
+def sample_rows(tensor: Tensor, count: int = QUICK) -> Array:
     """At most `count` of the rows, evenly spaced, in float64."""
+    rows = as_rows(tensor)
     picked = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), count)).round().astype(np.int64))
     return rows[torch.from_numpy(picked)].double().numpy()
 
 
-def is_residual(a: Array, base: Array) -> bool:
-    """Whether the layer looks like input + something: taking its input away leaves less."""
-    return a.shape == base.shape and float(np.square(a - base).sum()) < float(np.square(a).sum())
+def chunks(*tensors: Tensor, size: int) -> Iterator[tuple[Array, ...]]:
+    """The tensors side by side in float64, about `size` elements at a time, cut along their first axis."""
+    step = max(1, size // max(1, math.prod(tensors[0].shape[1:])))
+    for start in range(0, len(tensors[0]), step):
+        yield tuple(tensor[start : start + step].double().numpy() for tensor in tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """The sums, over the rows that are finite on both sides."""
+    """How the difference spreads, over the rows that are finite on both sides. A share is a part of sum e^2."""
 
     rows: int
-    left_out: int
     per_sample: int  # rows of a sample
-    constant: float  # sum over channels of (sum of e n over rows)^2 / rows, in units of e_raw
-    e_raw: float  # sum of (e n)^2
-    tokens: Array  # [4, tokens]: e^2, u^2, e u, d^2 summed over channels; NaN in rows that are left out
-    channels: Array  # [5, channels]: e^2, u^2, e u, d^2, a^2 summed over rows
-
-    @property
-    def e_squares(self) -> float:
-        """sum of e^2."""
-        return float(self.channels[0].sum())
-
-    @property
-    def error(self) -> float:
-        """rms(d): the difference relative to the size of the tensor."""
-        return _ratio(self.channels[3].sum(), self.channels[4].sum())
-
-    @property
-    def added(self) -> float:
-        """rms(e) / rms(u): the difference in what the layer adds, relative to what it adds."""
-        return _ratio(self.channels[0].sum(), self.channels[1].sum())
-
-    @property
-    def part(self) -> float:
-        """rms(u) / rms(a): how much of the tensor the layer added."""
-        return _ratio(self.channels[1].sum(), self.channels[4].sum())
-
-    @property
-    def slope(self) -> float:
-        """sum e u / sum u^2: what B adds is 1 + slope times what A adds."""
-        return float(self.channels[2].sum() / max(float(self.channels[1].sum()), _TINY))
-
-    @property
-    def factor_share(self) -> float:
-        """The part of e^2 that one common factor explains."""
-        return self._share(float(self.channels[2].sum()) ** 2 / max(float(self.channels[1].sum()), _TINY))
-
-    @property
-    def channel_factor_share(self) -> float:
-        """The part of e^2 that a factor for each channel explains."""
-        return self._share(float((self.channels[2] ** 2 / np.maximum(self.channels[1], _TINY)).sum()))
-
-    @property
-    def token_factor_share(self) -> float:
-        """The part of e^2 that a factor for each token explains."""
-        _, u, eu, _ = self.tokens
-        return self._share(float(np.nansum(eu**2 / np.maximum(u, _TINY))))
-
-    @property
-    def constant_share(self) -> float:
-        """The part of (e n)^2 that a constant for each channel explains."""
-        return self.constant / self.e_raw if self.e_raw else 0.0
+    tokens: Array  # [5, tokens]: e^2, u^2, e u, d^2, a^2 summed over channels; NaN in rows that are left out
+    channels: Array  # [5, channels]: the same summed over rows
+    error: float  # rms(d): the difference relative to the size of the tensor
+    added: float  # rms(e) / rms(u): the difference in what the layer adds, relative to what it adds
+    part: float  # rms(u) / rms(a): how much of the tensor the layer added
+    slope: float  # sum e u / sum u^2: what B adds is 1 + slope times what A adds
+    factor_share: float  # explained by one common factor
+    channel_factor_share: float  # explained by a factor for each channel
+    token_factor_share: float  # explained by a factor for each token
+    constant_share: float  # explained by a constant for each channel, of the e without its unit n
 
     def channel_peak(self) -> tuple[int, float]:
         """The channel that differs most for its size, and by how many times the median channel."""
@@ -115,12 +79,7 @@ class Structure:
 
     def sample_peak(self) -> tuple[int, float]:
         """The sample that differs most, and by how many times the median of the others."""
-        samples = self.samples()
-        if len(samples) < 3:
-            return 0, 1.0
-        place = int(np.nanargmax(samples))
-        others = np.delete(samples, place)
-        return place, math.sqrt(float(samples[place]) / max(float(np.nanmedian(others)), _TINY))
+        return _peak(self.samples(), among_others=True)
 
     @property
     def is_unstructured(self) -> bool:
@@ -139,66 +98,71 @@ class Structure:
         """Mean e^2 of every sample."""
         whole = len(self.tokens[0]) // self.per_sample * self.per_sample
         grouped = self.tokens[0][:whole].reshape(-1, self.per_sample)
-        known = np.isfinite(grouped)
-        found: Array = np.where(known, grouped, 0.0).sum(1) / np.maximum(known.sum(1), 1)
-        return found
-
-    def _share(self, explained: float) -> float:
-        return min(1.0, explained / self.e_squares) if self.e_squares else 0.0
+        means: Array = np.nansum(grouped, 1) / np.maximum(np.isfinite(grouped).sum(1), 1)
+        return means
 
 
 def measure_structure(a: Tensor, b: Tensor, bases: tuple[Tensor, Tensor] | None) -> Structure:
     """One pass over the two tensors, and over those that they add to."""
-    per_sample = max(1, a.numel() // max(1, a.shape[0] * a.shape[-1])) if a.dim() > 2 else 1
-    given = [as_rows(x) for x in (a, b, *(bases or ()))]
-    rows, width = given[0].shape
-    tokens = np.full((4, rows), np.nan)
-    channels = np.zeros((5, width))
-    raw_sum, raw_squares, left_out = np.zeros(width), 0.0, 0
-    for start, parts in _chunks(given):
-        finite = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
-        left_out += int((~finite).sum())
-        x, y, *base = (part[finite] for part in parts)
-        size = np.sqrt(np.square(x).mean(1, keepdims=True))
+    rows, width = as_rows(a).shape
+    tokens, channels = np.full((5, rows), np.nan), np.zeros((5, width))
+    raw_sum, raw_squares, used, start = np.zeros(width), 0.0, 0, 0
+    for parts in chunks(*map(as_rows, (a, b, *(bases or ()))), size=CHUNK):
+        good = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
+        on_a, on_b, *base = (part[good] for part in parts)
+        size = np.sqrt(np.square(on_a).mean(1, keepdims=True))
         size[size == 0] = 1.0
-        d = y - x
-        e, u = (d - (base[1] - base[0]), x - base[0]) if base else (d, x)
-        raw_sum += e.sum(0)
-        raw_squares += float(np.square(e).sum())
-        d, e, u, x = d / size, e / size, u / size, x / size
-        products = (e * e, u * u, e * u, d * d, x * x)
-        for place, product in enumerate(products):
-            channels[place] += product.sum(0)
-        where = start + np.flatnonzero(finite)
-        for place, product in enumerate(products[:4]):
-            tokens[place, where] = product.sum(1)
-    used = rows - left_out
+        apart = on_b - on_a
+        error, adds = (apart - (base[1] - base[0]), on_a - base[0]) if base else (apart, on_a)
+        raw_sum += error.sum(0)
+        raw_squares += float(np.square(error).sum())
+        apart, error, adds, on_a = apart / size, error / size, adds / size, on_a / size
+        places = start + np.flatnonzero(good)
+        products = (error * error, adds * adds, error * adds, apart * apart, on_a * on_a)
+        for row, product in enumerate(products):
+            channels[row] += product.sum(0)
+            tokens[row, places] = product.sum(1)
+        start, used = start + len(good), used + len(places)
+    e, u, eu, d, x = (float(total) for total in channels.sum(1))
+
+    def share(sums: Array) -> float:
+        """The part of e^2 that a factor for each column of `sums` explains."""
+        explained = float(np.nansum(sums[2] ** 2 / np.maximum(sums[1], _TINY)))
+        return min(1.0, explained / e) if e else 0.0
+
     constant = float(np.square(raw_sum).sum()) / max(used, 1)
-    return Structure(used, left_out, per_sample, constant, raw_squares, tokens, channels)
-
-
-def _chunks(given: list[Tensor]) -> Iterator[tuple[int, list[Array]]]:
-    rows, width = given[0].shape
-    step = max(1, CHUNK // width)
-    for start in range(0, rows, step):
-        yield start, [one[start : start + step].double().numpy() for one in given]
+    return Structure(
+        rows=used,
+        per_sample=max(1, a.numel() // max(1, a.shape[0] * a.shape[-1])) if a.dim() > 2 else 1,
+        tokens=tokens,
+        channels=channels,
+        error=_ratio(d, x),
+        added=_ratio(e, u),
+        part=_ratio(u, x),
+        slope=eu / max(u, _TINY),
+        factor_share=share(np.array([[e], [u], [eu]])),
+        channel_factor_share=share(channels),
+        token_factor_share=share(tokens),
+        constant_share=constant / raw_squares if raw_squares else 0.0,
+    )
 
 
 def _ratio(numerator: float, denominator: float) -> float:
-    return math.sqrt(float(numerator) / float(denominator)) if denominator > 0 else (1.0 if numerator > 0 else 0.0)
+    return math.sqrt(numerator / denominator) if denominator > 0 else float(numerator > 0)
 
 
-def _peak(energy: Array) -> tuple[int, float]:
-    """Place of the largest, and the root of its ratio to the median."""
+def _peak(energy: Array, *, among_others: bool = False) -> tuple[int, float]:
+    """The place of the largest, and the root of its ratio to the median of all, or of the others."""
     if len(energy) < 3 or not np.isfinite(energy).any():
         return 0, 1.0
     place = int(np.nanargmax(energy))
-    return place, math.sqrt(float(energy[place]) / max(float(np.nanmedian(energy)), _TINY))
+    usual = float(np.nanmedian(np.delete(energy, place) if among_others else energy))
+    return place, math.sqrt(float(energy[place]) / max(usual, _TINY))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that every tensor has to keep for the comparison to pass: below, below, above."""
+    """Every tensor must stay below max_abs and mean_abs and above cosine for the comparison to pass."""
 
     max_abs: float = 0.01
     mean_abs: float = 0.001
@@ -233,12 +197,12 @@ class LayerDifference:
         max_relative, ...   of |d| / (|a| + 1e-8): relative to A
         within              share of all elements with |d| <= atol + rtol |a|; equal infinities are within
         error               rms(d) / rms(a), every token in units of its own size
-        added, noise        the difference in what the layer adds, relative to that, and what sound devices stay below
-        recipe_error        with a reference: what `error` is between the float reference and the recipe (A)
-        device_error        ... and between the float reference and the device (B)
-        recipe_errors       error / recipe_error: how many times the recipe's own error the device is off
+        added, noise        the difference in what the layer adds, relative to what it adds, and its noise bound
+        recipe_error        with a reference: `error` between the float reference and the recipe (A)
+        device_error        with a reference: `error` between the float reference and the device (B)
+        recipe_errors       error / recipe_error
 
-    None stands for a figure without meaning, as in `Metrics`.
+    A figure without meaning is None, as in `Metrics`.
     """
 
     name: str
@@ -264,10 +228,10 @@ class LayerDifference:
     error: float
     added: float
     noise: float
-    recipe_error: float | None = None
-    device_error: float | None = None
-    recipe_errors: float | None = None
-    exceeded: tuple[str, ...] = ()
+    recipe_error: float | None
+    device_error: float | None
+    recipe_errors: float | None
+    exceeded: tuple[str, ...]
     """Limits that are not kept."""
 
     @property
@@ -277,7 +241,7 @@ class LayerDifference:
 
     @property
     def beyond_noise(self) -> float:
-        """added / noise: above 1, sound devices do not differ so."""
+        """added / noise: above 1, the difference is more than noise."""
         return self.added / self.noise if self.noise else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -287,7 +251,7 @@ class LayerDifference:
 
 @dataclass(frozen=True)
 class ReferenceErrors:
-    """Differences from the float reference: of the recipe, of what its layer adds, and of the device."""
+    """Differences from the float reference: of the recipe, of what the recipe's layer adds, and of the device."""
 
     recipe: float
     recipe_added: float
@@ -303,22 +267,19 @@ def measure_difference(
     dtypes: tuple[str, str],
     tolerances: Tolerances,
     noise: float,
-    errors: ReferenceErrors | None = None,
+    errors: ReferenceErrors | None,
 ) -> LayerDifference:
-    """All figures of a tensor: one pass of `Comparison`, and one for what is relative to A."""
+    """All figures of a tensor: one pass of `Comparison`, and one for the figures that are relative to A."""
     comparison = Comparison()
     comparison.update(b, a)
     metrics = comparison.metrics()
     relative = Magnitudes(KEPT)
     count, total, largest, within, lost = 0, 0.0, 0.0, 0, 0
-    flat = a.reshape(-1), b.reshape(-1)
-    for start in range(0, a.numel(), CHUNK):
-        x, y = (one[start : start + CHUNK].double().numpy() for one in flat)
+    for x, y in chunks(a.reshape(-1), b.reshape(-1), size=CHUNK):
         good = np.isfinite(x) & np.isfinite(y)
-        lost += int((np.isfinite(x) != np.isfinite(y)).sum() + (~good & (np.isinf(x) & np.isinf(y)) & (x != y)).sum())
+        lost += int((np.isfinite(x) != np.isfinite(y)).sum() + (np.isinf(x) & np.isinf(y) & (x != y)).sum())
         within += int((~good & (x == y)).sum())
-        if not good.all():
-            x, y = x[good], y[good]
+        x, y = x[good], y[good]
         size, scale = np.abs(y - x), np.abs(x)
         within += int((size <= tolerances.atol + tolerances.rtol * scale).sum())
         part = size / (scale + FLOOR)
@@ -356,7 +317,7 @@ def measure_difference(
 
 
 def _exceeded(metrics: Metrics, limits: Limits, lost: int) -> tuple[str, ...]:
-    """A figure that is None keeps its limit only where nothing differs."""
+    """The limits that are not kept; a figure that is None keeps its limit only where nothing differs."""
     if metrics.identical:
         return ()
     known = (

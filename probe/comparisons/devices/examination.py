@@ -1,6 +1,6 @@
-"""The values of the first suspicious tensor: another capture, a hidden precision, or the pattern of a fault.
+"""The values of the first tensor beyond noise: signs of another capture, a hidden precision, or the pattern of a fault.
 
-Everything that a verdict needs beyond figures is read and measured here; `verdict.py` reads the result.
+Whatever a verdict needs beyond figures is measured here; `verdict.py` reads the result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from probe.comparisons.devices.differences import Array, as_rows
-from probe.comparisons.devices.noise import HIDDEN, NARROWER, UNITS, is_layer, off_grid
-from probe.comparisons.devices.pairs import MeasuredTensor, Pair, is_in_stream, some_rows
-from probe.comparisons.devices.patterns import SampledRows, recognise, sample_tensor
+from probe.comparisons.devices.differences import Array, as_rows, sample_rows
+from probe.comparisons.devices.pairs import UNITS, MeasuredTensor, Pair, is_in_stream, is_layer
+from probe.comparisons.devices.patterns import NARROWER, SampledRows, narrower, off_grid, recognise, sample_tensor
 from probe.comparisons.selection import label_of
 from probe.words import LOGITS
 
-#: Two rows are the same if they differ by less than this part of what others do.
+UNSTRUCTURED = "no bias, no common factor, no channel or sample that stands out: it looks like rounding"
+#: Two rows are the same if they differ by less than this part of the difference between other rows.
 SAME = 0.02
 #: Tokens that the head of a model is fitted to.
 _FITTED = 4096
@@ -41,11 +41,11 @@ class HiddenPrecision:
 
 @dataclass(frozen=True, eq=False)
 class Examination:
-    """What the values of a suspect show; text is empty, and a number 0, where they show nothing of the kind."""
+    """What the values of a suspect show; a text is empty, and a number 0, where they do not show it."""
 
     suspect: Suspect
     is_first: bool
-    """Whether it is the first tensor of all, which nothing else can have spoiled."""
+    """Whether it is the first tensor of all."""
     renamed: str
     moved_samples: str
     each_sample_once: bool
@@ -57,9 +57,14 @@ class Examination:
 
 
 def examine(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Suspect) -> Examination:
-    """Read the values of the suspect, and of others where they are needed; `tensors` are all that were measured."""
+    """Read the values of the suspect, and of other tensors where they are needed; `tensors` are all measured ones."""
     tensor = suspect.tensor
-    rows = _sampled(pair, tensor)
+    a, b = pair.tensors(tensor.name)
+    given = pair.tensors(tensor.given) if tensor.given else None
+    if given is not None and len(as_rows(given[0])) != len(as_rows(a)):
+        given = None
+    residual = tensor.residual and given is not None
+    rows = sample_tensor(a, b, given, residual=residual, unit=pair.unit, structure=tensor.structure)
     moved, each_once = sample_order(rows)
     return Examination(
         suspect=suspect,
@@ -74,24 +79,15 @@ def examine(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Suspect) -> 
     )
 
 
-def _sampled(pair: Pair, tensor: MeasuredTensor) -> SampledRows:
-    a, b = pair.tensors(tensor.name)
-    given = pair.tensors(tensor.given) if tensor.given else None
-    if given is not None and as_rows(given[0]).shape[0] != as_rows(a).shape[0]:
-        given = None
-    residual = tensor.residual and given is not None
-    return sample_tensor(a, b, given, residual=residual, unit=pair.unit, structure=tensor.structure)
-
-
 def _renamed(pair: Pair, name: str) -> str:
-    """Whether A has B's tensor under another name. A layer that was skipped on B is not a case of it."""
+    """A's name of B's tensor, in words, if it is another one; empty for a layer that was skipped on B."""
     stream = [one for one in pair.names if is_in_stream(one)]
     if name not in stream:
         return ""
     place = stream.index(name)
-    noise = max(64 * pair.unit, 0.1 * pair.own_error)
-    others = {one: some_rows(pair.a.tensor(one)) for one in stream}
-    found = same_elsewhere(name, some_rows(pair.b.tensor(name)), others, noise=noise)
+    noise = max(64 * pair.unit, 0.1 * pair.recipe_error)
+    others = {one: sample_rows(pair.a.tensor(one)) for one in stream}
+    found = same_elsewhere(name, sample_rows(pair.b.tensor(name)), others, noise=noise)
     if not found:
         return ""
     shift = stream.index(found) - place
@@ -99,10 +95,10 @@ def _renamed(pair: Pair, name: str) -> str:
     for one in after:
         wanted = stream[stream.index(one) + shift]
         same_shape = pair.a.shape(wanted) == pair.b.shape(one)
-        if same_shape and same_elsewhere(one, some_rows(pair.b.tensor(one)), others, noise=noise) == wanted:
+        if same_shape and same_elsewhere(one, sample_rows(pair.b.tensor(one)), others, noise=noise) == wanted:
             return f"the layers are shifted: {label_of(name)} of B is {label_of(found)} of A, and so on"
     if found in stream[:place] and others[found].shape == others[name].shape:
-        return ""  # B returns what the layer was given: it was skipped
+        return ""  # B returns the layer's input: the layer was skipped
     return f"{label_of(name)} of B is {label_of(found)} of A: layers under other names"
 
 
@@ -110,6 +106,12 @@ def distance(a: Array, b: Array) -> float:
     """rms(b - a) / rms(a)."""
     size = float(np.square(a).mean()) if a.size else 0.0
     return (float(np.square(b - a).mean()) / size) ** 0.5 if size else float(bool(b.any()))
+
+
+def squared_distances(x: Array, y: Array) -> Array:
+    """[rows of x, rows of y]."""
+    distances: Array = np.square(x).sum(1)[:, None] - 2 * x @ y.T + np.square(y).sum(1)[None]
+    return distances
 
 
 def same_elsewhere(name: str, b: Array, others: Mapping[str, Array], *, noise: float) -> str:
@@ -128,22 +130,17 @@ def sample_order(rows: SampledRows) -> tuple[str, bool]:
         if rows.samples < 2 or len(a) % rows.samples or not len(a):
             continue
         x, y = (side.reshape(rows.samples, -1) for side in (a, b))
-        apart = np.square(y).sum(1)[:, None] - 2 * y @ x.T + np.square(x).sum(1)[None]
-        own, nearest = np.square(y - x).sum(1), apart.argmin(1)
+        own, nearest = np.square(y - x).sum(1), squared_distances(y, x).argmin(1)
         nearest = np.where(own <= SAME**2 * np.square(x).sum(1), np.arange(rows.samples), nearest)
         best = np.square(y - x[nearest]).sum(1)
         moved = (nearest != np.arange(rows.samples)) & (best < SAME**2 * own)
-        if moved.any() and (moved | (own <= best * 1.0001)).all() and _rest_agrees(own, moved):
+        # samples at their own place differ by far less than the moved ones
+        rest_agrees = moved.all() or own[~moved].max() < SAME * own[moved].min(initial=np.inf)
+        if moved.any() and (moved | (own <= best * 1.0001)).all() and rest_agrees:
             first = int(np.flatnonzero(moved)[0])
             words = f"{int(moved.sum())} of {rows.samples} samples: sample {first} of B is sample {nearest[first]} of A"
             return words, len(set(nearest.tolist())) == rows.samples
     return "", False
-
-
-def _rest_agrees(own: Array, moved: Array) -> bool:
-    """Whether the samples at their own place differ by far less than the moved ones."""
-    where = moved.astype(bool)
-    return bool(where.all()) or float(own[~where].max()) < SAME * float(own[where].min())
 
 
 def token_shift(rows: SampledRows, a: Array, b: Array) -> int:
@@ -177,8 +174,7 @@ def other_prompt(rows: SampledRows) -> str:
     places = places[apart[places] > 0.3]
     if len(places) >= 4:
         wanted = b[places]
-        others = np.square(wanted).sum(1)[:, None] - 2 * wanted @ a.T + np.square(a).sum(1)[None]
-        found = np.sqrt(np.maximum(others.min(1), 0) / a.shape[1]) / size.mean()
+        found = np.sqrt(np.maximum(squared_distances(wanted, a).min(1), 0) / a.shape[1]) / size.mean()
         elsewhere = float((found < max(noise, 1e-5)).mean())
         if elsewhere > 0.3:
             return f"{elsewhere:.0%} of B's unlike tokens are found at other places of A: another text"
@@ -208,29 +204,25 @@ def hidden_precision(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Mea
     beginning = tensors[: tensors.index(layers[0]) + 1 if layers else 1]
     if suspect not in beginning or not suspect.structure.is_unstructured:
         return None
-    own, dtype = suspect.difference.added, suspect.difference.dtype_b
-    for name, words in HIDDEN.items():
-        unit = UNITS[name]
-        low, high = NARROWER[0] * unit, 2 * NARROWER[1] * unit
-        added = [layer.difference.added for layer in layers]
-        if unit <= 2 * pair.unit or not low < own < NARROWER[1] * unit:
+    own, added = suspect.difference.added, [layer.difference.added for layer in layers]
+    for name, words in narrower(pair.unit):
+        low, high = (bound * UNITS[name] for bound in NARROWER)
+        if not low < own < high or not all(low < one < 2 * high for one in added):
             continue
-        if not all(low < one < high for one in added):
-            continue
-        cause = f"computed in {words}, though recorded as {dtype}"
+        cause = f"computed in {words}, though recorded as {suspect.difference.dtype_b}"
         evidence = (
             f"every layer differs by {min(added, default=own):.2g} to {max(added, default=own):.2g} of what it adds, "
-            f"from the first: {words} makes that",
-            "no bias, no factor and no single place: it looks like rounding",
+            f"from the first on: {words} causes that much",
+            UNSTRUCTURED,
         )
-        on_grid = [off_grid(some_rows(pair.b.tensor(layer.name)), name) < 0.05 for layer in layers]
+        on_grid = [off_grid(sample_rows(pair.b.tensor(layer.name)), name) < 0.05 for layer in layers]
         if len(on_grid) > 1 and on_grid[0] and not any(on_grid[1:]):
             return None
         if len(on_grid) > 1 and all(on_grid):
             return HiddenPrecision("likely", cause, (*evidence, f"all layers of B lie on the grid of {name}"))
         head = head_error(pair)
         if head is None:
-            unknown = "whether it is so in every layer or only in the first cannot be told"
+            unknown = f"unknown: whether every layer or only the first computes in {words}"
             return HiddenPrecision("possible", cause, (*evidence, unknown))
         if head < low:
             return None
@@ -249,8 +241,8 @@ def head_error(pair: Pair) -> float | None:
     if before is None:
         return None
     for normed in (None, "rms", "spread") if before != "final_norm.output" else (None,):
-        x, y = (_features(some_rows(side.tensor(before), count=_FITTED), normed) for side in (pair.a, pair.b))
-        out, other = (some_rows(side.tensor(LOGITS), count=_FITTED) for side in (pair.a, pair.b))
+        x, y = (_features(sample_rows(side.tensor(before), _FITTED), normed) for side in (pair.a, pair.b))
+        out, other = (sample_rows(side.tensor(LOGITS), _FITTED) for side in (pair.a, pair.b))
         if len(x) != len(out) or len(x) < 1.25 * x.shape[1] or x.shape[1] > 2048:
             return None
         if not all(np.isfinite(part).all() for part in (x, y, out, other)):

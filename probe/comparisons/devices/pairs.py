@@ -1,5 +1,22 @@
-"""Two recordings side by side: whether their inputs agree, the tensors that both have, and the figures of each."""
+"""Two recordings side by side: whether their inputs agree, the tensors that both have, and the figures of each.
 
+The noise bound of a tensor is how far two sound devices may differ there: by rounding, by the order of sums, and by
+the effect of both on a layer. What a layer adds differs between them, relative to what it adds, by less than
+
+    bound^2 = (GAIN * given)^2 + (ROUNDINGS * unit)^2 + (RESIDUAL * unit / part)^2
+
+    given   the relative difference of the layer's input
+    unit    the largest relative error of one rounding to the coarser of the two dtypes: 2^-24 for float32
+    part    how much of the tensor the layer added: the rounding of the sum is relative to all of it
+
+float32 has the order of sums in place of ROUNDINGS: SUMS at 128 channels, growing with the root of their number. On
+a grid a difference in the last bit can flip a rounding, and a flip the next: the bound of a recipe is at least its
+own difference from the float model.
+
+Sound runs stay at 0.4 of the bound or below in bfloat16, float16 and float32 (tests/comparisons/devices).
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,32 +27,38 @@ import torch
 from torch import Tensor
 
 from probe.comparisons.devices.differences import (
-    Array,
     LayerDifference,
     ReferenceErrors,
     Structure,
     Tolerances,
-    as_rows,
-    is_residual,
     measure_difference,
     measure_structure,
     sample_rows,
 )
-from probe.comparisons.devices.noise import floor_of, is_layer, own_error_of, unit_of
 from probe.comparisons.selection import Side
+from probe.formats import FORMATS
 from probe.recordings import Recording
 from probe.words import LOGITS
 
 Progress = Callable[[str], None]
-#: Tensors of the stream that layers read and write, beside the layers: each is made of the one before.
+#: Tensors that layers read and write, beside the outputs of layers; each is made of the one before.
 ENDS = ("embedding.output", "final_norm.output", LOGITS)
-#: Rows of a tensor that are read for a quick comparison of many.
-SOME = 256
+#: Half a step, relative: 2^-(mantissa bits + 1).
+UNITS = {
+    name: torch.finfo(getattr(torch, name)).eps / 2
+    for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+}
+GAIN = 4.0
+ROUNDINGS = 8.0
+RESIDUAL = 2.0
+SUMS = 16.0
+#: An integer with one scale for a whole tensor spends this many of its steps on outliers.
+_OUTLIERS = 16.0
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Whether two recordings are of the same inputs, and the reason for saying so."""
+    """Whether two recordings are of the same inputs, and how that is known."""
 
     status: Literal["same", "different", "unknown"]
     reason: str
@@ -88,17 +111,12 @@ class MeasuredTensor:
     structure: Structure
     given: str | None
     residual: bool
-    """Whether the layer adds to what it was given."""
+    """Whether the layer adds to its input."""
 
     @property
     def name(self) -> str:
         """Of the tensor."""
         return self.difference.name
-
-    @property
-    def label(self) -> str:
-        """`layer_0` for `layer_0.output`."""
-        return self.difference.label
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,12 +139,12 @@ class Pair:
     @cached_property
     def unit(self) -> float:
         """The relative error of one rounding on the coarser of the two devices."""
-        return max(unit_of({name: side.dtype(name) for name in side.names}) for side in (self.a, self.b))
+        return max(rounding_unit({name: side.dtype(name) for name in side.names}) for side in (self.a, self.b))
 
     @cached_property
-    def own_error(self) -> float:
+    def recipe_error(self) -> float:
         """About how far the recipe is from the float model, from its format alone; 0 in float."""
-        return max(own_error_of(side.format) for side in (self.a, self.b))
+        return max(format_error(side.format) for side in (self.a, self.b))
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
         """On A and on B."""
@@ -141,25 +159,29 @@ class Pair:
         return before[-1] if before else None
 
     def bases(self, name: str, a: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The tensors that the layer adds to, on either side; None if it does not. `a` is the tensor on A."""
+        """The inputs on both sides if the layer adds to its input, else None. `a` is the tensor on A.
+
+        A layer is taken to be input + something if subtracting its input leaves less.
+        """
         given = self.given(name)
         if given is None or self.a.shape(given) != tuple(a.shape) or not is_in_stream(name):
             return None
         bases = self.tensors(given)
-        output, base = some_rows(a), some_rows(bases[0])
-        finite = np.isfinite(output).all(1) & np.isfinite(base).all(1)
-        return bases if is_residual(output[finite], base[finite]) else None
+        output, base = sample_rows(a), sample_rows(bases[0])
+        good = np.isfinite(output).all(1) & np.isfinite(base).all(1)
+        output, base = output[good], base[good]
+        return bases if np.square(output - base).sum() < np.square(output).sum() else None
 
     def measure(
         self,
         names: Sequence[str],
         tolerances: Tolerances,
         *,
-        reference: Mapping[str, ReferenceErrors] | None = None,
-        progress: Progress | None = None,
+        reference: Mapping[str, ReferenceErrors],
+        progress: Progress | None,
     ) -> list[MeasuredTensor]:
-        """The figures of the tensors `names`; `reference` is what is known from a float reference."""
-        found: list[MeasuredTensor] = []
+        """The figures of the tensors `names`; `reference` has their differences from a float reference, if any."""
+        measured: list[MeasuredTensor] = []
         errors: dict[str, float] = {}  # of every tensor so far, and of those that they were made of
         for place, name in enumerate(names):
             if progress is not None:
@@ -169,24 +191,24 @@ class Pair:
             if given is not None and given not in errors:
                 errors[given] = measure_structure(*self.tensors(given), None).error
             structure = measure_structure(a, b, bases)
-            against = (reference or {}).get(name)
-            noise = floor_of(
+            against = reference.get(name)
+            noise = noise_bound(
                 self.unit,
                 given=self._error_given(name, given, errors),
                 part=structure.part,
                 channels=a.shape[-1],
-                own=against.recipe_added if against else self.own_error,
+                at_least=against.recipe_added if against else self.recipe_error,
             )
             dtypes = (self.a.dtype(name), self.b.dtype(name))
             difference = measure_difference(
                 name, a, b, structure, dtypes=dtypes, tolerances=tolerances, noise=noise, errors=against
             )
             errors[name] = structure.error
-            found.append(MeasuredTensor(difference, structure, given, bases is not None))
-        return found
+            measured.append(MeasuredTensor(difference, structure, given, bases is not None))
+        return measured
 
     def _error_given(self, name: str, given: str | None, errors: Mapping[str, float]) -> float:
-        """The error of what the tensor was made of; inside of a layer, the largest since."""
+        """The error of the tensor that `name` was made of; inside of a layer, the largest error since then."""
         if is_in_stream(name):
             return errors[given] if given is not None else 0.0
         if given is None:
@@ -194,6 +216,11 @@ class Pair:
         places = self.a.names
         since = places[places.index(given) : places.index(name)]
         return max(errors[other] for other in since if other in errors)
+
+
+def is_layer(name: str) -> bool:
+    """Whether a tensor is the output of a whole layer: `layer_3.output`."""
+    return name.startswith("layer_") and name.count(".") == 1 and name.endswith(".output")
 
 
 def is_in_stream(name: str) -> bool:
@@ -204,16 +231,42 @@ def is_in_stream(name: str) -> bool:
 def reference_errors(pair: Pair, reference: Side, names: Sequence[str]) -> dict[str, ReferenceErrors]:
     """How far the recipe (A) and the device (B) are from the float reference, tensor by tensor."""
     floats = Pair(reference, pair.a)
-    found = {}
+    errors = {}
     for name in names:
         if name in reference.names:
             expected, emulated = floats.tensors(name)
             recipe = measure_structure(expected, emulated, floats.bases(name, expected))
             device = measure_structure(expected, pair.b.tensor(name), None)
-            found[name] = ReferenceErrors(recipe.error, recipe.added, device.error)
-    return found
+            errors[name] = ReferenceErrors(recipe.error, recipe.added, device.error)
+    return errors
 
 
-def some_rows(tensor: Tensor, *, count: int = SOME) -> Array:
-    """Rows spread evenly over the tensor, in float64."""
-    return sample_rows(as_rows(tensor), count)
+def rounding_unit(dtypes: Mapping[str, str]) -> float:
+    """The unit of a device: the coarser of its dtypes up to the first layer and of the usual dtype of its layers.
+
+    `dtypes` are by tensor in the order of the data flow. One narrow layer in the middle does not make a device narrow.
+    """
+    units = [UNITS[dtype] for dtype in dtypes.values()]
+    layers = [place for place, name in enumerate(dtypes) if is_layer(name)]
+    if not layers:
+        return max(units)
+    usual = sorted(units[place] for place in layers)[len(layers) // 2]
+    return max(*units[: layers[0] + 1], usual)
+
+
+def noise_bound(unit: float, *, given: float, part: float, channels: int, at_least: float = 0.0) -> float:
+    """How far what a layer adds may differ between sound devices, relative to what it adds."""
+    roundings = ROUNDINGS * unit
+    if unit <= UNITS["float32"]:
+        roundings = SUMS * unit * math.sqrt(max(1.0, channels / 128))
+    residual = RESIDUAL * unit / max(part, 1e-6)
+    return max(at_least, math.hypot(GAIN * given, roundings, residual))
+
+
+def format_error(format: str | None) -> float:
+    """About how far a layer of a recipe is from the float layer, from its format alone; 0 in float."""
+    if format is None or format not in FORMATS:
+        return 0.0
+    row = FORMATS[format]
+    step = 2.0 ** -(row.mantissa_bits + 1) if not row.is_integer else 2.0 ** -(row.bits - 1)
+    return min(0.5, 2 * step * (_OUTLIERS / 2 if row.is_integer and row.block_size is None else 2))

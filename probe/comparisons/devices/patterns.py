@@ -1,10 +1,10 @@
-"""What is wrong with a layer of device B: a sample of its values beside those of device A, and a table of patterns.
+"""The patterns of a device fault: what the first tensor beyond noise looks like on B beside A, in words.
 
-Each pattern is given the first tensor that differs by more than noise, and describes what it recognises, or returns
-nothing. The first that fits is reported. Patterns that the gate knows too are those of probe/diagnosis/signatures.py.
+Each pattern returns a description, or an empty text where it does not fit; the first that fits is reported. Patterns
+that the gate knows too are those of probe/diagnosis/signatures.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,14 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probe.comparisons.devices.differences import Array, Structure, as_rows, sample_rows
-from probe.comparisons.devices.noise import HIDDEN, NARROWER, UNITS, off_grid
+from probe.comparisons.devices.differences import Array, Structure, as_rows, chunks, sample_rows
+from probe.comparisons.devices.pairs import ROUNDINGS, UNITS
 from probe.diagnosis.signatures import SIGNATURES, Step
 
 #: Elements of each side that are sampled (16 MB each).
 SAMPLED = 2**21
 #: A pattern is the cause if it explains this part of the squared difference, and worth reporting if it explains that.
 EXPLAINED, PARTLY = 0.9, 0.5
+#: Layers that compute in a narrower dtype than they are recorded in differ by this much, in units of that dtype.
+NARROWER = (0.25, ROUNDINGS)
+#: The dtypes that devices compute in without reporting it, with the words for them; fine first.
+HIDDEN = {"float16": "float16 or tf32", "bfloat16": "bfloat16"}
 #: Channels that are matched with all others at most.
 _MATCHED = 256
 _LARGEST = {float(torch.finfo(getattr(torch, name)).max): name for name in UNITS if name != "float64"}
@@ -27,9 +31,9 @@ _LARGEST = {float(torch.finfo(getattr(torch, name)).max): name for name in UNITS
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """One tensor: `a` and `b` are rows spread evenly over all that was recorded, those that are finite.
+    """Rows of one tensor on both devices, spread evenly over the recording; only rows that are finite on both.
 
-    `given` are the rows that the layer was given on either side; with `residual` it adds to them.
+    `given` are the rows of the layer's input on both devices; with `residual` the layer adds to them.
     """
 
     unit: float
@@ -39,11 +43,11 @@ class SampledRows:
     given: tuple[Array, Array] | None
     residual: bool
     samples: int
-    one_sided: tuple[Array, Array]  # values of a and b where just one of them is finite, at most 2^16 and a few
+    one_sided: tuple[Array, Array]  # values of a and b where just one of them is finite; not all if there are many
 
     @cached_property
     def added(self) -> tuple[Array, Array]:
-        """What the layer adds on either side."""
+        """What the layer adds on A and on B."""
         if self.residual and self.given is not None:
             return self.a - self.given[0], self.b - self.given[1]
         return self.a, self.b
@@ -55,34 +59,43 @@ class SampledRows:
 
 
 def sample_tensor(
-    a: Tensor,
-    b: Tensor,
-    given: tuple[Tensor, Tensor] | None,
-    *,
-    residual: bool,
-    unit: float,
-    structure: Structure,
+    a: Tensor, b: Tensor, given: tuple[Tensor, Tensor] | None, *, residual: bool, unit: float, structure: Structure
 ) -> SampledRows:
     """All rows if they fit into SAMPLED elements, else as many as do, evenly spaced."""
     tensors = [as_rows(x) for x in (a, b, *(given or ()))]
-    step = max(1, SAMPLED // max(tensors[0].shape[1], 1))
-    parts = [sample_rows(one, step) for one in tensors]
-    finite = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
-    x, y, *base = (part[finite] for part in parts)
-    pair = (base[0], base[1]) if base else None
-    one_sided = _one_sided(tensors[0], tensors[1], step)
-    return SampledRows(unit, structure, x, y, pair, residual, a.shape[0], one_sided)
+    parts = [sample_rows(one, max(1, SAMPLED // max(tensors[0].shape[1], 1))) for one in tensors]
+    good = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
+    x, y, *base = (part[good] for part in parts)
+    one_sided = _one_sided(tensors[0], tensors[1])
+    return SampledRows(unit, structure, x, y, (base[0], base[1]) if base else None, residual, a.shape[0], one_sided)
 
 
-def _one_sided(a: Tensor, b: Tensor, step: int) -> tuple[Array, Array]:
-    found: list[tuple[Array, Array]] = [(np.zeros(0), np.zeros(0))]
-    for start in range(0, len(a), step):
-        x, y = (one[start : start + step].double().numpy() for one in (a, b))
+def _one_sided(a: Tensor, b: Tensor) -> tuple[Array, Array]:
+    """At most 2^16 values and the rest of a chunk."""
+    values = [np.zeros((2, 0))]
+    for x, y in chunks(a, b, size=SAMPLED):
         odd = np.isfinite(x) != np.isfinite(y)
-        found.append((x[odd], y[odd]))
-        if sum(len(one) for one, _ in found) > 2**16:
+        values.append(np.stack([x[odd], y[odd]]))
+        if sum(part.shape[1] for part in values) > 2**16:
             break
-    return np.concatenate([x for x, _ in found]), np.concatenate([y for _, y in found])
+    on_a, on_b = np.concatenate(values, axis=1)
+    return on_a, on_b
+
+
+def off_grid(x: Array, dtype: str) -> float:
+    """The median distance of values from the grid of a dtype in half steps: 0.5 by chance."""
+    some = x[np.abs(x) > 1e-30]
+    if not len(some):
+        return 0.5
+    near = torch.from_numpy(some).to(getattr(torch, dtype)).double().numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        off = np.abs(some - near) / (np.exp2(np.floor(np.log2(np.abs(some)))) * UNITS[dtype])
+    return float(np.median(off))
+
+
+def narrower(unit: float) -> Iterator[tuple[str, str]]:
+    """The dtypes in HIDDEN that are coarser than `unit`, with the words for them."""
+    return ((name, words) for name, words in HIDDEN.items() if UNITS[name] > 2 * unit)
 
 
 def _step(a: Array, b: Array) -> Step:
@@ -127,7 +140,7 @@ def _counted(count: int) -> str:
 def _skipped(rows: SampledRows) -> str:
     a, b = rows.added
     is_skipped = rows.residual and _squares(b) <= 1e-6 * _squares(a)
-    return "gives its input back on B: the layer is skipped" if is_skipped else ""
+    return "returns its input on B: the layer is skipped" if is_skipped else ""
 
 
 def _clipped(rows: SampledRows) -> str:
@@ -163,11 +176,9 @@ def _permuted(rows: SampledRows) -> str:
 
 def _rounded(rows: SampledRows) -> str:
     """B's values, or what B adds, lie on the grid of a narrower float, and A's do not."""
-    if rows.unit >= UNITS["bfloat16"]:
-        return ""
     for a, b, what in ((rows.a, rows.b, "its values lie"), (*rows.added, "what it adds lies")):
-        for name in sorted(HIDDEN, key=UNITS.__getitem__, reverse=True):  # coarse first: it lies on the finer grid too
-            if UNITS[name] > 2 * rows.unit and off_grid(b, name) < 0.05 and off_grid(a, name) > 0.3:
+        for name, _ in reversed(list(narrower(rows.unit))):  # coarse first: its grid is part of the finer one
+            if off_grid(b, name) < 0.05 and off_grid(a, name) > 0.3:
                 return f"one layer in half precision: {what} on the grid of {name} on B"
     return ""
 
@@ -206,9 +217,8 @@ def _epsilon(rows: SampledRows) -> str:
 def _factor(rows: SampledRows) -> str:
     """One factor for all values."""
     shares = rows.structure
-    left = (1 - shares.factor_share) * shares.e_squares
-    kept = (1 + shares.slope) ** 2 * float(shares.channels[1].sum())
-    if shares.factor_share > EXPLAINED and left < (1 - EXPLAINED) * kept:
+    left = (1 - shares.factor_share) * shares.added**2  # relative to what A adds, squared, as (1 + slope)^2
+    if shares.factor_share > EXPLAINED and left < (1 - EXPLAINED) * (1 + shares.slope) ** 2:
         exact = SIGNATURES["a factor"](_step(*rows.added))
         what = "what it adds" if rows.residual else "its output"
         return f"{what} is {1 + shares.slope:.5g} times A's" + (f": {exact}" if exact else "")
@@ -230,7 +240,7 @@ def _local(rows: SampledRows) -> str:
 
 def _shrunk(rows: SampledRows) -> str:
     """A little less, or a little more, in nearly every token."""
-    _, u, products, _ = rows.structure.tokens
+    _, u, products, _, _ = rows.structure.tokens
     slopes = products[u > 0] / u[u > 0]
     if len(slopes) < 16 or abs(float(np.median(slopes))) > 0.05:
         return ""
@@ -259,13 +269,13 @@ def _rough(rows: SampledRows) -> str:
     """Noise without structure, of the size that a narrower float makes."""
     if not rows.structure.is_unstructured:
         return ""
-    for name, words in HIDDEN.items():
-        if UNITS[name] > 2 * rows.unit and NARROWER[0] * UNITS[name] < rows.structure.added < NARROWER[1] * UNITS[name]:
+    for name, words in narrower(rows.unit):
+        if NARROWER[0] < rows.structure.added / UNITS[name] < NARROWER[1]:
             return f"noise of the size that {words} makes begins here: half precision in this layer, or a rough formula"
     return ""
 
 
-#: name -> a description, empty where the pattern does not fit; the first that fits is reported.
+#: In the order in which they are tried.
 PATTERNS: dict[str, Callable[[SampledRows], str]] = {
     "NaN or Inf": _lost,
     "zeros": lambda rows: SIGNATURES["zeros"](_step(rows.a, rows.b)),

@@ -1,8 +1,8 @@
-"""The verdict on two devices from what was measured: identical, dtype noise, a device fault, or a mismatched capture.
+"""The verdict on two devices: identical, dtype noise, device fault or mismatched capture.
 
-dtype noise       every layer differs by no more than rounding and the order of sums explain, and without a pattern
-device fault      a layer adds something else on B: it differs by more than noise, or with a pattern that noise has not
-mismatched        the recordings are of different things: other inputs, other samples, layers under other names
+dtype noise          every layer differs by no more than rounding and the order of sums explain, without a pattern
+device fault         a layer differs by more than noise, or with a pattern that noise does not have
+mismatched capture   the recordings are of different things: other inputs, other samples, layers under other names
 """
 
 import math
@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from probe.comparisons.devices.examination import Examination, Suspect
-from probe.comparisons.devices.noise import ROUNDINGS
-from probe.comparisons.devices.pairs import Inputs, MeasuredTensor
+from probe.comparisons.devices.examination import UNSTRUCTURED, Examination, Suspect
+from probe.comparisons.devices.pairs import ROUNDINGS, Inputs, MeasuredTensor
 
 Kind = Literal["identical", "dtype noise", "device fault", "mismatched capture"]
 Sure = Literal["certain", "likely", "possible"]
@@ -28,7 +27,7 @@ NOT_APPLIED = 0.1
 
 @dataclass(frozen=True)
 class DeviceVerdict:
-    """`layer` is where the difference began, or None; `evidence` are the figures behind the verdict, in words."""
+    """`layer` is where the difference began, if that is known; `evidence` are the figures behind the verdict."""
 
     kind: Kind
     layer: str | None
@@ -57,12 +56,17 @@ def judge_figures(
     if all(tensor.difference.identical for tensor in tensors):
         agree = f"every bit of {len(tensors)} tensors agrees"
         return DeviceVerdict("identical", None, "", "certain", (agree, inputs.reason))
-    known = [tensor for tensor in tensors if tensor.difference.recipe_error is not None]
-    if known and not any(tensor.difference.recipe_error for tensor in known):
+    known = [tensor.difference for tensor in tensors if tensor.difference.recipe_error is not None]
+    if known and not any(figures.recipe_error for figures in known):
         return mismatched("A is the float reference itself: its recipe was not applied", None, inputs.reason)
-    for tensor in known:
-        if _is_float(tensor):
-            return _not_applied(tensor, inputs)
+    for figures in known:
+        if (figures.device_error or 0.0) < NOT_APPLIED * (figures.recipe_error or 0.0):
+            distances = (
+                f"{figures.label} of B differs from the float reference by {figures.device_error:.2g} of its size, "
+                f"the recipe (A) by {figures.recipe_error:.2g}"
+            )
+            cause = "the recipe was not applied: B gives what the float model gives"
+            return DeviceVerdict("device fault", figures.label, cause, "certain", (distances, inputs.reason))
     for tensor in tensors:
         reason = _beyond_noise(tensor, unit, on_grid=on_grid)
         if reason:
@@ -73,9 +77,8 @@ def judge_figures(
 def judge_values(found: Examination, tensors: Sequence[MeasuredTensor], inputs: Inputs) -> DeviceVerdict:
     """The verdict on an examined suspect: another capture, another precision, or a fault."""
     tensor = found.suspect.tensor
-    label = tensor.label
-    context = (*_before(tensors, tensor), *_in_recipe_errors([tensor]), inputs.reason)
-    evidence = (found.suspect.reason, *context)
+    label = tensor.difference.label
+    evidence = (found.suspect.reason, *_before(tensors, tensor), *_in_recipe_errors([tensor]), inputs.reason)
     if found.renamed:
         return mismatched(found.renamed, label, *evidence)
     if found.moved_samples and found.each_sample_once and found.is_first:
@@ -88,57 +91,41 @@ def judge_values(found: Examination, tensors: Sequence[MeasuredTensor], inputs: 
         later = "later" if found.token_shift > 0 else "earlier"
         if not found.is_first:
             return _fault(tensor, f"what it adds comes one token {later} than on A", evidence)
-        cause = f"the tokens of B come one place {later} than A's: padding or a begin token"
-        return mismatched(cause, label, *evidence)
+        return mismatched(
+            f"the tokens of B come one place {later} than A's: padding or a begin token", label, *evidence
+        )
     if inputs.status != "same" and found.other_prompt:
-        cause = "the inputs differ: another prompt"
-        return mismatched(cause, label, found.other_prompt, *evidence, sure="likely")
+        return mismatched("the inputs differ: another prompt", label, found.other_prompt, *evidence, sure="likely")
     if found.precision is not None:
         hidden = found.precision
         return DeviceVerdict("dtype noise", label, hidden.cause, hidden.sure, (*hidden.evidence, inputs.reason))
     return _fault(tensor, found.pattern, evidence)
 
 
-def _is_float(tensor: MeasuredTensor) -> bool:
-    """Whether the device is where the float reference is, and the recipe is not."""
-    own, device = tensor.difference.recipe_error or 0.0, tensor.difference.device_error
-    return device is not None and device < NOT_APPLIED * own
-
-
-def _not_applied(tensor: MeasuredTensor, inputs: Inputs) -> DeviceVerdict:
-    figures = tensor.difference
-    distances = (
-        f"{figures.label} of B differs from the float reference by {figures.device_error:.2g} of its size, "
-        f"the recipe (A) by {figures.recipe_error:.2g}"
-    )
-    cause = "the recipe was not applied: B gives what the float model gives"
-    return DeviceVerdict("device fault", figures.label, cause, "certain", (distances, inputs.reason))
-
-
 def _beyond_noise(tensor: MeasuredTensor, unit: float, *, on_grid: bool) -> str:
-    """Why a difference is not noise, in words; empty if it is."""
+    """Why a difference is more than noise, in words; empty if it is not."""
     figures, spread = tensor.difference, tensor.structure
     label = figures.label
     if figures.lost:
         return f"{label} has {figures.lost} of {math.prod(figures.shape)} values that are finite on one device only"
     if figures.added > figures.noise:
         return (
-            f"what {label} adds differs by {figures.added:.2g} of its size, {figures.beyond_noise:.3g} times what "
-            f"noise may reach there ({figures.noise:.2g})"
+            f"what {label} adds differs by {figures.added:.2g} of its size, {figures.beyond_noise:.3g} times the noise "
+            f"bound there ({figures.noise:.2g})"
         )
     if figures.added <= ROUNDINGS / 4 * unit:
         return ""
     few = 2.0 / max(1.0, spread.rows) ** 0.5
+    differs = f"{label} differs by {figures.added:.2g} of what it adds"
     if spread.factor_share > FACTOR + few:
-        share = f"{spread.factor_share:.0%} of it is one factor, {1 + spread.slope:.5g}"
-        return f"{label} differs by {figures.added:.2g} of what it adds, and {share}: noise has none"
+        factor = f"one factor, {1 + spread.slope:.5g}, explains {spread.factor_share:.0%} of it"
+        return f"{differs}, and {factor}: noise has no common factor"
     if spread.constant_share > CONSTANT + few and spread.rows >= 8:
-        share = f"{spread.constant_share:.0%} of it is constant over tokens"
-        return f"{label} differs by {figures.added:.2g} of what it adds, and {share}: noise is not"
+        return f"{differs}, and {spread.constant_share:.0%} of it is constant over tokens: noise varies with the token"
     places = ((*spread.channel_peak(), "channel"), (*spread.sample_peak(), "sample"))
     for place, peak, what in () if on_grid else places:  # on a grid a few flips are all there is
         if peak > PEAK:
-            return f"{what} {place} of {label} differs {peak:.3g} times as much as the others: noise does not"
+            return f"{what} {place} of {label} differs {peak:.3g} times as much as the others: noise is spread evenly"
     return ""
 
 
@@ -154,9 +141,9 @@ def _noise(tensors: Sequence[MeasuredTensor], inputs: Inputs, *, on_grid: bool) 
     worst = max(figures, key=lambda one: one.beyond_noise)
     dtypes = sorted({dtype for one in figures for dtype in (one.dtype_a, one.dtype_b)})
     figures_in_words = (
-        f"at most {worst.beyond_noise:.2g} of what noise may reach, in {worst.label} "
-        f"({worst.added:.2g} of what it adds; {worst.noise:.2g} is allowed)",
-        f"no bias, no factor and no single place: it looks like rounding ({', '.join(dtypes)})",
+        f"at most {worst.beyond_noise:.2g} of the noise bound, in {worst.label} "
+        f"({worst.added:.2g} of what it adds; the bound is {worst.noise:.2g})",
+        f"{UNSTRUCTURED} ({', '.join(dtypes)})",
     )
     cause = "rounding and the order of sums" + (", and roundings to the grid that flip" if on_grid else "")
     sure: Sure = "certain" if worst.beyond_noise < 0.5 and inputs.status == "same" else "likely"
@@ -184,5 +171,5 @@ def _before(tensors: Sequence[MeasuredTensor], suspect: MeasuredTensor) -> tuple
     worst = max(before, key=lambda figures: figures.beyond_noise)
     if worst.error == 0:
         until = f" to {before[-1].label}" if len(before) > 1 else ""
-        return (f"all before it agree to the bit: {before[0].label}{until}",)
-    return (f"all before it stay below {worst.beyond_noise:.2g} of what noise may reach",)
+        return (f"all tensors before it are identical: {before[0].label}{until}",)
+    return (f"all tensors before it stay below {worst.beyond_noise:.2g} of the noise bound",)

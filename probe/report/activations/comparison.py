@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from probe.activations.compare import Comparison, compare_runs, ranked
+from probe.activations.export import Comparison, compare_runs, ranked
 from probe.files.atomic import write
 from probe.files.checked_json import finite
 from probe.report.activations.layer_plots import MIXED, families, family_sheet
@@ -14,17 +14,17 @@ from probe.report.activations.tensor_plots import MOST_PANELS
 from probe.report.document import Document
 from probe.report.figure import GREY, VERMILION, label, layer_axis, line, log_axis, mark_below
 from probe.report.numbers import csv_text
-from probe.words import columns
+from probe.words import columns, first_few
 
 _DPI = 150
-#: Tensors are ranked by its change.
+#: The statistic by whose change tensors are ranked.
 FIGURE = "max_to_median"
-#: Rows in the terminal.
+#: Rows in the terminal at most.
 MOST_LINES = 12
 
 
 def write_comparison(a: str, b: str, *, folder: str | None = None) -> tuple[str, list[Path]]:
-    """Compare the folders of two runs and write what differs; the text for the terminal, and the files."""
+    """Compare the folders of two runs and write the files; returns the text for the terminal and the paths."""
     comparison = compare_runs(a, b)
     target = Path(folder) if folder else Path(b) / "compared"
     pictures = [one for name in comparison.figures for one in change_pictures(comparison, name)]
@@ -35,31 +35,31 @@ def write_comparison(a: str, b: str, *, folder: str | None = None) -> tuple[str,
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The tensors that changed most."""
+    """The tensors that changed most, as text."""
     lines = [f"A {_run_line(comparison.a)}", f"B {_run_line(comparison.b)}", *_note_lines(comparison), ""]
     rows = ranked(comparison, FIGURE)
     if rows:
         lines += _changes(rows[:MOST_LINES])
     if len(rows) < len(comparison.rows):
         lines.append(_same(comparison, len(rows)))
-    counts = [sum(row.get(f"outliers {side}") or 0 for row in comparison.rows) for side in ("A", "B")]
     if "outliers" in comparison.figures:
-        lines.append(f"outlier tokens: {counts[0]} in A, {counts[1]} in B")
+        a, b = (sum(row.get(f"outliers {side}") or 0 for row in comparison.rows) for side in "AB")
+        lines.append(f"outlier tokens: {a} in A, {b} in B")
     return "\n".join(lines)
 
 
 def _changes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    texts = []
-    for row in rows:
-        figures = {"max/median A": f"{FIGURE} A", "B": f"{FIGURE} B", "B/A": f"{FIGURE} B/A"}
-        figures |= {"kurtosis A": "kurtosis A", "kurtosis B": "kurtosis B"}
-        cells = {name: _cell(row.get(key)) for name, key in figures.items()}
-        texts.append({"tensor": f"{row['module']} {row['kind']}", **cells})
+    keys = {"max/median A": f"{FIGURE} A", "B": f"{FIGURE} B", "B/A": f"{FIGURE} B/A"}
+    keys |= {"kurtosis A": "kurtosis A", "kurtosis B": "kurtosis B"}
+    texts = [
+        {"tensor": f"{row['module']} {row['kind']}", **{name: _cell(row.get(key)) for name, key in keys.items()}}
+        for row in rows
+    ]
     return columns(texts, left=["tensor"])
 
 
 def _same(comparison: Comparison, changed: int) -> str:
-    """How many tensors have the same max / median; that nothing changed is said only where every figure is equal."""
+    """How many tensors have the same max / median. It says "Nothing changed" only if every statistic is equal."""
     every = len(comparison.rows)
     if comparison.unchanged:
         return f"Nothing changed: every statistic of the {every} tensors that both runs have is the same."
@@ -74,30 +74,23 @@ def _cell(value: float | None) -> str:
 
 def _run_line(run: Any) -> str:
     facts = run.facts
-    return (
-        f"{run.folder}: {facts['model']} ({facts['model_fingerprint']}), {facts['samples']} samples of {facts['data']}"
-    )
+    model = f"{facts['model']} ({facts['model_fingerprint']})"
+    return f"{run.folder}: {model}, {facts['samples']} samples of {facts['data']}"
 
 
 def _note_lines(comparison: Comparison) -> list[str]:
-    notes = [f"note: {one}" for one in comparison.warnings]
-    for side, names in zip("AB", comparison.only, strict=True):
-        if names:
-            notes.append(
-                f"note: {len(names)} tensors are in {side} only: {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
-            )
-    return notes
+    only = zip("AB", comparison.only, strict=True)
+    notes = [f"{len(names)} tensors are in {side} only: {first_few(names, most=3)}" for side, names in only if names]
+    return [f"note: {note}" for note in (*comparison.warnings, *notes)]
 
 
 def change_pictures(comparison: Comparison, figure: str) -> list[Picture]:
-    """A figure of both runs by layer, a panel for each family of modules and kind; of many, a picture for each kind."""
-    kinds = {}
+    """A statistic of both runs by layer: a panel for each family of modules and kind, or a picture for each kind."""
+    kinds: dict[str, list[Panel]] = {}
     for kind in ("input", "output", "weight"):
         rows = {row["module"]: row for row in comparison.rows if row["kind"] == kind and _has(row, figure)}
-        if rows:
-            kinds[kind] = [
-                Panel(name, kind, [rows[one] for one in some]) for name, some in families(list(rows)).items()
-            ]
+        for family, modules in families(list(rows)).items() if rows else ():
+            kinds.setdefault(kind, []).append(Panel(family, kind, [rows[module] for module in modules]))
     panels = [panel for some in kinds.values() for panel in some]
     file = figure.replace(" ", "_")
     caption = "A grey and wide, B orange. A triangle on the lower edge is 0, or too small to be seen."
@@ -119,12 +112,12 @@ class Panel:
 
 
 def _drawn(panels: Sequence[Panel], figure: str) -> bytes:
-    groups = {f"{one.family} {one.kind}": [row["module"] for row in one.rows] for one in panels}
+    groups = {f"{panel.family} {panel.kind}": [row["module"] for row in panel.rows] for panel in panels}
     with family_sheet(groups, dpi=_DPI) as page:
-        for axes, one, (title, names) in zip(page.panels, panels, groups.items(), strict=True):
-            a, b = ([row[f"{figure} {side}"] for row in one.rows] for side in "AB")
+        for axes, panel, (title, names) in zip(page.panels, panels, groups.items(), strict=True):
+            a, b = ([row[f"{figure} {side}"] for row in panel.rows] for side in "AB")
             for values, colour, name, width in ((a, GREY, "A", 3.5), (b, VERMILION, "B", 1.2)):
-                line(axes, values, colour=colour, label=name, width=width, joined=one.family != MIXED)
+                line(axes, values, colour=colour, label=name, width=width, joined=panel.family != MIXED)
             log_axis(axes, [*a, *b])
             mark_below(axes, a, colour=GREY, size=8)
             mark_below(axes, b, colour=VERMILION, size=4)
@@ -140,7 +133,7 @@ def _has(row: dict[str, Any], figure: str) -> bool:
 
 
 def comparison_page(comparison: Comparison, pictures: Sequence[Picture]) -> Document:
-    """The page."""
+    """The page of a comparison."""
     page = Document("Activations of two runs", f"A: {_run_line(comparison.a)}. B: {_run_line(comparison.b)}.")
     page.heading("What changed most")
     for note in _note_lines(comparison):

@@ -1,8 +1,9 @@
-"""The files of an analysis: which pictures it has, which files a plan leads to, and writing them all."""
+"""The files of an analysis: its pictures, tables and page, and the names of the files that a plan leads to."""
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,69 +18,64 @@ from probe.report.activations import layer_plots, tensor_plots
 from probe.report.activations.page import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, PREDICTED, Picture, page_of
 from probe.report.numbers import csv_text
 
-#: Behind the name of a file that a run may have no data for.
+#: Added to the name of a planned file that is written only if there are data for it.
 IF_ANY = " (if there are outliers)"
 
 
 def write_analysis(analysis: Analysis, *, progress: Callable[[str], Any] = print) -> list[Path]:
-    """Write what `output.formats` asks for to `visualization.save_dir`; the paths, in the order of writing.
+    """Write the files of `output.formats` to `visualization.save_dir`; returns their paths in order.
 
-    The files of an earlier run that are not written again are deleted.
+    Files of an earlier run that are not written again are deleted.
     """
     folder = Path(analysis.settings.visualization.save_dir)
     formats = analysis.settings.output.formats
-    made = tables(analysis)
+    rows = tables(analysis)
     with replacing_earlier_files(folder, progress=progress) as written:
         if "csv" in formats:
-            for name, rows in made.items():
-                written.append(write(folder / f"{name}.csv", csv_text(finite(rows))))
+            written += [write(folder / f"{name}.csv", csv_text(finite(table))) for name, table in rows.items()]
         if "json" in formats:
-            written.append(write(folder / "analysis.json", json_text(as_json(analysis, made))))
+            written.append(write(folder / "analysis.json", json_text(as_json(analysis, rows))))
         if "png" in formats or "html" in formats:
             progress("drawing")
-            drawn = list(pictures_of(analysis, made))
-            for one in drawn if "png" in formats else ():
-                written.append(write(folder / f"{one.file}.png", one.png))
+            pictures = list(pictures_of(analysis, rows))
+            if "png" in formats:
+                written += [write(folder / f"{picture.file}.png", picture.png) for picture in pictures]
             if "html" in formats:
-                written.append(page_of(analysis, made, drawn).write(folder / "analysis_report.html"))
+                written.append(page_of(analysis, rows, pictures).write(folder / "analysis_report.html"))
     return written
 
 
 def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) -> Iterator[Picture]:
-    """The pictures of all that is enabled and has data."""
+    """The pictures of everything that is enabled and has data."""
     drawing = analysis.settings.visualization
     dpi = drawing.dpi
-    if rows := tables.get("predicted_error"):
-        png = layer_plots.noise_picture(rows, dpi=dpi)
-        yield Picture("predicted_error", PREDICTED, "Predicted noise / signal of every layer in each format.", png)
-    for kind in ("input", "output", "weight"):
-        if rows := tables.get(f"magnitude_{kind}"):
-            png = layer_plots.magnitude_picture(rows, reduce_dim=drawing.magnitude.reduce_dim, dpi=dpi)
-            yield Picture(f"magnitude_{kind}", MAGNITUDES, f"Magnitudes of {kind}s.", png)
-    if rows := tables.get("outlier_layer_wise"):
-        png = layer_plots.outlier_picture(rows, threshold=drawing.outlier.threshold, dpi=dpi)
-        yield Picture("outlier_layer_wise", OUTLIERS, "Outliers by layer.", png)
-    if rows := tables.get("outlier_position"):
-        length, names = analysis.facts["longest"], list(analysis.outliers)
-        png = tensor_plots.position_picture(rows, names, length=length, dpi=dpi)
-        yield Picture("outlier_position", OUTLIERS, "Outliers by position.", png)
-    if rows := tables.get("outlier_token"):
-        yield Picture("outlier_token", OUTLIERS, "Outliers by token.", tensor_plots.token_picture(rows, dpi=dpi))
-    if rows := tables.get("distribution_boxplot"):
-        png = layer_plots.box_picture(rows, dpi=dpi)
-        yield Picture("distribution_boxplot", DISTRIBUTIONS, f"|x| of {rows[0]['kind']}s.", png)
-    if rows := tables.get("distribution_histogram"):
-        png = tensor_plots.histogram_picture(rows, dpi=dpi)
-        yield Picture("distribution_histogram", DISTRIBUTIONS, f"|x| of {rows[0]['kind']}s, histograms.", png)
+    magnitudes = partial(layer_plots.magnitude_picture, reduce_dim=drawing.magnitude.reduce_dim)
+    outliers = partial(layer_plots.outlier_picture, threshold=drawing.outlier.threshold)
+    positions = partial(tensor_plots.position_picture, layers=list(analysis.outliers), length=analysis.facts["longest"])
+    drawings: tuple[tuple[str, str, str, Callable[..., bytes]], ...] = (
+        (
+            "predicted_error",
+            PREDICTED,
+            "Predicted noise / signal of every layer in each format.",
+            layer_plots.noise_picture,
+        ),
+        *((f"magnitude_{x}", MAGNITUDES, f"Magnitudes of {x}s.", magnitudes) for x in ("input", "output", "weight")),
+        ("outlier_layer_wise", OUTLIERS, "Outliers by layer.", outliers),
+        ("outlier_position", OUTLIERS, "Outliers by position.", positions),
+        ("outlier_token", OUTLIERS, "Outliers by token.", tensor_plots.token_picture),
+        ("distribution_boxplot", DISTRIBUTIONS, "|x| of {kind}s.", layer_plots.box_picture),
+        ("distribution_histogram", DISTRIBUTIONS, "|x| of {kind}s, histograms.", tensor_plots.histogram_picture),
+    )
+    for name, section, caption, draw in drawings:
+        if rows := tables.get(name):
+            yield Picture(name, section, caption.format(kind=rows[0].get("kind")), draw(rows, dpi=dpi))
     heats = drawn_heat(analysis)
     for index, heat in enumerate(heats):
         png = tensor_plots.heat_picture(heat, view_angle=drawing.heatmap_3d.view_angle, dpi=dpi)
-        some = f" {len(heats)} of {len(analysis.heat)} layers are drawn: largest max / median." * (
-            len(heats) < len(analysis.heat)
-        )
-        yield Picture(
-            heat_file(index, heat.module), HEAT, f"{heat.module}.{some}" if not index else f"{heat.module}.", png
-        )
+        caption = f"{heat.module}."
+        if index == 0 and len(heats) < len(analysis.heat):
+            caption += f" {len(heats)} of {len(analysis.heat)} layers are drawn: largest max / median."
+        yield Picture(heat_file(index, heat.module), HEAT, caption, png)
     if analysis.bands:
         png = tensor_plots.band_picture(list(analysis.bands.values()), dpi=dpi)
         of = analysis.plan.bands_of
@@ -88,12 +84,12 @@ def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) 
 
 
 def heat_file(index: int, module: str) -> str:
-    """A name that is safe as a file's, whatever the module is called."""
+    """The file name of a heat map, safe whatever the module is called."""
     return f"heatmap_3d_{index:02d}_{re.sub(r'[^A-Za-z0-9_-]', '_', module)[-60:]}"
 
 
 def planned_files(settings: Settings, plan: Plan) -> list[str]:
-    """The names of the files that a run with this plan writes, as far as they are known beforehand."""
+    """The names of the files that a run with this plan will write, as far as they are known beforehand."""
     enabled, drawing = settings.visualization.enabled, settings.visualization
     drawn = ["predicted_error", *(f"magnitude_{kind}" for kind, names in plan.magnitude.items() if names)]
     drawn += ["outlier_layer_wise"] * enabled.outlier_layer_wise
@@ -108,22 +104,16 @@ def planned_files(settings: Settings, plan: Plan) -> list[str]:
         files += [f"{name}.png" for name in (*drawn, *maps, *bands)] + [f"{name}.png{IF_ANY}" for name in found]
     if "csv" in formats:
         found += ["outlier_worst"] * enabled.outlier_token
-        heat = ["heatmap_3d"] * enabled.heatmap_3d
-        files += [
-            f"{name}.csv" for name in ("statistics", "top_channels", "keep_in_higher_precision", *drawn, *heat, *bands)
-        ]
+        always = ("statistics", "top_channels", "keep_in_higher_precision")
+        files += [f"{name}.csv" for name in (*always, *drawn, *["heatmap_3d"] * enabled.heatmap_3d, *bands)]
         files += [f"{name}.csv{IF_ANY}" for name in found]
-    if "json" in formats:
-        files.append("analysis.json")
-    if "html" in formats:
-        files.append("analysis_report.html")
-    return files
+    return files + ["analysis.json"] * ("json" in formats) + ["analysis_report.html"] * ("html" in formats)
 
 
-def json_text(given: dict[str, Any]) -> str:
-    """A line for every row of a table, so that it can be read and compared by people too."""
+def json_text(document: dict[str, Any]) -> str:
+    """JSON with a line for every row of a table, so that people can read and compare it."""
     parts = []
-    for key, value in given.items():
+    for key, value in document.items():
         if isinstance(value, list):
             shown = _lines(value, " ")
         elif key == "tables":

@@ -1,4 +1,4 @@
-"""Pictures of an analysis with the layers across: magnitudes, predicted noise, boxes, and outlier tokens."""
+"""Pictures of an analysis by layer: magnitudes, predicted noise, box plots, and outlier tokens."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 from probe.formats import GATE_FORMATS
 from probe.report import figure
 
-#: A colour more than the palette of the style has.
+#: One colour more than the palette of the style has.
 BROWN = "#a6761d"
 
 Rows = Sequence[Mapping[str, Any]]
-#: The key of the values in their rows, label, colour and width.
+#: The key of the values in their rows, the label, the colour and the width.
 Curve = tuple[str, str, str, float]
 
-#: The wide ones lie below, so that curves that meet are all seen.
+#: The wide curves are drawn first, so that curves that meet can all be seen.
 MAGNITUDES: tuple[Curve, ...] = (
     ("top1", "Top-1", figure.VERMILION, 4.0),
     ("top2", "Top-2", figure.ORANGE, 2.4),
@@ -26,26 +26,26 @@ MAGNITUDES: tuple[Curve, ...] = (
     ("median", "median", figure.BLUE, 1.3),
     ("min", "min", figure.GREY, 1.0),
 )
-#: Colour and width by format. Of two with equal mantissas the curves meet: the first is wide, so that both are seen.
+#: Colour and width by format. The curves of formats with equal mantissas meet: the first is wide, so both are seen.
 FORMAT_STYLES = (
     *((figure.GREY, 3.5), (figure.BLUE, 3.5), (figure.SKY, 3.5)),
     *((figure.GREEN, 1.2), (BROWN, 1.2), (figure.VERMILION, 1.2), (figure.ORANGE, 1.2), (figure.PURPLE, 1.2)),
 )
-#: What the magnitudes are of, by the axis that is reduced.
+#: The label of the magnitudes by the axis that is reduced.
 UNITS = {None: "|x|", -1: "max |x| of a token", -2: "max |x| of a channel"}
-#: Boxes across a panel, above which percentiles are drawn as bands.
+#: Boxes in a panel at most; with more layers, percentiles are drawn as bands.
 MOST_BOXES = 40
-#: Panels of families of modules on a sheet; of more, all layers share one.
+#: Families of modules with a panel each; if there are more, all layers share one panel.
 MOST_FAMILIES = 24
-#: Title of a panel of modules that are no family.
+#: The title of a panel with modules of several families.
 MIXED = "all layers"
-#: Inches of the narrowest sheet: a legend has to fit.
+#: The width of the narrowest sheet in inches: the legend has to fit.
 NARROWEST = 8.0
 
 
 @contextmanager
 def family_sheet(groups: Mapping[str, Sequence[str]], *, dpi: int) -> Iterator[figure.Sheet]:
-    """A panel for each family, high enough for the names of its layers and the plot above them."""
+    """A sheet with a panel for each family, high enough for the names of its layers."""
     across = min(3, len(groups))
     width = figure.sheet_width(across, 3, 4.0, NARROWEST) / across
     room = max(figure.layer_axis_height(names, width) for names in groups.values())
@@ -54,7 +54,7 @@ def family_sheet(groups: Mapping[str, Sequence[str]], *, dpi: int) -> Iterator[f
 
 
 def families(names: Sequence[str]) -> dict[str, list[str]]:
-    """Modules that differ in parts that are numbers, `layers.#.mlp.fc1`; too many, or all of one module: MIXED."""
+    """Modules by name without numbers, `layers.#.mlp.fc1`; all are MIXED if there are too many or tiny groups."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(".".join("#" if part.isdecimal() else part for part in name.split(".")), []).append(name)
@@ -64,7 +64,7 @@ def families(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _family_picture(rows: Rows, draw: Callable[[Any, Rows, bool], None], *, unit: str, dpi: int) -> bytes:
-    """A panel for each family of modules; `draw` is given the axes, the rows, and whether they are a family."""
+    """A panel for each family of modules; `draw` gets the axes, the rows, and whether they are one family."""
     by_name = {row["module"]: row for row in rows}
     groups = families(list(by_name))
     with family_sheet(groups, dpi=dpi) as page:
@@ -116,9 +116,8 @@ def _boxes(axes: Any, rows: Rows) -> None:
     style = {"boxprops": {"facecolor": figure.SKY, "edgecolor": figure.BLUE}, "medianprops": {"color": figure.BLUE}}
     lines = {"whiskerprops": {"color": figure.BLUE}, "capprops": {"color": figure.BLUE}}
     places = list(range(len(rows)))
-    axes.bxp(
-        stats, positions=places, widths=0.6, patch_artist=True, showfliers=False, manage_ticks=False, **style, **lines
-    )
+    options = {"patch_artist": True, "showfliers": False, "manage_ticks": False}
+    axes.bxp(stats, positions=places, widths=0.6, **options, **style, **lines)
     for key, name, colour in (("p99.99", "99.99 %", figure.ORANGE), ("max", "max", figure.VERMILION)):
         axes.plot(places, figure.positives([row[key] for row in rows]), "o", color=colour, markersize=3, label=name)
     axes.plot([], [], "s", color=figure.SKY, markeredgecolor=figure.BLUE, label="25 to 75 %, whiskers 1 to 99 %")
@@ -132,26 +131,22 @@ def _bands(axes: Any, rows: Rows) -> None:
         points = np.nan_to_num(figure.positives([row[key] for row in rows]), nan=1e-45)
         return [float(reduce(points[part])) for part in parts]
 
-    axes.fill_between(
-        x, of("p1", np.min), of("p99", np.max), color=figure.SKY, alpha=0.35, linewidth=0, label="1 to 99 %"
-    )
-    axes.fill_between(
-        x, of("p25", np.min), of("p75", np.max), color=figure.BLUE, alpha=0.45, linewidth=0, label="25 to 75 %"
-    )
+    for low, high, colour, alpha in (("1", "99", figure.SKY, 0.35), ("25", "75", figure.BLUE, 0.45)):
+        band = (of(f"p{low}", np.min), of(f"p{high}", np.max))
+        axes.fill_between(x, *band, color=colour, alpha=alpha, linewidth=0, label=f"{low} to {high} %")
     axes.plot(x, of("p50", np.median), color=figure.BLUE, linewidth=1.2, label="median")
     axes.plot(x, of("p99.99", np.max), color=figure.ORANGE, linewidth=1, label="99.99 %")
     axes.plot(x, of("max", np.max), color=figure.VERMILION, linewidth=1, label="max")
 
 
 def outlier_picture(rows: Rows, *, threshold: float, dpi: int) -> bytes:
-    """How many outliers each layer has, if there are any, and how far out the farthest token is."""
+    """The number of outliers of each layer, if there are any, and the ratio of the farthest token."""
     names = [row["module"] for row in rows]
     parts = figure.bins(len(rows))
     any_outlier = any(row["outliers"] for row in rows)
     width = 5.5 if any_outlier else 11.0
-    with figure.sheet(
-        1 + any_outlier, dpi=dpi, columns=2, size=(width, 2.8 + figure.layer_axis_height(names, width))
-    ) as page:
+    height = 2.8 + figure.layer_axis_height(names, width)
+    with figure.sheet(1 + any_outlier, dpi=dpi, columns=2, size=(width, height)) as page:
         if any_outlier:
             _counts(page.panels[0], rows, parts)
         _ratios(page.panels[-1], rows, parts, threshold)
@@ -166,9 +161,8 @@ def _counts(axes: Any, rows: Rows, parts: Sequence[slice]) -> None:
     if len(parts) <= 60:
         axes.bar(figure.middles(parts), heights, width=0.8, color=figure.VERMILION)
     else:
-        axes.stairs(
-            heights, [part.start - 0.5 for part in parts] + [len(rows) - 0.5], fill=True, color=figure.VERMILION
-        )
+        edges = [part.start - 0.5 for part in parts] + [len(rows) - 0.5]
+        axes.stairs(heights, edges, fill=True, color=figure.VERMILION)
     axes.set_ylim(0, 1.1 * max(heights))
     figure.count_ticks(axes.yaxis)
     gathered = f", the most of {parts[0].stop} layers" if len(parts) < len(rows) else ""

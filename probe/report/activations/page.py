@@ -12,7 +12,7 @@ from probe.report.document import Document
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG with the name of its file, the section that it belongs to, and what to say about it."""
+    """A PNG with the name of its file, the section of the page that it belongs to, and its caption."""
 
     file: str
     section: str
@@ -26,19 +26,16 @@ DISTRIBUTIONS = "Distributions"
 HEAT = "Tokens and channels of one sample"
 BANDS = "Channels"
 PREDICTED = "What quantization would cost"
-#: Rows of a table on the page; all of them are in the CSV file.
+#: Rows of a table on the page at most; the CSV file has them all.
 MOST_ROWS = 200
 
 Rows = list[dict[str, Any]]
 
 
 def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[Picture]) -> Document:
-    """The page."""
-    facts = analysis.facts
-    lead = (
-        f"{facts['samples']} samples, {facts['tokens']} tokens of {facts['data']}; "
-        f"{len({name for name, _ in analysis.statistics})} modules."
-    )
+    """The page of an analysis."""
+    facts, modules = analysis.facts, len({name for name, _ in analysis.statistics})
+    lead = f"{facts['samples']} samples, {facts['tokens']} tokens of {facts['data']}; {modules} modules."
     page = Document(f"Activations of {analysis.name}", lead)
     page.heading("What stands out")
     for note in analysis.notes:
@@ -53,7 +50,7 @@ def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[P
         page.heading(section)
         page.text(text)
         if section == OUTLIERS and analysis.outliers and not any(one.count for one in analysis.outliers.values()):
-            page.text(_none(analysis))
+            page.text(_no_outliers(analysis))
         for picture in drawn:
             page.picture(picture.png, alt=picture.caption, caption=picture.caption)
         for name, some in rows:
@@ -75,8 +72,8 @@ _SECTIONS = (
     ),
     (
         MAGNITUDES,
-        "The largest, second and third largest magnitude, the median and the smallest. Far apart: a few values rule "
-        "the scale of a tensor. A triangle on the lower edge is a value below it, or 0.",
+        "The largest, second and third largest magnitude, the median and the smallest. If they are far apart, a few "
+        "values determine the scale of a tensor. A triangle on the lower edge is a value below it, or 0.",
         ("magnitude_input", "magnitude_output", "magnitude_weight"),
     ),
     (
@@ -95,7 +92,7 @@ _SECTIONS = (
 )
 
 
-def _none(analysis: Analysis) -> str:
+def _no_outliers(analysis: Analysis) -> str:
     threshold = analysis.settings.visualization.outlier.threshold
     farthest = max(analysis.outliers.values(), key=lambda one: one.largest_ratio)
     return (
@@ -105,6 +102,7 @@ def _none(analysis: Analysis) -> str:
 
 
 def _standing_out(page: Document, analysis: Analysis) -> None:
+    outliers = {name: tokens.count for name, tokens in analysis.outliers.items()}
     rows = [
         {
             "module": s.module,
@@ -113,9 +111,7 @@ def _standing_out(page: Document, analysis: Analysis) -> None:
             "max / median": s.max_to_median,
             "max / p99": s.max_to_p99,
             "kurtosis": s.kurtosis,
-            "outlier tokens": analysis.outliers[s.module].count
-            if s.kind == "output" and s.module in analysis.outliers
-            else None,
+            "outlier tokens": outliers.get(s.module) if s.kind == "output" else None,
         }
         for s in analysis.hardest()[:15]
     ]
@@ -123,13 +119,11 @@ def _standing_out(page: Document, analysis: Analysis) -> None:
         page.table(rows, caption="The tensors with the largest max / 99th percentile of |x|: hardest to quantize.")
 
 
-#: What the table of each file shows.
+#: The caption of the table of each file.
 _CAPTIONS = {
     "keep_in_higher_precision": "The layers that hold half of the predicted noise of each format, the noisiest first",
     "predicted_error": "Predicted noise / signal of every layer in each format",
-    "magnitude_input": "Magnitudes of the inputs",
-    "magnitude_output": "Magnitudes of the outputs",
-    "magnitude_weight": "Magnitudes of the weights",
+    **{f"magnitude_{kind}": f"Magnitudes of the {kind}s" for kind in ("input", "output", "weight")},
     "outlier_layer_wise": "Outlier tokens of every layer, and how far out the farthest is",
     "outlier_token": "Which tokens are outliers, and in how many layers, the most frequent first",
     "outlier_worst": "The tokens of every layer that are farthest out, one by one",
@@ -153,7 +147,6 @@ def shown_rows(count: int, file: str | None) -> str:
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Text as Python writes it, so that spaces and line ends can be seen."""
-    return {
-        key: repr(value) if key in ("text", "around") and value is not None else value for key, value in row.items()
-    }
+    """The row with its texts as Python writes them, so that spaces and line ends can be seen."""
+    texts = {key: repr(row[key]) for key in ("text", "around") if row.get(key) is not None}
+    return {**row, **texts}

@@ -1,4 +1,4 @@
-"""Pictures of an analysis by channel, size, position and token: heat maps, percentile bands, histograms, outliers."""
+"""Pictures of an analysis by channel, magnitude, position and token: heat maps, bands, histograms and outliers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from probe.report import figure
 from probe.report.activations.layer_plots import families
 from probe.words import short_names
 
-#: Fields of the surface: more are slow to draw and hide one another.
+#: Rows and columns of the surface: more are slow to draw and hide each other.
 SURFACE = (64, 96)
 _BANDS = ((0, 6, figure.SKY, "0.01 to 99.99 %"), (1, 5, figure.BLUE, "1 to 99 %"), (2, 4, figure.ORANGE, "25 to 75 %"))
-#: Panels of single tensors on a sheet.
+#: Panels of single tensors on a sheet at most.
 MOST_PANELS = 12
-#: Tokens that are listed by name.
+#: Tokens that are listed by name at most.
 MOST_TOKENS = 25
-#: Lines and columns of the map of positions.
+#: Lines and columns of the map of positions at most.
 LINES, COLUMNS = 80, 256
 
 Rows = Sequence[Mapping[str, Any]]
@@ -51,7 +51,7 @@ def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -
         right.set_ylabel("token")
         bar = page.figure.colorbar(image, ax=right, label="|x|")
         if bar.ax.get_yscale() == "log":
-            figure.log_colour_ticks(bar)
+            figure.log_ticks(bar.ax.yaxis)
         title = f"{figure.label(heat.module, most=80)} {heat.kind}, sample {heat.sample}"
         page.figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         return page.png()
@@ -80,7 +80,7 @@ def band_picture(bands: Sequence[ChannelBands], *, dpi: int) -> bytes:
 
 
 def _norm(values: npt.NDArray[np.float32]) -> Any:
-    """Linear; where a few values would leave all others in the dark, logarithmic over four decades."""
+    """A linear scale of colours, or logarithmic over four decades if a few values are far above all others."""
     from matplotlib.colors import LogNorm
 
     high, usual = float(values.max()), float(np.median(values))
@@ -88,7 +88,7 @@ def _norm(values: npt.NDArray[np.float32]) -> Any:
 
 
 def _outliers_beside_the_rest(axes: Any, found: figure.Values) -> None:
-    """A linear axis; where a channel is far out, linear up to twice what is usual and logarithmic beyond."""
+    """A linear y axis; if a channel is far out, it is logarithmic beyond twice the usual magnitude."""
     usual = 2 * float(np.median(np.abs(found[[0, -1]]).max(0)))
     high = float(np.abs(found).max())
     if 0 < 4 * usual < high:
@@ -149,7 +149,7 @@ def _histogram_map(by_name: Mapping[str, Sequence[Mapping[str, Any]]], dpi: int)
         axes = page.panels[0]
         values, edges = np.where(drawn > 0, drawn, np.nan), (low, high, len(parts) - 0.5, -0.5)
         image = figure.shade_map(axes, values, empty="none", norm="log", extent=edges)
-        figure.log_colour_ticks(page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9))
+        figure.log_ticks(page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9).ax.yaxis)
         step = -(-len(parts) // 50)
         texts = short_names(names, most=40)
         axes.set_yticks(range(0, len(parts), step), [texts[parts[i].start] for i in range(0, len(parts), step)])
@@ -159,7 +159,7 @@ def _histogram_map(by_name: Mapping[str, Sequence[Mapping[str, Any]]], dpi: int)
 
 
 def octave_ticks(axis: Any) -> None:
-    """Powers of 2 as plain text, a few."""
+    """A few ticks at powers of 2, in plain text."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     axis.set_major_locator(LogLocator(base=2, numticks=6))
@@ -168,7 +168,7 @@ def octave_ticks(axis: Any) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int) -> bytes:
+def position_picture(rows: Rows, *, layers: Sequence[str], length: int, dpi: int) -> bytes:
     """Outliers by position, over all layers and layer by layer."""
     places = {name: i for i, name in enumerate(layers)}
     counts = np.zeros((len(layers), length), np.int64)
@@ -199,17 +199,13 @@ def position_picture(rows: Rows, layers: Sequence[str], *, length: int, dpi: int
 
 
 def token_picture(rows: Rows, *, dpi: int) -> bytes:
-    """The tokens that are outliers most often."""
-    shown = list(rows[:MOST_TOKENS])
-    rest = sum(row["outliers"] for row in rows[MOST_TOKENS:])
-    labels = [token_label(row) for row in shown]
-    counts = [row["outliers"] for row in shown]
-    if rest:
-        labels.append(f"{len(rows) - MOST_TOKENS} others")
-        counts.append(rest)
+    """Bars of the tokens that are outliers most often."""
+    bars = [(token_label(row), row["outliers"], figure.VERMILION) for row in rows[:MOST_TOKENS]]
+    if rest := rows[MOST_TOKENS:]:
+        bars.append((f"{len(rest)} others", sum(row["outliers"] for row in rest), figure.GREY))
+    labels, counts, colours = zip(*bars, strict=True)
     with figure.sheet(1, dpi=dpi, size=(11, 0.8 + 0.19 * len(labels))) as page:
         axes = page.panels[0]
-        colours = [figure.VERMILION] * len(shown) + [figure.GREY] * (len(labels) - len(shown))
         axes.barh(range(len(labels)), counts, color=colours, height=0.75)
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
@@ -222,7 +218,7 @@ def token_picture(rows: Rows, *, dpi: int) -> bytes:
 
 
 def token_label(row: Mapping[str, Any]) -> str:
-    """'the' (262), its text as Python writes it, or the id alone."""
+    """'the' (262): the text of a token as Python writes it, and its id; or the id alone."""
     text = row["text"]
     if text is None:
         return f"id {row['token']}"

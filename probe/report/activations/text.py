@@ -1,4 +1,4 @@
-"""What `probe analyze` prints: the plan of a dry run, and what stands out after a run."""
+"""The text that `probe analyze` prints: the plan of a dry run, and the summary of a run."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from probe.models.offload import size_of
 from probe.report.activations.files import planned_files
 from probe.words import format_bytes
 
-#: Names that are listed before the rest is counted.
+#: Names in a list at most; the rest is counted.
 MOST_NAMES = 20
 
 
@@ -39,28 +39,22 @@ def dry_run_text(prepared: Prepared) -> str:
     parts.append(_listed(f"bands of {len(plan.bands[1])} layers{some}, {plan.bands[0]}", plan.bands[1]))
     files = planned_files(settings, plan)
     parts.append(_listed(f"files in {settings.visualization.save_dir}", files, most=len(files)))
-    other = _other(settings.as_dict(), Settings().as_dict())
-    parts.append(
-        f"configuration, where it differs from the defaults (--keys shows all):\n{_yaml(other)}"
-        if other
-        else "configuration: the defaults (--keys shows them)"
-    )
-    parts.append("Nothing was run: --dry-run.")
-    return "\n\n".join(parts)
+    if changed := _changed(settings.as_dict(), Settings().as_dict()):
+        lines = yaml.safe_dump(changed, sort_keys=False).splitlines()
+        title = "configuration, where it differs from the defaults (--keys shows all)"
+        parts.append(_listed(title, lines, most=len(lines)))
+    else:
+        parts.append("configuration: the defaults (--keys shows them)")
+    return "\n\n".join([*parts, "Nothing was run: --dry-run."])
 
 
-def _other(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """The keys whose values differ, nested as they were."""
-    found = {
-        key: _other(value, default[key]) if isinstance(value, dict) else value
-        for key, value in given.items()
+def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """The settings that differ from the default, nested as they were."""
+    return {
+        key: _changed(value, default[key]) if isinstance(value, dict) else value
+        for key, value in settings.items()
         if value != default[key]
     }
-    return found
-
-
-def _yaml(given: dict[str, Any]) -> str:
-    return "\n".join(f"  {line}" for line in yaml.safe_dump(given, sort_keys=False).splitlines())
 
 
 def _counted(count: int, one: str, many: str | None = None) -> str:
@@ -73,18 +67,15 @@ def _listed(title: str, names: Sequence[str], *, most: int = MOST_NAMES) -> str:
 
 
 def summary_text(analysis: Analysis, written: Sequence[Path], *, printed: Collection[str] = ()) -> str:
-    """What stands out, in a few lines, the notes that were not `printed` before, and where the report is."""
+    """The tensors that stand out, the notes that are not in `printed`, and the path of the report."""
     facts = analysis.facts
     samples, tokens = _counted(facts["samples"], "sample"), _counted(facts["tokens"], "token")
     lines = [f"{analysis.name}: {samples}, {tokens} of {facts['data']}"]
     lines += [f"  {s.module} {s.kind}: {_sizes(s)}" for s in analysis.hardest()[:5]]
     if analysis.outliers:
-        count = sum(one.count for one in analysis.outliers.values())
-        having = sum(one.count > 0 for one in analysis.outliers.values())
-        threshold = analysis.settings.visualization.outlier.threshold
-        lines.append(
-            f"  outlier tokens (above {threshold:g} x median): {count} in {having} of {len(analysis.outliers)} layers"
-        )
+        counts = [tokens.count for tokens in analysis.outliers.values()]
+        title = f"outlier tokens (above {analysis.settings.visualization.outlier.threshold:g} x median)"
+        lines.append(f"  {title}: {sum(counts)} in {sum(n > 0 for n in counts)} of {len(counts)} layers")
     lines += [line for note in analysis.notes if (line := f"note: {note}") not in printed]
     last = [str(path) for path in written if path.suffix == ".html"] or [str(path) for path in written[-1:]]
     lines.append(f"{_counted(len(written), 'file')}, the last: {last[0]}" if last else "no file was written")
@@ -92,7 +83,7 @@ def summary_text(analysis: Analysis, written: Sequence[Path], *, printed: Collec
 
 
 def _sizes(s: LayerStatistics) -> str:
-    """The largest magnitude as a multiple of what is usual, where that is not 0."""
+    """The largest magnitude, and its ratio to the median and the 99th percentile where these are not 0."""
     ratios = ((s.max_to_median, "median"), (s.max_to_p99, "99th percentile"))
     parts = [f"the {name} is 0" if ratio is None else f"{ratio:.4g} x the {name}" for ratio, name in ratios]
     return ", ".join([f"max |x| {s.amax:.4g}", *parts])

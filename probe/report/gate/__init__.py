@@ -1,1 +1,1 @@
-"""The report of the gate: stories, heat maps, tables, plots and summaries."""
+"""The report of the gate: failures as text, heat maps, tables, plots and summaries."""

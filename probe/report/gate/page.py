@@ -1,4 +1,4 @@
-"""The gate's part of the HTML report: its front (totals, stories, heat maps, recipes) and the figures of a case."""
+"""The gate's part of the HTML report: totals, failures, heat maps and recipes, and the figures of each case."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,7 @@ SHADES = 33
 
 
 def front(
-    outcomes: Sequence[Outcome],
-    *,
-    environment: Mapping[str, str],
-    baseline_environment: Mapping[str, str] | None,
+    outcomes: Sequence[Outcome], *, environment: Mapping[str, str], baseline_environment: Mapping[str, str] | None
 ) -> str:
     """HTML for `prefix` of pytest_html_results_summary. Nothing in it is loaded from elsewhere."""
     found = runs(outcomes)
@@ -38,7 +35,7 @@ def front(
 
 
 def figure_table(outcome: Outcome) -> str:
-    """What is wrong, and every figure with its baseline and its tolerance: those that moved come first."""
+    """The message, and every figure with its baseline and its tolerance: those that moved come first."""
     lines = [outcome.message, *outcome.details]
     lines += [f"likely cause: {outcome.cause}"] if outcome.cause else []
     lines += [f"baseline: {outcome.baseline_file}"] if outcome.baseline_file else []
@@ -48,7 +45,7 @@ def figure_table(outcome: Outcome) -> str:
 
 
 def name_cell(nodeid: str) -> str:
-    """The cell of a test's name. pytest-html does not escape it, and the id of a case holds the name of a layer."""
+    """The cell of a test's name. pytest-html does not escape it, and the id of a case contains the name of a layer."""
     return render("test_name.html", nodeid=nodeid)
 
 
@@ -59,11 +56,11 @@ def _figure_cells(name: str, figure: Figure) -> tuple[str, ...]:
 
 
 def _stories(found: Sequence[Run], changed: Sequence[str]) -> list[dict[str, Any]]:
-    """One per failing recipe, whose id is the anchor; it holds the stories of all its models and devices."""
+    """The failures by recipe, whose id is the anchor; each has the texts of all its models and devices."""
     failing: dict[str, list[Run]] = {}
     for run in found:
         if run.failing:
-            failing.setdefault(run.recipe, []).append(run)
+            failing.setdefault(run.case.recipe, []).append(run)
     stories = []
     for recipe, same in failing.items():
         texts = [story(run.outcomes, report=None, environment=changed) for run in same]
@@ -80,7 +77,7 @@ def _stories(found: Sequence[Run], changed: Sequence[str]) -> list[dict[str, Any
 
 
 def _maps(maps: Sequence[HeatMap]) -> dict[str, Any]:
-    """All maps on one scale of shades, with its legend: the scale of the quantized modes, far above the float modes."""
+    """All maps on one scale of shades, with its legend; it spans the quantized modes, far above the float modes."""
     cells = [cell for heat in maps for cell in heat.cells() if cell.case.layer != LOGITS]
     cells = [cell for cell in cells if cell.case.format] or cells
     decades = [math.log10(error) for error in map(error_of, cells) if error]
@@ -107,8 +104,7 @@ def _map(heat: HeatMap, low: int, high: int) -> dict[str, Any]:
 
 def _heat_cell(cell: Outcome, low: int, high: int) -> dict[str, Any]:
     error = error_of(cell)
-    whole = cell.case.layer == LOGITS
-    shade = "off" if error is None else "whole" if whole else _shade(error, low, high)
+    shade = "off" if error is None else "whole" if cell.case.layer == LOGITS else _shade(error, low, high)
     failed = cell.status == "failed"
     return {
         "classes": f"{shade} bad" if failed else shade,
@@ -126,7 +122,7 @@ def _shade(error: float, low: int, high: int) -> str:
 
 
 def _cell_title(cell: Outcome) -> str:
-    """The figures that moved, or else those that matter most; a line each."""
+    """The tooltip of a cell: the figures that moved, or else the most important ones, a line each."""
     shown = ranked(cell.figures, moved=True)[:4] or ranked(cell.figures)[:4]
     lines = [str(cell.case), cell.verdict or cell.status, cell.message]
     for name, figure in shown:
@@ -137,16 +133,16 @@ def _cell_title(cell: Outcome) -> str:
 
 def _recipes(found: Sequence[Run]) -> dict[str, Any]:
     models = len({run.model for run in found}) > 1
-    devices = len({run.device for run in found}) > 1
+    devices = len({run.case.device for run in found}) > 1
     relative = any("injected.relative_mse" in o.figures for run in found for o in run.layers)
     names = ["recipe", *["model"] * models, *["device"] * devices, "passed", "failed"]
     names += ["injected relative mse" if relative else "injected mse", "propagated mse", "correlation"]
     names += ["KL of logits", "change in bits per byte", "verdict"]
     rows = [
         {
-            "recipe": run.recipe,
-            "anchor": quote(run.recipe) if run.failing else "",
-            "texts": [*[run.model] * models, *[run.device] * devices],
+            "recipe": run.case.recipe,
+            "anchor": quote(run.case.recipe) if run.failing else "",
+            "texts": [*[run.model] * models, *[run.case.device] * devices],
             "passed": sum(outcome.status == "passed" for outcome in run.outcomes),
             "failed": len(run.failing),
             "figures": _worst(run, "injected.relative_mse" if relative else "injected.mse"),
@@ -159,23 +155,19 @@ def _recipes(found: Sequence[Run]) -> dict[str, Any]:
 
 def _worst(run: Run, injected_name: str) -> list[dict[str, str]]:
     """The worst figures over the layers, with their labels, and those of the whole model."""
-    from probe.metrics import label_correlation, label_mse  # which loads torch; where a model ran, it is loaded
+    from probe.metrics import label_correlation, label_mse  # loads torch; where a model ran, it is loaded already
 
-    injected = run.largest(injected_name)
-    mse = run.largest("propagated.mse", "injected.mse")
-    correlation = run.smallest("propagated.correlation", "injected.correlation")
+    injected = max(run.values(injected_name), default=None)
+    mse = max(run.values("propagated.mse", "injected.mse"), default=None)
+    correlation = min(run.values("propagated.correlation", "injected.correlation"), default=None)
     whole = run.whole.figures if run.whole else {}
     kl, bits = value(whole, "logits.kl"), value(whole, "logits.change_in_bits_per_byte", "logits.change_in_bits")
-    found = [
-        (injected, short, None),
-        (mse, short, label_mse),
-        (correlation, number, label_correlation),
-        (kl, number, None),
-        (bits, number, None),
-    ]
     return [
         {"text": "" if x is None else form(x), "label": "" if x is None or label is None else label(x)}
-        for x, form, label in found
+        for x, form, label in (
+            *((injected, short, None), (mse, short, label_mse), (correlation, number, label_correlation)),
+            *((kl, number, None), (bits, number, None)),
+        )
     ]
 
 

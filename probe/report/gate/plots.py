@@ -11,18 +11,18 @@ from probe.report.numbers import number
 from probe.words import LOGITS
 
 WIDTH, HEIGHT = 1200, 360  # pixels
-#: The band behind a layer that failed.
+#: The colour of the band behind a layer that failed.
 BAND = "#f9dfe2"
 #: Colours and markers of the two errors of a layer.
 CURVES = {"injected.mse": (figure.BLUE, "o"), "propagated.mse": (figure.VERMILION, "s")}
-#: Colours that a picture needs.
+#: The number of colours that a picture needs.
 COLOURS = 64
 
 
 def recipe_picture(outcomes: Sequence[Outcome], shown: Outcome) -> bytes:
     """A PNG of three panels: the mse of every layer of the recipe, and the differences and the values of `shown`.
 
-    The places of the panels are fixed: a report has many of these, and a computed layout takes most of the time.
+    The panels have fixed positions: a report has many pictures, and a computed layout takes most of the time.
     """
     places = {"left": 0.045, "right": 0.99, "bottom": 0.13, "top": 0.87, "wspace": 0.2, "width_ratios": (4, 2.2, 2.2)}
     size = (WIDTH / figure.DPI / 3, HEIGHT / figure.DPI)
@@ -35,7 +35,7 @@ def recipe_picture(outcomes: Sequence[Outcome], shown: Outcome) -> bytes:
 
 
 def _errors(axes: Any, run: Run) -> None:
-    """injected.mse and propagated.mse by layer, new against old, on a logarithmic axis."""
+    """injected.mse and propagated.mse by layer, with their baselines, on a logarithmic axis."""
     axes.set_title("mse by layer", y=1.02)
     layers = run.layers
     known = [f for outcome in layers for name, f in outcome.figures.items() if name in CURVES]
@@ -60,13 +60,13 @@ def _errors(axes: Any, run: Run) -> None:
             if one and one.new == 0:
                 axes.text(place, 0.02, "0", transform=across, color=colour, ha="center")
     axes.plot([], color=figure.GREY, linestyle=figure.DASHED, linewidth=1.1, label="baseline")
-    lost = [place for place, outcome in enumerate(layers) if any(map(_is_lost, _curve_values(outcome)))]
+    lost = [place for place, outcome in enumerate(layers) if _is_lost(outcome)]
     if lost:
         axes.plot(lost, [0.05] * len(lost), "x", color=figure.BAD, transform=across)
         axes.text(lost[0], 0.09, "not finite", transform=across, color=figure.BAD, ha="center")
     figure.layer_axis(axes, [outcome.case.layer for outcome in layers])
     axes.set_xlabel("")
-    margin = max(1.5, (max(drawn) / min(drawn)) ** 0.06)  # of 1.5 at the least, so that a tick is between the two
+    margin = max(1.5, (max(drawn) / min(drawn)) ** 0.06)  # at least 1.5, so that there is a tick between the limits
     axes.set_yscale("log")
     axes.set_ylim(min(drawn) / margin, max(drawn) * margin)
     figure.log_ticks(axes.yaxis)
@@ -74,12 +74,10 @@ def _errors(axes: Any, run: Run) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=4, handlelength=1.6, columnspacing=1.2)
 
 
-def _curve_values(outcome: Outcome) -> list[float | None]:
-    return [one.new for name, one in outcome.figures.items() if name in CURVES]
-
-
-def _is_lost(x: float | None) -> bool:
-    return x is not None and not math.isfinite(x)
+def _is_lost(outcome: Outcome) -> bool:
+    """Whether a curve has a value there that is not finite."""
+    values = [one.new for name, one in outcome.figures.items() if name in CURVES]
+    return any(x is not None and not math.isfinite(x) for x in values)
 
 
 def _differences(axes: Any, shown: Outcome) -> None:
@@ -129,11 +127,11 @@ def _few_ticks(axis: Any) -> None:
 
 
 def _pairs(axes: Any, shown: Outcome) -> list[tuple[float, float]]:
-    """Reference and output where both can be drawn; where none can, the panel says why."""
+    """Reference and output where both can be drawn; if none can, the panel says why."""
     pairs = list(zip(shown.points.get("reference", ()), shown.points.get("output", ()), strict=False))
     good = [pair for pair in pairs if all(x is not None and abs(x) < figure.LARGEST for x in pair)]
     if not pairs and shown.case.layer == LOGITS:
-        figure.note(axes, "no values: of the logits none are kept")
+        figure.note(axes, "no values: those of the logits are not kept")
     elif not pairs:
         figure.note(axes, "no values: the case was not measured")
     elif not good:

@@ -1,4 +1,4 @@
-"""The outcomes of a run, gathered: by recipe, with what failed and where it began, and as heat maps of their errors."""
+"""The outcomes of a test run, grouped by recipe, and as heat maps of their errors."""
 
 import re
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from probe.gate.cases import Outcome, Verdict
+from probe.gate.cases import Case, Outcome, Verdict
 from probe.report.numbers import short, value
 from probe.words import LOGITS, natural_key, short_names
 
@@ -25,55 +25,33 @@ class Run:
         return self.outcomes[0].model
 
     @property
-    def mode(self) -> str:
-        """The mode as test ids spell it."""
-        return self.outcomes[0].case.mode
-
-    @property
-    def format(self) -> str:
-        """The format, empty for a float mode."""
-        return self.outcomes[0].case.format
-
-    @property
-    def device(self) -> str:
-        """The device it ran on."""
-        return self.outcomes[0].case.device
-
-    @property
-    def recipe(self) -> str:
-        """mode_2_1-fp8_e4m3: the anchor in the report."""
-        return self.outcomes[0].case.recipe
+    def case(self) -> Case:
+        """The first case. All have its mode, format, device and recipe; `recipe` is the anchor in the report."""
+        return self.outcomes[0].case
 
     @property
     def layers(self) -> list[Outcome]:
-        """All but the figures of the whole model."""
+        """The outcomes of the layers, without that of the whole model."""
         return [outcome for outcome in self.outcomes if outcome.case.layer != LOGITS]
 
     @property
     def whole(self) -> Outcome | None:
-        """The figures of the whole model."""
+        """The outcome of the whole model, if it was measured."""
         return next((outcome for outcome in self.outcomes if outcome.case.layer == LOGITS), None)
 
-    def largest(self, *names: str) -> float | None:
-        """The largest over the layers of the first of these figures that each has."""
-        return max(self._known(names), default=None)
-
-    def smallest(self, *names: str) -> float | None:
-        """The smallest over the layers of the first of these figures that each has."""
-        return min(self._known(names), default=None)
-
-    def _known(self, names: Sequence[str]) -> list[float]:
-        found = (value(outcome.figures, *names) for outcome in self.layers)
-        return [x for x in found if x is not None]
+    def values(self, *names: str) -> list[float]:
+        """The first of these figures that each layer has."""
+        values = (value(outcome.figures, *names) for outcome in self.layers)
+        return [x for x in values if x is not None]
 
     @property
     def failing(self) -> list[Outcome]:
-        """What failed; the first of them is where the story begins."""
+        """The outcomes that failed, in the order of the model."""
         return [outcome for outcome in self.outcomes if outcome.status == "failed"]
 
 
 def runs(outcomes: Iterable[Outcome]) -> list[Run]:
-    """By recipe, in an order that does not depend on which worker was the first to finish."""
+    """The outcomes by recipe, in an order that does not depend on which worker finished first."""
     found: dict[tuple[str, str, str], list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault((outcome.model, outcome.case.recipe, outcome.case.device), []).append(outcome)
@@ -81,19 +59,19 @@ def runs(outcomes: Iterable[Outcome]) -> list[Run]:
 
 
 def is_inherited(outcome: Outcome) -> bool:
-    """Whether only what has accumulated has changed."""
+    """Whether only the accumulated error has changed."""
     moved = [name for name, figure in outcome.figures.items() if figure.moved]
     return bool(moved) and all(name.startswith("propagated.") for name in moved)
 
 
 def got_worse(outcomes: Iterable[Outcome]) -> bool:
-    """Whether accepting them takes a reason."""
+    """Whether a figure got worse, so that accepting it needs a reason."""
     figures = (figure for outcome in outcomes for figure in outcome.figures.values())
     return any(figure.moved and figure.direction == "worse" for figure in figures)
 
 
 def totals(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """How many passed, were updated and skipped, and how many failed by verdict; what did not occur is left out."""
+    """How many outcomes passed, were updated or skipped, and how many failed by verdict; zeros are left out."""
     counts: Counter[str] = Counter(
         outcome.verdict or "failed" if outcome.status == "failed" else outcome.status for outcome in outcomes
     )
@@ -101,13 +79,13 @@ def totals(outcomes: Iterable[Outcome]) -> dict[str, int]:
     return {name: counts[name] for name in order if counts[name]}
 
 
-def layer_names(given: Sequence[Run]) -> list[str]:
-    """The layers of all runs as columns, logits last: by number if that is all they differ in, else as in the model."""
-    longest = sorted(given, key=lambda run: -len(run.outcomes))
+def layer_names(runs: Sequence[Run]) -> list[str]:
+    """The layers of all runs, logits last: by number if they differ in nothing else, otherwise as in the model."""
+    longest = sorted(runs, key=lambda run: -len(run.outcomes))
     names = list(dict.fromkeys(outcome.case.layer for run in longest for outcome in run.layers))
     if len({re.sub(r"\d+", "0", name) for name in names}) == 1:
         names.sort(key=natural_key)
-    return names + [LOGITS] * any(run.whole for run in given)
+    return names + [LOGITS] * any(run.whole for run in runs)
 
 
 @dataclass(frozen=True)
@@ -120,37 +98,37 @@ class HeatMap:
 
     @property
     def labels(self) -> list[str]:
-        """The heads of the columns: what tells the layers apart."""
+        """Short names of the layers for the headers of the columns."""
         different = short_names([name for name in self.layers if name != LOGITS])
         return different + [name for name in self.layers if name == LOGITS]
 
     def cells(self) -> Iterator[Outcome]:
-        """The cases there are."""
+        """The outcomes of all cells that have a case."""
         return (cell for _, row in self.rows for cell in row if cell)
 
 
 def heat_maps(outcomes: Iterable[Outcome]) -> list[HeatMap]:
-    """A map per model and format, those of the float modes last."""
+    """A map for each model and format, those of the float modes last."""
     found: dict[tuple[str, str], list[Run]] = {}
     for run in runs(outcomes):
-        found.setdefault((run.model, run.format), []).append(run)
+        found.setdefault((run.model, run.case.format), []).append(run)
     order = sorted(found, key=lambda key: (natural_key(key[0]), not key[1], natural_key(key[1])))
     several = len({model for model, _ in order}) > 1
     return [_heat_map(found[key], f"{key[0]}, " * several + (key[1] or "float modes")) for key in order]
 
 
-def _heat_map(given: Sequence[Run], title: str) -> HeatMap:
-    layers = layer_names(given)
-    several = len({run.device for run in given}) > 1
+def _heat_map(runs: Sequence[Run], title: str) -> HeatMap:
+    layers = layer_names(runs)
+    several = len({run.case.device for run in runs}) > 1
     rows = []
-    for run in given:
-        cells = {outcome.case.layer: outcome for outcome in (*run.outcomes, *run.failing)}  # of two, the failing one
-        rows.append((f"{run.mode} {run.device}" if several else run.mode, tuple(map(cells.get, layers))))
+    for run in runs:
+        cells = {outcome.case.layer: outcome for outcome in (*run.outcomes, *run.failing)}  # the failing ones win
+        rows.append((f"{run.case.mode} {run.case.device}" if several else run.case.mode, tuple(map(cells.get, layers))))
     return HeatMap(title, tuple(layers), tuple(rows))
 
 
 def error_of(outcome: Outcome) -> float | None:
-    """What a cell shows: the propagated mse, of the whole model the KL divergence of the logits."""
+    """The error that a cell shows: the propagated mse, or for the whole model the KL divergence of the logits."""
     if outcome.case.layer == LOGITS:
         return value(outcome.figures, "logits.kl")
     return value(outcome.figures, "propagated.mse", "injected.mse", "scaling.mse")

@@ -1,6 +1,7 @@
-"""The run for machines (JSON) and for a pull request (Markdown), and the one function that writes files."""
+"""The summary of a test run: as JSON for programs, and as Markdown for a pull request."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, takewhile
 from typing import Any
 
 from probe.files.checked_json import finite
@@ -10,22 +11,19 @@ from probe.report.gate.text import selection
 from probe.report.numbers import change, ranked, tolerance
 from probe.running.environment import differences
 from probe.version import VERSION
-from probe.words import single_line
+from probe.words import first_few, single_line
 
-#: Of the layout of summary.json; it goes up when a key changes its meaning or disappears.
+Facts = Mapping[str, str]
+#: The version of the layout of summary.json; it goes up when a key changes its meaning or disappears.
 LAYOUT = 1
-#: GitHub takes 65536 characters in a comment.
+#: GitHub accepts 65536 characters in a comment.
 MOST_CHARACTERS = 60_000
 
 
 def summary(
-    outcomes: Sequence[Outcome],
-    *,
-    environment: Mapping[str, str],
-    baseline_environment: Mapping[str, str] | None,
-    exit_status: int,
+    outcomes: Sequence[Outcome], *, environment: Facts, baseline_environment: Facts | None, exit_status: int
 ) -> dict[str, Any]:
-    """Everything but the sampled values, as plain JSON: what is NaN or Inf is null."""
+    """Everything but the sampled values, as plain JSON: NaN and Inf are null."""
     found = runs(outcomes)
     return {
         "version": LAYOUT,
@@ -40,13 +38,9 @@ def summary(
 
 
 def markdown(
-    outcomes: Sequence[Outcome],
-    *,
-    environment: Mapping[str, str],
-    baseline_environment: Mapping[str, str] | None,
-    exit_status: int,
+    outcomes: Sequence[Outcome], *, environment: Facts, baseline_environment: Facts | None, exit_status: int
 ) -> str:
-    """For a comment on a pull request. Never longer than MOST_CHARACTERS: what is left out is said."""
+    """A comment for a pull request, of at most MOST_CHARACTERS; it says how much is left out."""
     found = runs(outcomes)
     failing = [run for run in found if run.failing]
     counts = ", ".join(f"**{count}** {name}" for name, count in totals(outcomes).items()) or "no case was judged"
@@ -54,9 +48,8 @@ def markdown(
     text = f"### probe: {'passed' if passed else 'failed'}\n\n{counts} in {len(found)} recipes.\n"
     changed = differences(baseline_environment, environment)
     if changed and failing:
-        listed = "; ".join(harmless(line, most=100) for line in changed[:8])
-        more = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
-        text += f"\nThe environment is not that of the baselines: {listed}{more}.\n"
+        listed = first_few([harmless(line, most=100) for line in changed], "; ")
+        text += f"\nThe environment is not that of the baselines: {listed}.\n"
     if failing:
         text += "\n| recipe | first layer | verdict | worst figure | tolerance | likely cause |\n"
         text += "|---|---|---|---|---|---|\n"
@@ -78,12 +71,12 @@ def harmless(text: str, *, most: int = 120) -> str:
 
 
 def code(text: str, *, most: int = 120) -> str:
-    """The same as code, in which GitHub makes no links."""
+    """The text as code, in which GitHub makes no links."""
     return f"<code>{_literal(single_line(text, most=most))}</code>"
 
 
 def _literal(text: str) -> str:
-    """What Markdown and HTML take for marks, by the names of the characters."""
+    """The text with the characters that Markdown and HTML interpret written as entities."""
     return "".join(_ENTITIES.get(c, c) for c in text)
 
 
@@ -94,10 +87,10 @@ def _recipe(run: Run) -> dict[str, Any]:
     failing = run.failing
     return {
         "model": run.model,
-        "device": run.device,
-        "mode": run.mode,
-        "format": run.format,
-        "recipe": run.recipe,
+        "device": run.case.device,
+        "mode": run.case.mode,
+        "format": run.case.format,
+        "recipe": run.case.recipe,
         "totals": totals(run.outcomes),
         "first_failing_layer": failing[0].case.layer if failing else None,
         "verdict": failing[0].verdict if failing else None,
@@ -116,10 +109,10 @@ def _case(outcome: Outcome) -> dict[str, Any]:
 
 def _row(run: Run) -> str:
     first = run.failing[0]
-    worst = ranked(first.figures, moved=True)[:1] if first.verdict else []  # without one, nothing was compared
+    worst = ranked(first.figures, moved=True)[:1] if first.verdict else []  # without a verdict, nothing was compared
     figures = "; ".join(f"{name} {' → '.join(change(f.old, f.new))} {f.direction}" for name, f in worst)
     cells = [
-        code(run.recipe),
+        code(run.case.recipe),
         code(first.case.layer),
         harmless(f"{first.verdict or 'failed'} ({len(run.failing)} of {len(run.outcomes)} cases)"),
         harmless(figures or first.message),
@@ -146,12 +139,9 @@ def _heat_table(heat: HeatMap) -> str:
 
 
 def _as_fits(parts: Sequence[str], room: int, name: str) -> str:
-    """As many of the parts as fit, and how many did not."""
-    kept = 0
+    """As many of the parts as fit into `room` characters, and how many are left out."""
     note = "\n{} more {} are left out: GitHub has no room for them. They are in the report.\n"
-    left = room - len(note) - len(name) - 8
-    while kept < len(parts) and len(parts[kept]) <= left:
-        left -= len(parts[kept])
-        kept += 1
+    ends = accumulate(map(len, parts))
+    kept = sum(1 for _ in takewhile(lambda end: end <= room - len(note) - len(name) - 8, ends))
     rest = len(parts) - kept
     return "".join(parts[:kept]) + (note.format(rest, name) if rest else "")

@@ -1,4 +1,4 @@
-"""A failing recipe as text: where it began, how it grew, what it was before, and the commands that come next."""
+"""A failing recipe as text: where the error begins, how it grows, the figures of the baseline, and what to run next."""
 
 import re
 import shlex
@@ -21,10 +21,10 @@ Row = tuple[str, str]
 
 
 def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Sequence[str] = ()) -> list[str]:
-    """The story of one recipe on one device, of all its outcomes in the order of the model; empty if none failed.
+    """The failure of one recipe on one device, from all its outcomes in the order of the model; empty if none failed.
 
-    At most MOST_LINES lines of MOST_COLUMNS characters. `report` is the HTML report as the user would open it;
-    `environment` says how this environment differs from that of the baseline, a line each.
+    At most MOST_LINES lines of MOST_COLUMNS characters. `report` is the path of the HTML report;
+    `environment` has a line for each difference from the environment of the baseline.
     """
     run = Run(tuple(outcomes))
     if not run.failing:
@@ -36,15 +36,15 @@ def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Seque
     after = [
         *_first_seen(first, room),
         *_growth(run, room),
-        *_who_failed(run, room),
+        *_failing_layers(run, room),
         *_whole_model(run),
         *([("baseline", first.baseline_file)] if first.baseline_file else []),
         *_environment(environment, room),
-        *([("look", f"{report}#{quote(run.recipe)}")] if report else []),
+        *([("look", f"{report}#{quote(run.case.recipe)}")] if report else []),
         *_commands(run.failing, selection(run.failing[0])),
     ]
     left = min(3, MOST_LINES - 1 - len(before) - len(after))
-    details = [("", text) for text in _first_few(first.details, left, room)]
+    details = [("", text) for text in _first_lines(first.details, left, room)]
     return [single_line(heading(first), most=MOST_COLUMNS), *_table([*before, *details, *after])]
 
 
@@ -57,9 +57,9 @@ def case_text(outcome: Outcome) -> list[str]:
 
 
 def golden_text(outcome: Outcome) -> list[str]:
-    """A golden case by itself, without a recipe, as text. Its commands are never cut short.
+    """A golden case that belongs to no recipe. Its commands are never cut short.
 
-    Where its settings are not those of the baseline, they stand in place of the figures, which say nothing then.
+    If its settings differ from those of the baseline, they are shown instead of the figures, which mean nothing then.
     """
     figures = _figure_rows(outcome)
     room = _room(figures)
@@ -78,12 +78,12 @@ def golden_text(outcome: Outcome) -> list[str]:
     return [single_line(heading(outcome), most=MOST_COLUMNS), *_table(rows), *commands]
 
 
-def one_line(outcome: Outcome, *, told_by: str = "") -> str:
-    """A failing case whose recipe's story was told already, with the case `told_by`."""
+def one_line(outcome: Outcome, *, explained_at: str = "") -> str:
+    """A failing case in one line; the failure of its recipe is explained at the case `explained_at`, if given."""
     moved = ranked(outcome.figures, moved=True)
     what = f"{moved[0][0]} {_figure(moved[0][1])}" if moved else outcome.message or heading(outcome)
     text = f"{outcome.verdict or 'failed'}: {what.rstrip('.')}"
-    return single_line(f"{text}; the story is with {told_by}" if told_by else text, most=MOST_COLUMNS)
+    return single_line(f"{text}; explained at {explained_at}" if explained_at else text, most=MOST_COLUMNS)
 
 
 def heading(outcome: Outcome) -> str:
@@ -92,7 +92,7 @@ def heading(outcome: Outcome) -> str:
 
 
 def names_in_order(names: Sequence[str], order: Sequence[str], *, most: int) -> str:
-    """layer_0, layer_2 .. layer_23: stretches of `order` by their ends; beyond `most` characters, how many more."""
+    """layer_0, layer_2 .. layer_23: runs of `order` by their ends; beyond `most` characters, how many more."""
     place = {name: index for index, name in enumerate(order)}
     stretches: list[list[str]] = []
     for name in names:
@@ -127,7 +127,7 @@ def case_selection(outcome: Outcome) -> str:
 
 
 def _figure_rows(outcome: Outcome) -> list[Row]:
-    """What moved; if nothing did, the two that matter most. None where nothing could be compared."""
+    """The figures that moved, or else the two most important; none if nothing could be compared."""
     if outcome.status == "failed" and not outcome.verdict:
         return []
     shown = ranked(outcome.figures, moved=True)[:MOST_FIGURES] or ranked(outcome.figures)[:2]
@@ -145,7 +145,7 @@ def _figure_rows(outcome: Outcome) -> list[Row]:
 
 
 def _first_seen(outcome: Outcome, room: int) -> list[Row]:
-    """The layer and the likely cause; where nothing moved (no baseline, only a limit), nothing was first seen."""
+    """The first failing layer and the likely cause; empty if no figure moved (no baseline, or only a limit)."""
     only_limited = outcome.verdict == "over the limit" and not any(one.moved for one in outcome.figures.values())
     if outcome.verdict in ("missing", "obsolete") or only_limited:
         return []
@@ -159,14 +159,14 @@ def _figure(figure: Figure) -> str:
 
 
 def _growth(run: Run, room: int) -> list[Row]:
-    """The mse from the first failing layer on: as many layers as fit in two lines, evenly chosen."""
+    """The mse from the first failing layer on, for as many evenly spaced layers as fit in two lines."""
     names = [outcome.case.layer for outcome in run.layers]
     known: list[tuple[int, str]] = []
     for outcome in run.layers:
         figure = outcome.figures.get("propagated.mse") or outcome.figures.get("injected.mse")
         if figure and figure.new is not None and (known or outcome.status == "failed"):
             old, new = change(figure.old, figure.new)
-            text = f"{new}" if figure.old is None else f"{old} -> {new}"
+            text = new if figure.old is None else f"{old} -> {new}"
             known.append((names.index(outcome.case.layer), f"{outcome.case.layer} {text}"))
     if len(known) < 2:
         return []
@@ -184,8 +184,8 @@ def _growth(run: Run, room: int) -> list[Row]:
     return []
 
 
-def _who_failed(run: Run, room: int) -> list[Row]:
-    """How many layers failed, which of them by themselves, and which verdicts there were beside the first."""
+def _failing_layers(run: Run, room: int) -> list[Row]:
+    """How many layers failed, which by their own error and which by an inherited one, and any other verdicts."""
     order = [outcome.case.layer for outcome in run.layers]
     failing = [outcome for outcome in run.layers if outcome.status == "failed"]
     if len(order) < 2 or not failing:
@@ -220,7 +220,7 @@ def _whole_model(run: Run) -> list[Row]:
 
 
 def _environment(lines: Sequence[str], room: int) -> list[Row]:
-    return [("environment" if not index else "", text) for index, text in enumerate(_first_few(lines, 2, room))]
+    return [("environment" if not index else "", text) for index, text in enumerate(_first_lines(lines, 2, room))]
 
 
 def _commands(failing: Sequence[Outcome], command: str) -> list[Row]:
@@ -236,23 +236,23 @@ def _commands(failing: Sequence[Outcome], command: str) -> list[Row]:
 
 
 def _width(rows: Sequence[Row]) -> int:
-    """Of the column of labels."""
+    """The width of the column of labels."""
     return max([13, *(len(label) for label, _ in rows)]) + 2
 
 
 def _room(figures: Sequence[Row]) -> int:
-    """For the text beside the labels, of which those of the figures are the longest."""
+    """The width left for text beside the labels; those of the figures are the longest."""
     return MOST_COLUMNS - 2 - _width(figures)
 
 
 def _wrapped(label: str, text: str, room: int) -> list[Row]:
-    """At most two lines; --options stay whole."""
+    """The text in at most two lines; --options are not broken."""
     lines = textwrap.wrap(single_line(text, most=10_000), room, max_lines=2, placeholder=" ...", break_on_hyphens=False)
     return [(label if not index else "", line) for index, line in enumerate(lines)]
 
 
-def _first_few(lines: Sequence[str], most: int, room: int) -> list[str]:
-    """Of too many, the last says how many are not shown."""
+def _first_lines(lines: Sequence[str], most: int, room: int) -> list[str]:
+    """At most `most` lines; if some are left out, the last line ends with how many."""
     if len(lines) <= most or most < 1:
         return list(lines[: max(most, 0)])
     left = len(lines) - most

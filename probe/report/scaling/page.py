@@ -8,22 +8,14 @@ from pathlib import Path
 from probe.files.atomic import write
 from probe.report.document import Document
 from probe.report.numbers import csv_text
-from probe.report.script_layouts import (
-    DOUBLE,
-    SINGLE,
-    decibels,
-    factor,
-    grid_name,
-    overflow_block,
-    recommendation_block,
-)
+from probe.report.script_layouts import DOUBLE, SINGLE, at, factor, grid_name, overflow_block, recommendation_block
 from probe.scaling.advice import Recommendation
 from probe.scaling.results import Level, ScalingResult
 from probe.scaling.rules import RuleResult
 from probe.words import columns
 
 PAGE = "scaling.html"
-#: File -> what it is; the first part of each name is the users' own.
+#: The names of the files begin as those of the users' own script.
 RESULTS = "mxfp_scaling_results_{format}"
 TEST_PLOT = "mxfp_scaling_test_{format}.png"
 SUMMARY_PLOT = "mxfp_scaling_summary_{format}.png"
@@ -32,7 +24,7 @@ LOG = "mxfp_scaling_test_{name}_{format}.log"
 
 @dataclass(frozen=True)
 class AnalysedTensor:
-    """One tensor in one format, analysed; `plots` are empty where none were asked for."""
+    """One tensor analysed in one format; `plots` are empty if none were requested."""
 
     source: str
     folder: str
@@ -44,25 +36,26 @@ class AnalysedTensor:
 
 @dataclass(frozen=True)
 class FailedTensor:
-    """A tensor that could not be analysed, and why."""
+    """A tensor that could not be analysed, and the reason."""
 
     source: str
     reason: str
 
 
 def write_page(folder: Path, found: Sequence[AnalysedTensor], failed: Sequence[FailedTensor]) -> Path:
-    """The page of a run."""
-    tensors = len({one.source for one in found})
-    lead = f"{tensors} tensors analysed, {len(failed)} failed. A click on the head of a column sorts by it."
+    """Write the page over all tensors and formats of a run."""
+    count = len({one.source for one in found})
+    tensors = "1 tensor" if count == 1 else f"{count} tensors"
+    lead = f"{tensors} analysed, {len(failed)} failed. A click on the header of a column sorts by it."
     page = Document("MX scaling analysis", lead)
     page.heading("All tensors and formats")
     if found:
         rows = [_row(one) for one in found]
         if not any(row["rule"] for row in rows):
             rows = [{key: value for key, value in row.items() if key != "rule"} for row in rows]
-        page.table(rows, "recommended level of every sweep; psnr: - where nothing is lost")
+        page.table(rows, "The recommended level of every sweep; psnr: - if nothing is lost.")
     else:
-        page.text("Not one tensor could be analysed.")
+        page.text("No tensor could be analysed.")
     if failed:
         page.heading("Failed")
         page.table([{"input": one.source, "reason": one.reason} for one in failed])
@@ -108,40 +101,35 @@ def _section(page: Document, one: AnalysedTensor) -> None:
 def write_results(
     folder: Path,
     result: ScalingResult,
-    found: Recommendation,
+    advice: Recommendation,
     rules: Sequence[RuleResult],
     *,
     source: str,
     identity: str,
 ) -> list[Path]:
-    """The .txt, .csv and .json of every level and every figure."""
+    """Write every figure of every level as .txt, .csv and .json."""
     stem = RESULTS.format(format=result.format)
-    beside = {
-        "source": source,
-        "identity": identity,
-        "recommendation": found.as_dict(),
-        "blocks": [rule.as_dict() for rule in rules],
-    }
+    facts = {"recommendation": advice.as_dict(), "blocks": [rule.as_dict() for rule in rules]}
     return [
-        write(folder / f"{stem}.txt", results_text(result, found, source=source)),
-        write(folder / f"{stem}.csv", results_csv(result, found)),
-        write(folder / f"{stem}.json", result.to_json(**beside)),
+        write(folder / f"{stem}.txt", results_text(result, advice, source=source)),
+        write(folder / f"{stem}.csv", results_csv(result, advice)),
+        write(folder / f"{stem}.json", result.to_json(source=source, identity=identity, **facts)),
     ]
 
 
 def write_plots(folder: Path, format: str, plots: tuple[bytes, bytes]) -> list[Path]:
-    """The six panels and the summary."""
+    """Write the pictures of the six panels and of the summary."""
     names = (TEST_PLOT.format(format=format), SUMMARY_PLOT.format(format=format))
     return [write(folder / name, png) for name, png in zip(names, plots, strict=True)]
 
 
 def write_log(folder: Path, name: str, format: str, lines: Sequence[str]) -> Path:
-    """Everything that was on screen; the lines have their times already."""
+    """Write the screen output of a tensor; the lines begin with their times."""
     return write(folder / LOG.format(name=name, format=format), "".join(f"{line}\n" for line in lines))
 
 
 def tensor_lines(result: ScalingResult, *, source: str) -> list[str]:
-    """What was analysed, and how."""
+    """What was analysed, and with which settings."""
     shape = " x ".join(map(str, result.shape)) or "scalar"
     blocks = "" if result.block_size is None else f", blocks of {result.block_size} along axis {result.axis}"
     return [
@@ -159,11 +147,10 @@ def tensor_lines(result: ScalingResult, *, source: str) -> list[str]:
 
 def level_line(level: Level, count: int) -> str:
     """One level in one line, for the screen and the log."""
-    rule = f" [{level.rule}]" if level.rule else ""
     return (
-        f"  Level {level.level + 1}/{count}: Scale Exp {level.scale_exponent:.2f}{rule}, "
+        f"  Level {level.level + 1}/{count}: Scale Exp {at(level)}, "
         f"Factor {factor(level.scale)}, MSE {level.mse:.6e}, Cosine {level.cosine:.6f}, "
-        f"PSNR {decibels(level.psnr)} dB, Overflow {level.percent(level.overflow):.2f}%, "
+        f"PSNR {level.psnr:.2f} dB, Overflow {level.percent(level.overflow):.2f}%, "
         f"Underflow {level.percent(level.underflow):.2f}%"
     )
 
@@ -178,7 +165,7 @@ def results_text(result: ScalingResult, found: Recommendation, *, source: str) -
             f"Level {level.level}: scale exponent {level.scale_exponent:.6f}, factor {factor(level.scale)}{rule}{mark}",
             f"  MSE {level.mse:.6e}  RMSE {level.rmse:.6e}  MAE {level.mae:.6e}  "
             f"Max abs error {level.max_abs_error:.6e}",
-            f"  Cosine {level.cosine:.8f}  PSNR {decibels(level.psnr)} dB  Relative error {level.relative_error:.4f}%  "
+            f"  Cosine {level.cosine:.8f}  PSNR {level.psnr:.2f} dB  Relative error {level.relative_error:.4f}%  "
             f"Composite score {found.scores[level.level]:.4f}",
             f"  Overflow {_counted(level, level.overflow)} {level.overflow_severity}  "
             f"Underflow {_counted(level, level.underflow)} {level.underflow_severity}  "
@@ -207,8 +194,7 @@ def results_csv(result: ScalingResult, found: Recommendation) -> str:
 
 def rules_block(rules: Sequence[RuleResult]) -> list[str]:
     """BLOCK-LEVEL ANALYSIS: the scale rules of real MX blocks side by side."""
-    rows = rule_rows(rules)
-    texts = [{name: _cell(value) for name, value in row.items()} for row in rows]
+    texts = [{name: _cell(value) for name, value in row.items()} for row in rule_rows(rules)]
     first = rules[0]
     return [
         *(DOUBLE, "BLOCK-LEVEL ANALYSIS", DOUBLE),
@@ -223,36 +209,35 @@ def rules_block(rules: Sequence[RuleResult]) -> list[str]:
 
 
 def rule_rows(rules: Sequence[RuleResult]) -> list[dict[str, object]]:
-    """A row for every rule; shares in percent."""
-    rows: list[dict[str, object]] = []
-    for one in rules:
-        level = one.level
+    """A row for every rule, with shares in percent."""
+    return [_rule_row(rule) for rule in rules]
 
-        def share(count: int, blocks: int = one.blocks) -> float:
-            return round(100 * count / blocks, 2)
 
-        codes = {} if level.codes is None else {"codes used": f"{level.codes_used}/{len(level.codes)}"}
-        rows.append(
-            {
-                "rule": one.rule,
-                "mse": float(f"{level.mse:.4g}"),
-                "psnr dB": round(level.psnr, 2) if math.isfinite(level.psnr) else "inf",
-                "overflow %": round(level.percent(level.overflow), 2),
-                "underflow %": round(level.percent(level.underflow), 2),
-                "flushed %": round(level.percent(level.flushed), 2),
-                "blocks with overflow %": share(one.overflowing_blocks),
-                "underflow in %": share(one.underflowing_blocks),
-                "flush in %": share(one.flushing_blocks),
-                "worst flush %": round(100 * one.worst_flush, 1),
-                "scale exp mean": round(one.mean_exponent, 2),
-                "std": round(one.std_exponent, 2),
-                "min": one.min_exponent,
-                "max": one.max_exponent,
-                "spoiled": one.spoiled_blocks,
-                **codes,
-            }
-        )
-    return rows
+def _rule_row(rule: RuleResult) -> dict[str, object]:
+    level = rule.level
+
+    def share(blocks: int) -> float:
+        return round(100 * blocks / rule.blocks, 2)
+
+    codes = {} if level.codes is None else {"codes used": f"{level.codes_used}/{len(level.codes)}"}
+    return {
+        "rule": rule.rule,
+        "mse": float(f"{level.mse:.4g}"),
+        "psnr dB": round(level.psnr, 2) if math.isfinite(level.psnr) else "inf",
+        "overflow %": round(level.percent(level.overflow), 2),
+        "underflow %": round(level.percent(level.underflow), 2),
+        "flushed %": round(level.percent(level.flushed), 2),
+        "blocks with overflow %": share(rule.overflowing_blocks),
+        "underflow in %": share(rule.underflowing_blocks),
+        "flush in %": share(rule.flushing_blocks),
+        "worst flush %": round(100 * rule.worst_flush, 1),
+        "scale exp mean": round(rule.mean_exponent, 2),
+        "std": round(rule.std_exponent, 2),
+        "min": rule.min_exponent,
+        "max": rule.max_exponent,
+        "spoiled": rule.spoiled_blocks,
+        **codes,
+    }
 
 
 def _cell(value: object) -> str:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from probe.report.figure import BAD, COLOURS, DASHED, GREY, LARGEST, label, log_ticks, sheet
+from probe.report.figure import BAD, COLOURS, DASHED, GREY, LARGEST, label, log_ticks, sheet, widths
 from probe.scaling.advice import Recommendation
 from probe.scaling.results import Level, ScalingResult
 
-#: Behind levels with overflow and underflow; the curves of underflow; the recommended level and the best ones.
+#: Backgrounds of levels with overflow and underflow; the curves of underflow; the recommended and the best levels.
 OVERFLOW, UNDERFLOW, UNDERFLOW_LINE, CHOSEN = "#f9dadd", "#fcf0cc", "#a87800", "#1c2733"
 _BEHIND = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}
 
@@ -21,16 +21,16 @@ class Panel:
 
     title: str
     value: Callable[[Level], float]
+    best: str
     log: bool = False
-    best: str = ""
 
 
 PANELS = {
-    "mse": Panel("MSE", lambda level: level.mse, log=True, best="mse"),
-    "cosine": Panel("Cosine similarity", lambda level: level.cosine, best="cosine"),
-    "psnr": Panel("PSNR, dB", lambda level: level.psnr, best="psnr"),
-    "mae": Panel("MAE", lambda level: level.mae, log=True, best="mae"),
-    "relative": Panel("Relative error, %", lambda level: level.relative_error, log=True, best="relative_error"),
+    "mse": Panel("MSE", lambda level: level.mse, "mse", log=True),
+    "cosine": Panel("Cosine similarity", lambda level: level.cosine, "cosine"),
+    "psnr": Panel("PSNR, dB", lambda level: level.psnr, "psnr"),
+    "mae": Panel("MAE", lambda level: level.mae, "mae", log=True),
+    "relative": Panel("Relative error, %", lambda level: level.relative_error, "relative_error", log=True),
 }
 LOSSES: dict[str, tuple[Callable[[Level], int], str, str]] = {
     "overflow": (lambda level: level.overflow, BAD, "-"),
@@ -79,32 +79,29 @@ def _span(exponents: Sequence[float]) -> tuple[float, float]:
 
 
 def _regions(axes: Any, result: ScalingResult, found: Recommendation) -> None:
-    """Shade the levels, of the recommended rule, with more than 0.1 % overflow, and with that much underflow."""
-    levels = sorted(
-        (level for level in result.levels if level.rule == found.rule), key=lambda level: level.scale_exponent
-    )
+    """Shade the levels of the recommended rule that have more than 0.1 % overflow or underflow."""
+    levels = sorted(_levels_of(result, found.rule), key=lambda level: level.scale_exponent)
     places = [level.scale_exponent for level in levels]
     low, high = _span(places)
     edges = [low, *((a + b) / 2 for a, b in pairwise(places)), high]
     for index, level in enumerate(levels):
         over, under = level.overflow_severity != "none", level.underflow_severity != "none"
-        for wanted, colour, part in (
-            (over, OVERFLOW, (0.5, 1) if under else (0, 1)),
-            (under, UNDERFLOW, (0, 0.5) if over else (0, 1)),
-        ):
-            if wanted:
-                axes.axvspan(edges[index], edges[index + 1], *part, color=colour, linewidth=0, zorder=0)
+        style = {"linewidth": 0, "zorder": 0}
+        if over:
+            axes.axvspan(edges[index], edges[index + 1], 0.5 if under else 0, 1, color=OVERFLOW, **style)
+        if under:
+            axes.axvspan(edges[index], edges[index + 1], 0, 0.5 if over else 1, color=UNDERFLOW, **style)
 
 
 def _curves(axes: Any, panel: Panel, result: ScalingResult, found: Recommendation) -> None:
     axes.set_title(panel.title)
     best = found.best[panel.best]
-    for levels, colour in _lines(result):
-        values = [_drawable(panel.value(level), log=panel.log) for level in levels]
-        axes.plot(
-            [level.scale_exponent for level in levels], values, color=colour, marker="o", markersize=3.5, linewidth=1.5
-        )
-    known = [x for level in result.levels if math.isfinite(x := _drawable(panel.value(level), log=panel.log))]
+    groups = [_levels_of(result, rule) for rule in result.rules or (None,)]
+    curves = [[_drawable(panel.value(level), log=panel.log) for level in levels] for levels in groups]
+    for levels, values, colour, width in zip(groups, curves, COLOURS, widths(curves, step=1.1), strict=False):
+        places = [level.scale_exponent for level in levels]
+        axes.plot(places, values, color=colour, marker="o", markersize=2 + width, linewidth=width)
+    known = [x for values in curves for x in values if math.isfinite(x)]
     if panel.log and known and max(known) > 3 * min(known):  # a linear axis shows less than that better
         axes.set_yscale("log")
         log_ticks(axes.yaxis)
@@ -128,22 +125,17 @@ def _curves(axes: Any, panel: Panel, result: ScalingResult, found: Recommendatio
     axes.annotate("lossless", (best.scale_exponent, edge), xycoords=across, **place, **style)
 
 
-def _lines(result: ScalingResult) -> list[tuple[list[Level], str]]:
-    rules: Sequence[str | None] = result.rules or (None,)
-    return [
-        ([level for level in result.levels if level.rule == rule], colour)
-        for rule, colour in zip(rules, COLOURS, strict=False)
-    ]
+def _levels_of(result: ScalingResult, rule: str | None) -> list[Level]:
+    return [level for level in result.levels if level.rule == rule]
 
 
 def _losses(axes: Any, result: ScalingResult, found: Recommendation) -> None:
     axes.set_title("Overflow and underflow, %" + (f" ({found.rule})" if found.rule else ""))
-    levels = [level for level in result.levels if level.rule == found.rule]
+    levels = _levels_of(result, found.rule)
+    places = [level.scale_exponent for level in levels]
     for name, (count, colour, style) in LOSSES.items():
         values = [level.percent(count(level)) for level in levels]
-        axes.plot(
-            [level.scale_exponent for level in levels], values, color=colour, linestyle=style, linewidth=1.5, label=name
-        )
+        axes.plot(places, values, color=colour, linestyle=style, linewidth=1.5, label=name)
     axes.axhline(0.1, color=GREY, linewidth=0.8)
     axes.set_yscale("symlog", linthresh=0.1)
     axes.set_ylim(0, 150)
@@ -169,5 +161,5 @@ def _legend(figure: Any, result: ScalingResult) -> None:
 
 
 def _drawable(x: float, *, log: bool) -> float:
-    """What the axis can show; the rest is a gap."""
+    """The value if the axis can show it, else NaN, which is drawn as a gap."""
     return x if math.isfinite(x) and abs(x) < LARGEST and (x > 1 / LARGEST or not log) else math.nan

@@ -258,5 +258,5 @@ FAULTS: dict[str, Fault] = {
     "late token": Fault(late_token),
     "other weights": Fault(other_weights),
     "eight bits": Fault(eight_bits),
-    "turned sign": Fault(turned, "the sign is turned"),
+    "turned sign": Fault(turned, "the sign is flipped"),
 }

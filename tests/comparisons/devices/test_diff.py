@@ -29,6 +29,16 @@ def test_the_five_worst_by_two_rankings(tmp_path: Path, a: Recording) -> None:
     assert len(found.worst_by_max_abs) == len(found.worst_by_cosine) == 5
 
 
+def test_a_cosine_of_exactly_zero_is_a_low_one(tmp_path: Path) -> None:
+    x, turned = torch.zeros(3, 8, 4), torch.zeros(3, 8, 4)
+    x[..., 0], turned[..., 1] = 1.0, 1.0
+    a = recorded(tmp_path / "a", {"layer_0.output": x, "layer_1.output": x})
+    b = recorded(tmp_path / "b", {"layer_0.output": x + turned, "layer_1.output": turned})
+    found = diff(a, b)
+    assert found.layers[1].cosine == 0
+    assert [layer.label for layer in found.worst_by_cosine] == ["layer_1", "layer_0"]
+
+
 def test_what_is_finite_on_one_side_only_is_the_worst_of_all(tmp_path: Path, a: Recording) -> None:
     tensors = network()
     tensors["layer_2.output"] = torch.full_like(tensors["layer_2.output"], torch.nan)

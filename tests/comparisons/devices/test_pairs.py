@@ -1,4 +1,4 @@
-"""Two recordings side by side: their inputs, and what a layer was given."""
+"""Two recordings side by side: their inputs, the input of a layer, and the noise bound."""
 
 import dataclasses
 from pathlib import Path
@@ -7,6 +7,15 @@ import pytest
 import torch
 
 from probe import diff
+from probe.comparisons.devices.pairs import (
+    GAIN,
+    ROUNDINGS,
+    SUMS,
+    UNITS,
+    format_error,
+    noise_bound,
+    rounding_unit,
+)
 from probe.recordings import Recording
 from tests.comparisons.devices.recordings import IDS, network, recorded
 
@@ -94,3 +103,37 @@ def test_what_a_layer_makes_of_a_difference_that_it_was_given_is_not_its_fault(t
     assert found.layers[0].added > 5e-3
     assert all(layer.beyond_noise < 0.5 for layer in found.layers)
     assert (found.verdict.kind, found.verdict.cause) == ("dtype noise", "rounding and the order of sums")
+
+
+def test_units_are_half_a_step_of_a_dtype() -> None:
+    bits = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
+    assert {name: 2.0**-count for name, count in bits.items()} == UNITS
+
+
+def test_the_rounding_unit_a_device_is_what_it_began_with_or_what_most_layers_are() -> None:
+    layers = {f"layer_{i}.output": "float32" for i in range(5)}
+    assert rounding_unit(layers) == UNITS["float32"]
+    assert rounding_unit({"embedding.output": "bfloat16", **layers}) == UNITS["bfloat16"]
+    assert rounding_unit({**layers, "layer_3.output": "bfloat16"}) == UNITS["float32"]  # one narrow layer is a fault
+    assert rounding_unit({**dict.fromkeys(layers, "float16"), "layer_0.output": "float32"}) == UNITS["float16"]
+    assert rounding_unit({"layer_0.mixer.output": "float16", "logits": "float32"}) == UNITS["float16"]
+
+
+def test_the_noise_bound_grows_with_the_error_of_the_input_with_width_and_with_a_small_part() -> None:
+    def bound(
+        unit: float, *, given: float = 0.0, part: float = 1e9, channels: int = 64, at_least: float = 0.0
+    ) -> float:
+        return noise_bound(unit, given=given, part=part, channels=channels, at_least=at_least)
+
+    assert bound(2.0**-24) == pytest.approx(SUMS * 2.0**-24)
+    assert bound(2.0**-24, channels=128 * 16) == pytest.approx(4 * SUMS * 2.0**-24)
+    assert bound(2.0**-8, channels=128 * 16) == pytest.approx(ROUNDINGS * 2.0**-8)
+    assert bound(2.0**-24, given=0.1) == pytest.approx(GAIN * 0.1, rel=1e-6)
+    assert bound(2.0**-24, part=1e-3) == pytest.approx(2000 * 2.0**-24, rel=1e-2)
+    assert bound(2.0**-24, at_least=0.3) == 0.3
+
+
+def test_a_recipe_may_differ_by_its_own_error() -> None:
+    errors = {name: format_error(name) for name in (None, "mxint8", "fp8_e4m3", "int8", "nvfp4", "fp4_e2m1")}
+    assert errors == {None: 0, "mxint8": 2**-5, "fp8_e4m3": 0.25, "int8": 0.125, "nvfp4": 0.5, "fp4_e2m1": 0.5}
+    assert format_error("somebody's") == 0

@@ -54,7 +54,7 @@ def _rough(g: Array, x: Array) -> Array:
 
 
 PATTERNS: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
-    "skipped": (lambda g, x: 0 * x, "gives its input back on B: the layer is skipped"),
+    "skipped": (lambda g, x: 0 * x, "returns its input on B: the layer is skipped"),
     "clipped": (_clipped, "saturates: what it adds beyond +-0.8 is cut there on B"),
     "permuted": (_permuted, "channels are permuted (3 of 48): channel "),
     "half": (_bfloat16, "one layer in half precision: what it adds lies on the grid of bfloat16 on B"),
@@ -62,11 +62,11 @@ PATTERNS: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
     "bias": (lambda g, x: x + 0.1, "a constant for each channel is added or missing, such as a bias (100% of"),
     "epsilon": (_epsilon, "wrong epsilon in a norm: the smaller a token's variance, the larger its difference"),
     "factor": (lambda g, x: 0.25 * x, "what it adds is 0.25 times A's: the scale is off by a factor of 2^-2"),
-    "sign": (lambda g, x: -x, "what it adds is -1 times A's: the sign is turned"),
+    "sign": (lambda g, x: -x, "what it adds is -1 times A's: the sign is flipped"),
     "channel": (_one_channel, "100% of the squared difference is in one channel (7)"),
     "channels": (_per_channel, "a factor for each channel explains"),
     "rough": (_rough, "noise of the size that bfloat16 makes begins here: half precision in this layer, or a rough"),
-    "unlike": (_unrelated, "unlike what it should be (correlation "),
+    "unlike": (_unrelated, "unrelated to the expected values (correlation "),
 }
 
 

@@ -64,7 +64,7 @@ def test_layers_under_other_names_are_a_mismatched_capture_and_a_skipped_layer_i
     last = {**x, "layer_3.output": x["layer_2.output"]}
     verdict = diff(a, recorded(tmp_path / "d", last)).verdict
     assert (verdict.kind, verdict.layer) == ("device fault", "layer_3")
-    assert verdict.cause == "gives its input back on B: the layer is skipped"
+    assert verdict.cause == "returns its input on B: the layer is skipped"
 
 
 def test_a_layer_that_adds_one_token_late_is_a_fault(tmp_path: Path, a: Recording) -> None:

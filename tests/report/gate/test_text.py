@@ -157,7 +157,7 @@ def test_whatever_is_in_it_it_stays_short(found: list[Outcome], report: str | No
     lines = story(found, report=report, environment=environment)
     assert len(lines) <= MOST_LINES
     assert all(line.isprintable() for line in golden_text(found[0]))
-    for line in [*lines, *case_text(found[0]), one_line(found[0], told_by="x")]:
+    for line in [*lines, *case_text(found[0]), one_line(found[0], explained_at="x")]:
         assert len(line) <= MOST_COLUMNS
         assert line.isprintable()
     assert len(case_text(found[0])) <= 10
@@ -190,9 +190,8 @@ def test_the_command_of_a_case_is_never_cut_short() -> None:
 
 
 def test_a_further_case_points_to_the_story() -> None:
-    assert one_line(recipe(faulty=0)[1], told_by="mode_2_1-layer_0-cpu-fp8_e4m3") == (
-        "drift: propagated.mse 4.02e-04 -> 7.79e-04 (tolerance 8.0e-06); "
-        "the story is with mode_2_1-layer_0-cpu-fp8_e4m3"
+    assert one_line(recipe(faulty=0)[1], explained_at="mode_2_1-layer_0-cpu-fp8_e4m3") == (
+        "drift: propagated.mse 4.02e-04 -> 7.79e-04 (tolerance 8.0e-06); explained at mode_2_1-layer_0-cpu-fp8_e4m3"
     )
     assert one_line(failing("uncovered", message="The hook never fired.")) == "uncovered: The hook never fired"
 
@@ -252,9 +251,9 @@ def test_figures_are_ordered_by_what_matters() -> None:
 
 def test_recipes_are_in_one_order_whoever_was_first() -> None:
     found = gate()
-    order = [(run.recipe, [o.case.layer for o in run.outcomes]) for run in runs(found)]
+    order = [(run.case.recipe, [o.case.layer for o in run.outcomes]) for run in runs(found)]
     shuffled = sorted(found, key=lambda o: (-len(o.case.mode), o.case.layer))
-    assert [(run.recipe, [o.case.layer for o in run.outcomes]) for run in runs(shuffled)] == order
+    assert [(run.case.recipe, [o.case.layer for o in run.outcomes]) for run in runs(shuffled)] == order
     assert sorted(["layer_10", "layer_2", "layer_1"], key=natural_key) == ["layer_1", "layer_2", "layer_10"]
 
 

@@ -213,7 +213,7 @@ def test_the_page_has_every_tensor_in_a_sortable_table_and_escapes_names(tmp_pat
 
 
 def test_a_page_without_results_says_so(tmp_path: Path) -> None:
-    assert "Not one tensor could be analysed." in write_page(tmp_path, [], [FailedTensor("c.pt", "gone")]).read_text()
+    assert "No tensor could be analysed." in write_page(tmp_path, [], [FailedTensor("c.pt", "gone")]).read_text()
 
 
 def test_psnr_of_a_lossless_level_is_inf_on_screen_only() -> None:

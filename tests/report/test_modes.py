@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 
 from probe.comparisons.samples import DrawnTensor, Pairs
-from probe.report.figure import Sheet
-from probe.report.modes.plots import THIN, error_maps, value_scatter, widths
+from probe.report.figure import THIN, Sheet, widths
+from probe.report.modes import error_maps, value_scatter
 from tests.report.test_figure import texts
 
 Array = npt.NDArray[np.float64]

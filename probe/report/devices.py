@@ -1,0 +1,276 @@
+"""The report of `probe diff`: two devices as text, and as a page with its JSON and its pictures."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probe.comparisons.devices.diff import DeviceComparison
+from probe.comparisons.devices.differences import LayerDifference
+from probe.comparisons.samples import DrawnTensor
+from probe.files.atomic import write
+from probe.report import figure
+from probe.report.document import Document
+from probe.words import columns, printable
+
+PAGE, FIGURES = "diff.html", "diff.json"
+#: The columns of the table of layers, with the fields that they show.
+COLUMNS = {
+    **{"layer": "label", "max abs": "max_abs", "mean abs": "mean_abs", "median abs": "median_abs"},
+    **{"max rel": "max_relative", "mean rel": "mean_relative", "median rel": "median_relative", "within": "within"},
+    **{"cosine": "cosine", "pearson": "correlation", "added": "added", "noise": "noise"},
+}
+NOT_FINITE = {"NaN A": "nan_a", "Inf A": "inf_a", "NaN B": "nan_b", "Inf B": "inf_b"}
+
+
+def write_device_page(folder: Path | str, found: DeviceComparison, drawn: DrawnTensor | None) -> Path:
+    """Write diff.html, which is self-contained, and diff.json and the pictures beside it.
+
+    `drawn` is the tensor whose values are shown, or None if there is nothing to draw.
+    """
+    folder = Path(folder)
+    page = Document("Two devices", f"A: {found.a} ({found.device_a}). B: {found.b} ({found.device_b}).")
+    page.heading("Verdict")
+    page.text(headline(found))
+    page.text("Passed." if found.passed else "Failed.")
+    page.pre("\n".join(f"- {reason}" for reason in found.verdict.evidence))
+    page.text(f"Inputs: {found.inputs.reason}. Limits: {limits_text(found)}.")
+    for note in found.notes:
+        page.text(f"Note: {note}.")
+    if drawn is not None:
+        _pictures(page, folder, found, drawn)
+    if found.layers:
+        _layers(page, found)
+    write(folder / FIGURES, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
+    return page.write(folder / PAGE)
+
+
+def _pictures(page: Document, folder: Path, found: DeviceComparison, drawn: DrawnTensor) -> None:
+    page.heading("Error by layer")
+    errors = error_picture(found)
+    write(folder / "error_by_layer.png", errors)
+    caption = "Left, dashed: the limits. Right, grey: the noise bound."
+    page.picture(errors, alt="differences by layer", caption=caption)
+    page.heading(f"Values of {drawn.label}")
+    values = value_picture(drawn)
+    write(folder / "values.png", values)
+    caption = "A sample of the values; the map is of all."
+    page.picture(values, alt=f"values of {drawn.label} on both devices", caption=caption)
+
+
+def _layers(page: Document, found: DeviceComparison) -> None:
+    page.heading("Layers")
+    marks = [mark(layer, found) for layer in found.layers]
+    page.table(
+        [{"": sign, **row} for sign, row in zip(marks, rows(found), strict=True)],
+        "> where it began, ✗ beyond a limit, = identical. Relative to |A| + 1e-8. "
+        "added: the difference in what the layer adds, relative to it; noise: what sound devices stay below there.",
+        bad=[sign in (">", "✗") for sign in marks],
+    )
+    worst = enumerate(zip(found.worst_by_max_abs, found.worst_by_cosine, strict=True), 1)
+    page.heading("Worst layers")
+    page.table(
+        [
+            {"rank": rank, "by max abs": a.label, "max abs": a.max_abs, "by cosine": b.label, "cosine": b.cosine}
+            for rank, (a, b) in worst
+        ]
+    )
+
+
+def device_text(found: DeviceComparison) -> str:
+    """Sides and inputs, a line for every tensor, the worst by two rankings, and the verdict with its evidence."""
+    layers = [_layer_lines(found), _worst(found)] if found.layers else []
+    text = "\n\n".join([_sides(found), *layers, verdict_text(found), _result_line(found)])
+    return "\n".join(map(printable, text.split("\n")))  # names and devices come from files
+
+
+def headline(found: DeviceComparison) -> str:
+    """The verdict in one line."""
+    verdict = found.verdict
+    where = f" from {verdict.layer} on" if verdict.layer else ""
+    cause = f": {verdict.cause}" if verdict.cause else ""
+    return f"{verdict.kind}{where} ({verdict.sure}){cause}"
+
+
+def verdict_text(found: DeviceComparison) -> str:
+    """The verdict, and the figures that led to it."""
+    lines = [f"Verdict: {headline(found)}", *(f"  - {reason}" for reason in found.verdict.evidence)]
+    return "\n".join([*lines, *(f"  note: {note}" for note in found.notes)])
+
+
+def limits_text(found: DeviceComparison) -> str:
+    """The limits that all tensors have to keep."""
+    limits = found.limits
+    return f"max abs < {limits.max_abs:g}, mean abs < {limits.mean_abs:g}, cosine > {limits.cosine:g}"
+
+
+def rows(found: DeviceComparison) -> list[dict[str, object]]:
+    """The table of the text and of the page, with columns for a reference and for NaN and Inf if there are any."""
+    keys = COLUMNS
+    if found.reference is not None:
+        keys = {**keys, "recipe error": "recipe_error", "x recipe": "recipe_errors"}
+    if any(getattr(layer, key) for layer in found.layers for key in NOT_FINITE.values()):
+        keys = {**keys, **NOT_FINITE}
+    return [{name: getattr(layer, key) for name, key in keys.items()} for layer in found.layers]
+
+
+def _sides(found: DeviceComparison) -> str:
+    sides = [("A", found.a, found.recipe_a, found.device_a), ("B", found.b, found.recipe_b, found.device_b)]
+    lines = [f"{name}  {folder}: {recipe} on {device}" for name, folder, recipe, device in sides]
+    if found.reference is not None:
+        lines.append(f"R  {found.reference}: float reference of A")
+    return "\n".join([*lines, f"Inputs: {found.inputs.reason}"])
+
+
+def _layer_lines(found: DeviceComparison) -> str:
+    texts = [{key: _cell(key, value) for key, value in row.items()} for row in rows(found)]
+    signs = [" ", *(mark(layer, found) for layer in found.layers)]
+    lines = [f"{sign} {line}".rstrip() for sign, line in zip(signs, columns(texts, left=["layer"]), strict=True)]
+    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: what sound devices stay below"
+    return "\n".join([*lines, key])
+
+
+def mark(layer: LayerDifference, found: DeviceComparison) -> str:
+    """> for the layer where the difference begins, ✗ beyond a limit, = identical, else a space."""
+    if layer.label == found.verdict.layer and found.verdict.kind != "dtype noise":
+        return ">"
+    return "✗" if layer.exceeded else "=" if layer.identical else " "
+
+
+def _cell(key: str, value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        if key in ("cosine", "pearson"):
+            return _likeness(value)
+        if key == "within":
+            return f"{100 * value:.4g}%"
+        return "0" if value == 0 else f"{value:.2e}"
+    return str(value)
+
+
+def _likeness(value: float) -> str:
+    """0.999987; a number other than 1 does not read as 1."""
+    return "1" if value == 1 else f"{value:.6f}" if abs(value) < 0.9999995 else f"1-{1 - value:.0e}"
+
+
+def _worst(found: DeviceComparison) -> str:
+    def listed(layers: Sequence[LayerDifference], key: str) -> str:
+        return ", ".join(f"{layer.label} {_cell(key, getattr(layer, key.replace(' ', '_')))}" for layer in layers)
+
+    return (
+        f"Worst by max abs: {listed(found.worst_by_max_abs, 'max abs')}\n"
+        f"Worst by cosine:  {listed(found.worst_by_cosine, 'cosine')}"
+    )
+
+
+def _result_line(found: DeviceComparison) -> str:
+    beyond = [layer for layer in found.layers if layer.exceeded]
+    if found.passed:
+        return f"PASSED: {limits_text(found)} in all {len(found.layers)} tensors"
+    if beyond:
+        first = f"{beyond[0].label}: {', '.join(name.replace('_', ' ') for name in beyond[0].exceeded)}"
+        return f"FAILED: {len(beyond)} of {len(found.layers)} tensors exceed {limits_text(found)}; first {first}"
+    return f"FAILED: {found.verdict.kind}"
+
+
+#: Points of the scatter at most.
+MOST_DOTS = 4000
+
+
+def error_picture(found: DeviceComparison) -> bytes:
+    """Differences by layer with their limits, and the differences that each layer adds with the noise bound."""
+    with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
+        left, right = page.panels
+        left.set_title("|B - A| by layer")
+        keys = {"max abs": "max_abs", "mean abs": "mean_abs"}
+        if _curves(left, {name: [getattr(layer, key) for layer in found.layers] for name, key in keys.items()}):
+            for colour, (name, key) in zip(figure.COLOURS, keys.items(), strict=False):
+                if (limit := getattr(found.limits, key)) > 0:
+                    left.axhline(limit, color=colour, linestyle=figure.DASHED, linewidth=1)
+                    _limit_note(left, limit, f"limit of {name}", colour)
+            _finish(left, found)
+        added: dict[str, list[float | None]] = {"added": [layer.added for layer in found.layers]}
+        if found.reference is not None:
+            added["recipe's own error"] = [layer.recipe_error for layer in found.layers]
+        right.set_title("difference in what the layer adds, relative to it")
+        if _curves(right, added):
+            noise = figure.positives([layer.noise for layer in found.layers])
+            places = range(len(noise))
+            right.fill_between(places, 0, noise, color=figure.GREY, alpha=0.15, linewidth=0, label="noise bound")
+            right.plot(places, noise, color=figure.GREY, linewidth=1)
+            _finish(right, found)
+        return page.png()
+
+
+def value_picture(drawn: DrawnTensor) -> bytes:
+    """One tensor: a histogram of B - A, B against A, and a map of the differences."""
+    with figure.sheet(3, size=(12.5 / 3, 3.6)) as page:
+        left, middle, right = page.panels
+        left.set_title(f"B - A of {figure.label(drawn.label, most=28)}")
+        middle.set_title("B against A")
+        right.set_title("mean |B - A| by token and channel")
+        pairs, found = drawn.pairs, drawn.differences
+        if not len(pairs.output):
+            for axes in (left, middle):
+                figure.note(axes, "no value of the sample is finite on both")
+        else:
+            if found is None:
+                figure.note(left, "every difference is 0")
+            else:
+                left.axvline(0, color=figure.GREY, linewidth=1)
+                figure.histogram(left, found.counts, found.edges, mean=found.mean)
+                beyond = f"\n{found.beyond} beyond" if found.beyond else ""
+                figure.corner_note(left, f"mean {found.mean:.1e}\nrms {found.rms:.1e}{beyond}")
+            low, high = (float(end([pairs.output, pairs.reference])) for end in (np.min, np.max))
+            middle.plot((low, high), (low, high), color=figure.GREY, linewidth=1)
+            some = slice(None, None, max(1, len(pairs.output) // MOST_DOTS))
+            middle.plot(pairs.reference[some], pairs.output[some], ".", color=figure.BLUE, markersize=3, alpha=0.5)
+            middle.set_xlabel("A")
+            middle.set_ylabel("B")
+        finite = bool(np.isfinite(drawn.errors).all())
+        if drawn.scale is None:
+            figure.note(right, "every difference is 0" if finite else "no difference is finite")
+            return page.png()
+        shown = figure.log_shade_map(right, drawn.errors, drawn.scale, drawn.shape)
+        figure.log_ticks(page.figure.colorbar(shown, ax=right, shrink=0.9, pad=0.02).ax.yaxis)
+        right.set_xlabel("channel")
+        right.set_ylabel("token")
+        if not finite:
+            right.set_title("mean |B - A|; red: not finite")
+        return page.png()
+
+
+def _curves(axes: Any, values: Mapping[str, Sequence[float | None]]) -> bool:
+    """Draw figures by layer on a logarithmic axis, zeros as gaps; False, and a note, if there is nothing to draw."""
+    drawn = {name: figure.positives(some) for name, some in values.items()}
+    if not any(np.isfinite(some).any() for some in drawn.values()):
+        same = all(x == 0 for some in values.values() for x in some)
+        figure.note(axes, "no difference at all" if same else "nothing finite")
+        return False
+    for place, (name, some) in enumerate(drawn.items()):
+        axes.plot(some, color=figure.COLOURS[place], marker="os"[place % 2], markersize=4.5, linewidth=1.3, label=name)
+    figure.log_axis(axes)
+    return True
+
+
+def _finish(axes: Any, found: DeviceComparison) -> None:
+    """Mark the layer where the difference begins and those that are finite on one device only; name the layers."""
+    labels = [layer.label for layer in found.layers]
+    where = found.verdict.layer
+    if where is not None and where in labels and found.verdict.kind != "dtype noise":
+        place = labels.index(where)
+        axes.axvspan(place - 0.5, place + 0.5, color=figure.BAD, alpha=0.12, linewidth=0, label=found.verdict.kind)
+    lost = [place for place, layer in enumerate(found.layers) if layer.lost]
+    if lost:
+        across = axes.get_xaxis_transform()
+        axes.plot(lost, [0.04] * len(lost), "x", color=figure.BAD, transform=across, label="finite on one only")
+    figure.layer_axis(axes, labels)
+    axes.legend(loc="best")
+
+
+def _limit_note(axes: Any, height: float, text: str, colour: str) -> None:
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (-2, 2), "textcoords": "offset points"}
+    axes.annotate(text, (1, height), ha="right", va="bottom", fontsize=7.5, color=colour, **place)
