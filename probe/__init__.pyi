@@ -78,3 +78,4 @@ from probe.scaling.sweep import scaling_sweep as scaling_sweep
 from probe.sensitivity import Sensitivity as Sensitivity, rank_layers as rank_layers
 
 __version__: str
+__all__: list[str]

@@ -19,12 +19,13 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 def near(name: object, names: Iterable[str], *, count: int = 3, alike: float = ALIKE) -> list[str]:
     """The names that somebody who wrote `name` may have meant, best first; empty if none is like it.
 
-    Names that begin with what was written come first; `alike` is the difflib ratio that the others need.
+    The plural of what was written comes first, then names that begin with it, the shortest first; `alike` is the
+    difflib ratio that the others need. Of equally likely names the order of the table decides.
     """
     wanted = str(name).lower()
     folded = {option.lower(): option for option in names} if wanted else {}
     starting = [option for option in folded if option.startswith(wanted)]
-    first = sorted(starting, key=len)  # the shortest is the most like it; of equal ones, the first of the table
+    first = sorted(starting, key=lambda option: (option != f"{wanted}s", len(option)))
     then = difflib.get_close_matches(wanted, folded, n=count, cutoff=alike)
     return [folded[option] for option in dict.fromkeys([*first, *then])][:count]
 

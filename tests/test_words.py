@@ -100,3 +100,7 @@ def test_what_is_still_too_long_keeps_its_end() -> None:
     assert short_names(["x" * 50 + "1", "y" * 50 + "2"], most=5) == ["\u2026xxx1", "\u2026yyy2"]
     assert tail("abcdefgh", most=6, mark="...") == "...fgh"
     assert tail("abcdef", most=6) == "abcdef"
+
+
+def test_the_plural_of_what_was_written_is_the_nearest() -> None:
+    assert near("mode", ["model", "modes"]) == ["modes", "model"]
