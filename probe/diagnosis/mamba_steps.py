@@ -206,11 +206,10 @@ def _site(block: Block, site: str, more: Suspects | None = None) -> Step:
         grid = PlainGrid(block.format, block.amax(source))
         more = {**(more or {}), "put on a grid, though values should flow on": lambda: grid(given)}
         return grid_step(f"site {site}", None, given, made, more=more)
-    calibrated = source == "conv1d.output" and block.amax(source) is not None
+    has_quantile = source == "conv1d.output" and block.amax(source) is not None
+    largest = block.amax("scan.u") if has_quantile else None
     plain = PlainGrid.at(site_grid(block.format, site, block.amax))
-    return grid_step(
-        f"site {site}", plain, given, made, largest=block.amax("scan.u") if calibrated else None, more=more
-    )
+    return grid_step(f"site {site}", plain, given, made, largest=largest, more=more)
 
 
 def _weight(block: Block, name: str) -> Step:
