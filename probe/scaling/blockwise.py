@@ -20,6 +20,7 @@ from torch import Tensor
 
 from probe.formats import Format
 from probe.numerics.blocks import Blocks
+from probe.numerics.compiled import ANY_ORDER
 from probe.numerics.fast import mx_blocks, plan_for, scales_for
 from probe.numerics.reference import power
 from probe.scaling import reference
@@ -231,7 +232,7 @@ def _round(
         bits_y[i] = min(bits_y[i], most) | (bits_z[i] & _SIGN)
 
 
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "nnan"})
+@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
 def _add_row(z: _Singles, q: _Singles, unit: float, scale: float, sums: _Doubles) -> None:
     """One block: with o = q * unit and d = o - z, all times the scale of the block."""
     squares, magnitudes, product, power = 0.0, 0.0, 0.0, 0.0
