@@ -58,11 +58,6 @@ class Stream:
         self.comparison = Comparison(percentiles=percentiles)
         self.golden = Golden(count)
 
-    @property
-    def seen(self) -> bool:
-        """Whether there was a batch."""
-        return self.golden.seen > 0
-
     def take(self, output: Tensor, expected: Tensor) -> None:
         """Append a batch."""
         self.comparison.update(output, expected)
@@ -84,7 +79,7 @@ class LogitStream(Stream):
 
     def observation(self, bytes_per_token: float, *, missing: str) -> Observation:
         """The figures of the whole model; `missing` says why there are none."""
-        if not self.seen:
+        if not self.golden.seen:
             return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {missing}"),))
         values, predictions, count = self.comparison.metrics(), self.predictions.metrics(), self.golden.count
         known = {**values.as_dict(), **predictions.as_dict()}
@@ -161,7 +156,7 @@ def _layer_observation(
     counts: dict[str, int] = {}
     flaws: list[Flaw] = []
     for kind, stream in streams.items():
-        if not stream.seen:
+        if not stream.golden.seen:
             flaws.append(Flaw("uncovered", f"{label} gave nothing in the {kind} run: {missing}"))
             continue
         metrics = stream.comparison.metrics()

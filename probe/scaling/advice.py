@@ -63,17 +63,14 @@ class Recommendation:
 
     level: Level
     score: float
-    scores: tuple[float, ...]
-    """Of every level, in order."""
-    best: dict[str, Level]
-    """By figure, the best level; the first of equals, which is nearest to maximum alignment."""
+    scores: tuple[float, ...]  # of every level, in order
+    best: dict[str, Level]  # by figure, the best level; the first of equals, which is nearest to maximum alignment
     spreads: dict[str, Spread]
     advice: tuple[tuple[str, str], ...]
     """Kind (good, fair, poor) and sentence: whether mse, cosine and psnr depend on the scale."""
     range: tuple[float, float] | None
     """The exponents from the first to the last level without significant overflow or underflow; None if all have it."""
-    least_bad: Level | None
-    """Where there is no such range: the level that loses least to overflow and underflow."""
+    least_bad: Level | None  # where there is no such range: the level that loses least to overflow and underflow
     range_reason: str
     position: str
 
