@@ -17,7 +17,7 @@ from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
 from probe.running.corners import CornerAnswer, corner_answers
 from probe.running.coverage import rounding_bound, watching
-from probe.running.measurement import NOISE
+from probe.running.measurement import is_float_output
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, Take, check_reference, replay
@@ -104,10 +104,9 @@ def observe(
     check_reference(model, reference)
     twin = apply(model, recipe, calibration).to(device)
     logits = LogitStream(reference)
-    streams: dict[str, dict[str, Stream]] = {
-        kind: {label: Stream(reference.count(label)) for label in reference.layers}
-        for kind in ("propagated", "injected")
-    }
+    counts = {label: reference.count(label) for label in reference.layers}
+    kinds = ("propagated", "injected")
+    streams = {kind: {label: Stream(count) for label, count in counts.items()} for kind in kinds}
     streams["propagated"][LOGITS] = logits
     answers = corner_answers(twin, recipe, calibration)
     uncovered: list[str] = []
@@ -192,7 +191,7 @@ def _not_applied(
         return []
     module = reference.modules[label]
     inside = [text for name, text in strays.items() if name.startswith(f"{module}.")]
-    if metrics.identical or (metrics.relative_mse is not None and metrics.relative_mse < NOISE):
+    if is_float_output(metrics):
         what = "to the bit" if metrics.identical else "up to the order of sums"
         return [Flaw("not applied", f"{recipe} left {label} as it was: its output is the float layer's {what}.")]
     if inside:
