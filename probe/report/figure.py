@@ -6,7 +6,7 @@ axes have tick labels of their own, in plain text.
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,10 @@ class Sheet:
             if columns == 1 or made.get_window_extent().width <= self.figure.bbox.width:
                 return
             made.remove()
+
+    def log_colour_bar(self, image: Any, axes: Any, **options: Any) -> None:
+        """Put a logarithmic colour bar beside the axes. `options` are those of matplotlib."""
+        log_ticks(self.figure.colorbar(image, ax=axes, **options).ax.yaxis)
 
     def png(self, *, colours: int | None = None) -> bytes:
         """The picture as a PNG. With few `colours` it is about half the size; a map of shades needs them all."""
@@ -186,6 +190,18 @@ def _layer_labels(names: Sequence[str]) -> list[str]:
 def _is_upright(texts: Sequence[str], width: float) -> bool:
     longest = max(map(len, texts))
     return longest > 4 and longest * len(texts) > LETTERS * width
+
+
+def shade_layers(axes: Any, places: Sequence[int], *, colour: str, **style: Any) -> None:
+    """Shade the layers at these places of a layer axis."""
+    for place in places:
+        axes.axvspan(place - 0.5, place + 0.5, color=colour, linewidth=0, **style)
+
+
+def mark_places(axes: Any, places: Sequence[int], marker: str, *, height: float, label: str | None = None) -> None:
+    """Red marks at these places of the x axis, at a height that is a part of the panel's."""
+    across = axes.get_xaxis_transform()
+    axes.plot(places, [height] * len(places), marker, color=BAD, transform=across, label=label)
 
 
 def log_axis(axes: Any, values: Sequence[float | None] | None = None, *, floor: float = 1e-6) -> None:
@@ -316,13 +332,13 @@ def line(
     axes.plot(middles(parts), middle, color=colour, linewidth=width, label=label)
 
 
-def widths(curves: Sequence[Sequence[float]], *, step: float = 2.6) -> list[float]:
+def widths(curves: Sequence[Iterable[float]], *, step: float = 2.6) -> list[float]:
     """A line width for each curve: `step` wider for each later curve that meets it, so that all of them can be seen.
 
     Two curves meet if they are within 5 % of each other at some point.
     """
 
-    def meet(a: Sequence[float], b: Sequence[float]) -> bool:
+    def meet(a: Iterable[float], b: Iterable[float]) -> bool:
         return any(abs(x - y) < 0.05 * max(x, y) for x, y in zip(a, b, strict=True))  # NaN meets nothing
 
     later = [sum(meet(curve, other) for other in curves[place + 1 :]) for place, curve in enumerate(curves)]

@@ -80,12 +80,9 @@ def _layer_title(name: str) -> str:
     return f"Layer {number}" if head == "layer" and number.isdecimal() else name
 
 
-def _statistics(mean: float | None, std: float | None, low: float | None, high: float | None) -> list[str]:
-    return [
-        f"  Mean:      {_fixed(mean, width=9)}",
-        f"  Std:       {_fixed(std, width=9)}",
-        f"  Range:     [{_fixed(low, width=9)}, {_fixed(high, width=9)}]",
-    ]
+def _statistics(*figures: float | None) -> list[str]:
+    mean, std, low, high = (_fixed(figure, width=9) for figure in figures)
+    return [f"  Mean:      {mean}", f"  Std:       {std}", f"  Range:     [{low}, {high}]"]
 
 
 def _line(name: str, value: str) -> str:
@@ -122,13 +119,12 @@ def overflow_block(result: ScalingResult, found: Recommendation) -> list[str]:
     significant = sum(level.significant for level in levels)
     over = [level for level in levels if level.overflow_severity != "none"]
     under = [level for level in levels if level.underflow_severity != "none"]
+    found_any, where = ("Significant", f"{significant} levels") if significant else ("No significant", "any level")
     lines = [
         *(DOUBLE, "OVERFLOW/UNDERFLOW ANALYSIS SUMMARY", DOUBLE),
         f"Format: {result.format}",
         f"Analyzed {len(levels)} scaling levels",
-        f"Significant overflow/underflow detected in {significant} levels"
-        if significant
-        else "No significant overflow/underflow detected in any level",
+        f"{found_any} overflow/underflow detected in {where}",
         SINGLE,
     ]
     if over:
@@ -140,13 +136,11 @@ def overflow_block(result: ScalingResult, found: Recommendation) -> list[str]:
     return [*lines, *_avoid(found, over, under), DOUBLE]
 
 
-def _head(level: Level) -> str:
-    return f"  Scale Exp: {at(level)} (Factor: {factor(level.scale)})"
-
-
-def _ranges(result: ScalingResult, level: Level) -> str:
-    before = f"[{result.minimum:.2e}, {result.maximum:.2e}]"
-    return f"    Tensor Range: {before} -> [{level.min_output:.2e}, {level.max_output:.2e}]"
+def _issue(result: ScalingResult, level: Level, figures: dict[str, str], severity: str) -> list[str]:
+    before, after = f"[{result.minimum:.2e}, {result.maximum:.2e}]", f"[{level.min_output:.2e}, {level.max_output:.2e}]"
+    figures |= {"Tensor Range": f"{before} -> {after}", "Severity": severity.upper()}
+    head = f"  Scale Exp: {at(level)} (Factor: {factor(level.scale)})"
+    return [head, *(f"    {name}: {text}" for name, text in figures.items()), ""]
 
 
 def _share(level: Level, count: int) -> str:
@@ -154,51 +148,29 @@ def _share(level: Level, count: int) -> str:
 
 
 def _overflow(result: ScalingResult, level: Level) -> list[str]:
-    return [
-        _head(level),
-        f"    Overflow: {_share(level, level.overflow)}",
-        f"    Max Normal: {result.element.max:.2e}",
-        _ranges(result, level),
-        f"    Severity: {level.overflow_severity.upper()}",
-        "",
-    ]
+    figures = {"Overflow": _share(level, level.overflow), "Max Normal": f"{result.element.max:.2e}"}
+    return _issue(result, level, figures, level.overflow_severity)
 
 
 def _underflow(result: ScalingResult, level: Level) -> list[str]:
     fmt = result.element
-    subnormal = f"    Subnormal: {_share(level, level.subnormal)}"
-    return [
-        _head(level),
-        f"    Underflow: {_share(level, level.underflow)}",
-        f"    Flush to Zero: {_share(level, level.flushed)}",
-        *([] if fmt.min_normal is None else [subnormal, f"    Min Normal: {fmt.min_normal:.2e}"]),
-        f"    Min Subnormal: {fmt.min_subnormal:.2e}",
-        _ranges(result, level),
-        f"    Severity: {level.underflow_severity.upper()}",
-        "",
-    ]
+    figures = {"Underflow": _share(level, level.underflow), "Flush to Zero": _share(level, level.flushed)}
+    if fmt.min_normal is not None:
+        figures |= {"Subnormal": _share(level, level.subnormal), "Min Normal": f"{fmt.min_normal:.2e}"}
+    figures["Min Subnormal"] = f"{fmt.min_subnormal:.2e}"
+    return _issue(result, level, figures, level.underflow_severity)
 
 
 def _extremes(levels: Sequence[Level]) -> list[str]:
     most = max(levels, key=lambda level: level.overflow)
-    worst = max(levels, key=lambda level: (level.underflow, level.flushed))
-    best = min(levels, key=lambda level: (level.underflow, level.flushed))
-
-    def underflow(level: Level) -> str:
-        flushed = level.percent(level.flushed)
-        return f"  {level.percent(level.underflow):.2f}% underflow, {flushed:.2f}% flushed to zero"
-
-    return [
-        *("OVERFLOW EXTREMES:", SHORT),
-        f"Worst Overflow: Scale Exp {at(most)}",
-        f"  {most.percent(most.overflow):.2f}% overflow",
-        "",
-        *("UNDERFLOW EXTREMES:", SHORT),
-        f"Worst Underflow: Scale Exp {at(worst)}",
-        underflow(worst),
-        f"Best Underflow: Scale Exp {at(best)}",
-        underflow(best),
-    ]
+    lines = ["OVERFLOW EXTREMES:", SHORT, f"Worst Overflow: Scale Exp {at(most)}"]
+    lines += [f"  {most.percent(most.overflow):.2f}% overflow", "", "UNDERFLOW EXTREMES:", SHORT]
+    for name, extreme in (("Worst", max), ("Best", min)):
+        level = extreme(levels, key=lambda level: (level.underflow, level.flushed))
+        flushed = f"{level.percent(level.flushed):.2f}% flushed to zero"
+        lines += [f"{name} Underflow: Scale Exp {at(level)}"]
+        lines += [f"  {level.percent(level.underflow):.2f}% underflow, {flushed}"]
+    return lines
 
 
 def _avoid(found: Recommendation, over: Sequence[Level], under: Sequence[Level]) -> list[str]:

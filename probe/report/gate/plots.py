@@ -62,7 +62,7 @@ def _errors(axes: Any, run: Run) -> None:
     axes.plot([], color=figure.GREY, linestyle=figure.DASHED, linewidth=1.1, label="baseline")
     lost = [place for place, outcome in enumerate(layers) if _is_lost(outcome)]
     if lost:
-        axes.plot(lost, [0.05] * len(lost), "x", color=figure.BAD, transform=across)
+        figure.mark_places(axes, lost, "x", height=0.05)
         axes.text(lost[0], 0.09, "not finite", transform=across, color=figure.BAD, ha="center")
     figure.layer_axis(axes, [outcome.case.layer for outcome in layers])
     axes.set_xlabel("")
