@@ -162,7 +162,10 @@ def positives(values: Sequence[float | None]) -> Values:
 
 def layer_axis(axes: Any, names: Sequence[str]) -> None:
     """An x axis with the short names of layers, as many as there is room for; upright where they are long."""
-    texts, width = _layer_labels(names), _panel_width(axes)
+    spec = axes.get_subplotspec()
+    ratios = spec.get_gridspec().get_width_ratios()
+    width = float(axes.figure.get_figwidth() * ratios[spec.colspan.start] / sum(ratios))
+    texts = _layer_labels(names)
     longest, upright = max(map(len, texts)), _is_upright(texts, width)
     step = max(1, math.ceil(len(texts) * (2.4 if upright else longest + 2) / (LETTERS * width)))
     axes.set_xticks(range(0, len(texts), step), texts[::step], rotation=90 if upright else 0)
@@ -175,12 +178,6 @@ def layer_axis_height(names: Sequence[str], width: float) -> float:
     """The inches that upright names take below a panel of this width."""
     texts = _layer_labels(names)
     return 0.07 * max(map(len, texts)) if _is_upright(texts, width) else 0.0
-
-
-def _panel_width(axes: Any) -> float:
-    figure, place = axes.figure.get_figwidth(), axes.get_subplotspec().get_gridspec()
-    ratios = place.get_width_ratios()
-    return float(figure * ratios[axes.get_subplotspec().colspan.start] / sum(ratios))
 
 
 def _layer_labels(names: Sequence[str]) -> list[str]:
@@ -217,19 +214,17 @@ def log_axis(axes: Any, values: Sequence[float | None] | None = None, *, floor: 
     log_ticks(axes.yaxis)
 
 
-def count_axis(axes: Any) -> None:
-    """A logarithmic y axis of counts, with a place for 0."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+def _plain_ticks(axis: Any) -> None:
+    """Plain numbers at the major ticks, and nothing at the minor ones."""
+    from matplotlib.ticker import NullFormatter
 
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(plain_number))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(plain_number)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def log_ticks(axis: Any) -> None:
     """A few ticks in plain text on a logarithmic axis; they follow its limits."""
-    from matplotlib.ticker import FuncFormatter, Locator, NullFormatter
+    from matplotlib.ticker import Locator
 
     class LogTicks(Locator):
         def __call__(self) -> Any:
@@ -239,8 +234,7 @@ def log_ticks(axis: Any) -> None:
             return log_tick_places(*sorted((vmin, vmax)))
 
     axis.set_major_locator(LogTicks())
-    axis.set_major_formatter(FuncFormatter(plain_number))
-    axis.set_minor_formatter(NullFormatter())
+    _plain_ticks(axis)
 
 
 def log_tick_places(low: float, high: float) -> list[float]:
@@ -294,11 +288,13 @@ def log_shade_map(axes: Any, values: Values, scale: tuple[float, float], shape: 
 
 
 def histogram(axes: Any, counts: npt.NDArray[Any], edges: Values, *, mean: float | None = None) -> None:
-    """Counts on a logarithmic axis, and a dashed line at the mean."""
+    """Counts on a logarithmic axis, with a place for 0, and a dashed line at the mean."""
     axes.stairs(counts, edges, fill=True, color=BLUE)
     if mean is not None:
         axes.axvline(mean, color=BAD, linewidth=1.2, linestyle=DASHED)
-    count_axis(axes)
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=0)
+    _plain_ticks(axes.yaxis)
     axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     axes.locator_params(axis="x", nbins=5)
 

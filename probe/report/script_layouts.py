@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.formats import Format
+from probe.metrics import Metrics
 from probe.scaling.advice import Recommendation
 from probe.scaling.results import Level, ScalingResult
 from probe.words import printable
@@ -24,8 +25,6 @@ def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
     """The figures of one layer as the users' own script prints them, with cosine and label added."""
     m = layer.metrics
     reference = printable(comparison.reference_mode.upper())
-    of_reference = (m.mean_reference, m.std_reference, m.min_reference, m.max_reference)
-    of_output = (m.mean_output, m.std_output, m.min_output, m.max_output)
     differences = {"Mean Diff": m.mean_difference, "Std Diff": m.std_difference}
     differences |= {"Mean Abs Diff": m.mae, "Max Abs Diff": m.max_abs}
     relative = {"Relative MSE": _relative(m.relative_mse), "Relative MAE": _relative(m.relative_mae)}
@@ -33,8 +32,8 @@ def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
     percentiles = {"50th (Median)": m.p50, "90th": m.p90, "95th": m.p95, "99th": m.p99}
     lines = [
         *(DOUBLE, f"{printable(_layer_title(layer.name))} - Comparison Results", DOUBLE),
-        *("", f"📊 {reference} Reference Statistics:", *_statistics(*of_reference)),
-        *("", "📊 Mode Output Statistics:", *_statistics(*of_output)),
+        *("", f"📊 {reference} Reference Statistics:", *_statistics(m, "reference")),
+        *("", "📊 Mode Output Statistics:", *_statistics(m, "output")),
         *("", f"📏 Difference (Mode - {reference}):"),
         *(_line(name, _fixed(value)) for name, value in differences.items()),
         *("", "❌ Error Metrics:", _line("MSE", _exponent(m.mse)), _line("RMSE", _fixed(m.rmse))),
@@ -80,8 +79,8 @@ def _layer_title(name: str) -> str:
     return f"Layer {number}" if head == "layer" and number.isdecimal() else name
 
 
-def _statistics(*figures: float | None) -> list[str]:
-    mean, std, low, high = (_fixed(figure, width=9) for figure in figures)
+def _statistics(m: Metrics, side: str) -> list[str]:
+    mean, std, low, high = (_fixed(getattr(m, f"{name}_{side}"), width=9) for name in ("mean", "std", "min", "max"))
     return [f"  Mean:      {mean}", f"  Std:       {std}", f"  Range:     [{low}, {high}]"]
 
 

@@ -154,10 +154,9 @@ def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, f
 
 def _reference(recording: Recording, recipe: str) -> Side:
     """The float recipe of the reference."""
-    if len(recording.recipes) == 1 and recording.recipes[0] != recipe:
-        return Side(recording, recording.recipes[0])
-    if FLOAT in recording.recipes and recipe != FLOAT:
-        return Side(recording, FLOAT)
+    expected = recording.recipes[0] if len(recording.recipes) == 1 else FLOAT
+    if expected in recording.recipes and expected != recipe:
+        return Side(recording, expected)
     raise RecordingError(
         f"{recording.folder} has {', '.join(recording.recipes)} and {recipe} is compared: there is no float reference "
         f"of it. Record {FLOAT} into the reference."

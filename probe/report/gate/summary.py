@@ -99,9 +99,8 @@ def _recipe(run: Run) -> dict[str, Any]:
 
 def _case(outcome: Outcome) -> dict[str, Any]:
     facts = outcome.as_dict()
-    known = {key: value for key, value in facts.items() if key not in ("points", "case")}
-    found: dict[str, Any] = finite({"id": str(outcome.case), **facts["case"], **known})
-    return found
+    del facts["points"]
+    return dict(finite({"id": str(outcome.case), **facts.pop("case"), **facts}))
 
 
 def _row(run: Run) -> str:

@@ -16,9 +16,7 @@ from probe.words import columns
 
 PAGE = "scaling.html"
 #: The names of the files begin as those of the users' own script.
-RESULTS = "mxfp_scaling_results_{format}"
-TEST_PLOT = "mxfp_scaling_test_{format}.png"
-SUMMARY_PLOT = "mxfp_scaling_summary_{format}.png"
+STEM = "mxfp_scaling"
 LOG = "mxfp_scaling_test_{name}_{format}.log"
 
 
@@ -109,7 +107,7 @@ def write_results(
     identity: str,
 ) -> list[Path]:
     """Write every figure of every level as .txt, .csv and .json."""
-    stem = RESULTS.format(format=result.format)
+    stem = f"{STEM}_results_{result.format}"
     facts = {"recommendation": advice.as_dict(), "blocks": [rule.as_dict() for rule in rules]}
     return [
         write(folder / f"{stem}.txt", results_text(result, advice, source=source)),
@@ -120,8 +118,7 @@ def write_results(
 
 def write_plots(folder: Path, format: str, plots: tuple[bytes, bytes]) -> list[Path]:
     """Write the pictures of the six panels and of the summary."""
-    names = (TEST_PLOT.format(format=format), SUMMARY_PLOT.format(format=format))
-    return [write(folder / name, png) for name, png in zip(names, plots, strict=True)]
+    return [write(folder / f"{STEM}_{n}_{format}.png", png) for n, png in zip(("test", "summary"), plots, strict=True)]
 
 
 def write_log(folder: Path, name: str, format: str, lines: Sequence[str]) -> Path:
