@@ -3,12 +3,13 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from probe.activations.collecting import HeatGrid, Key
 from probe.activations.prediction import keep_in_higher_precision, predict_layers, spoiled_share
@@ -42,16 +43,15 @@ def tables(analysis: Analysis) -> dict[str, Rows]:
     """The tables that are written, by file name; empty ones are left out."""
     visualization, plan, statistics = analysis.settings.visualization, analysis.plan, analysis.statistics
     enabled = visualization.enabled
-    found: dict[str, Rows] = {
-        "statistics": [s.figures() for s in statistics.values()],
-        "top_channels": [row for s in statistics.values() for row in top_channels(s)],
-    }
+    found: dict[str, Rows] = {"statistics": [s.figures() for s in statistics.values()]}
+    found["top_channels"] = [row for s in statistics.values() for row in top_channels(s)]
     chosen = {name for names in plan.magnitude.values() for name in names} | set(plan.distribution[1])
     found |= quantization({key: s for key, s in statistics.items() if key[0] in chosen} or statistics)
     for kind, names in plan.magnitude.items():
         measured = [statistics[name, kind] for name in names if (name, kind) in statistics]
-        reduce_dim = visualization.magnitude.reduce_dim
-        found[f"magnitude_{kind}"] = [{"module": s.module, **s.magnitudes(reduce_dim)} for s in measured]
+        found[f"magnitude_{kind}"] = [
+            {"module": s.module, **s.magnitudes(visualization.magnitude.reduce_dim)} for s in measured
+        ]
     if enabled.outlier_layer_wise:
         found["outlier_layer_wise"] = [layer.figures() for layer in analysis.outliers.values()]
     if enabled.outlier_position:
@@ -119,31 +119,23 @@ def outliers_by_token(analysis: Analysis) -> Rows:
 
 def worst_tokens(analysis: Analysis) -> Rows:
     """The worst tokens of every layer, one by one."""
-    return [
-        {
-            "module": layer.module,
-            "sample": outlier.sample,
-            "position": outlier.position,
-            "token": outlier.token,
-            "text": analysis.token_texts.get(outlier.token),
-            "value": outlier.value,
-            "ratio": outlier.ratio,
-            "around": analysis.around.get((outlier.sample, outlier.position)),
-        }
-        for layer in analysis.outliers.values()
-        for outlier in layer.worst
-    ]
+    rows = []
+    for module, outlier in ((layer.module, outlier) for layer in analysis.outliers.values() for outlier in layer.worst):
+        place = {"module": module, "sample": outlier.sample, "position": outlier.position, "token": outlier.token}
+        sizes = {"text": analysis.token_texts.get(outlier.token), "value": outlier.value, "ratio": outlier.ratio}
+        rows.append({**place, **sizes, "around": analysis.around.get((outlier.sample, outlier.position))})
+    return rows
 
 
 def _box(s: LayerStatistics) -> dict[str, Any]:
-    moments = {"mean": s.mean, "std": s.std, "kurtosis": s.kurtosis}
+    moments = {name: getattr(s.moments, name) for name in ("mean", "std", "kurtosis")}
     return {"module": s.module, "kind": s.kind, **s.percentiles(), "max": s.amax, **moments}
 
 
 def histogram(s: LayerStatistics) -> Rows:
     """|x| in PER_OCTAVE buckets per octave, without empty ones at the ends; the first row counts the zeros."""
     step = (1 << SIZES.mantissa_bits) // PER_OCTAVE
-    counts = Trimmed.of(s.buckets.reshape(-1, step).sum(1))
+    counts = Trimmed.of(s.buckets.whole().reshape(-1, step).sum(1))
     ends = SIZES.edges[::step].tolist()
     rows = [(0.0, 0.0, s.zeros)]
     rows += [(ends[i], ends[i + 1], count) for i, count in enumerate(counts.counts.tolist(), counts.first)]
@@ -194,38 +186,32 @@ def as_json(analysis: Analysis, made: Mapping[str, Rows]) -> dict[str, Any]:
             {
                 "module": band.module,
                 "kind": band.kind,
-                **{name: _digits(row) for name, row in zip(_BAND_NAMES, band.percentiles(), strict=True)},
+                **dict(zip(_BAND_NAMES, _digits(band.percentiles()), strict=True)),
             }
             for band in analysis.bands.values()
         ],
         "heat": [
-            {
-                "module": heat.module,
-                "kind": heat.kind,
-                "sample": heat.sample,
-                "tokens": heat.tokens,
-                "channels": heat.channels,
-                "max": [_digits(row) for row in heat.values],
-            }
+            {name: value for name, value in vars(heat).items() if name != "values"} | {"max": _digits(heat.values)}
             for heat in drawn_heat(analysis)
         ],
         "counts": [_counts(s) for s in analysis.statistics.values()],
     }
 
 
-def _digits(values: Iterable[float]) -> list[float]:
-    return [float(f"{x:.6g}") for x in values]
+def _digits(rows: npt.NDArray[np.floating]) -> list[list[float]]:
+    return [[float(f"{x:.6g}") for x in row] for row in rows]
 
 
 def _counts(s: LayerStatistics) -> dict[str, Any]:
     """Moments and tables of counts of a tensor, without the zeros at the ends."""
+    moments, depths = s.moments, s.depths.whole()
     return {
         "module": s.module,
         "kind": s.kind,
-        "moments": [s.moments.mean, s.moments.second, s.moments.third, s.moments.fourth],
-        **{name: s.kept[name].as_list() for name in ("buckets", "row_buckets", "block_buckets")},
-        "depths": [[int(e), *Trimmed.of(s.depths[e]).as_list()] for e in np.flatnonzero(s.depths.sum(1))],
-        "median_depths": s.kept["median_depths"].as_list(),
+        "moments": [moments.mean, moments.second, moments.third, moments.fourth],
+        **{name: getattr(s, name).as_list() for name in ("buckets", "row_buckets", "block_buckets")},
+        "depths": [[int(e), *Trimmed.of(depths[e]).as_list()] for e in np.flatnonzero(depths.sum(1))],
+        "median_depths": s.median_depths.as_list(),
     }
 
 
@@ -240,10 +226,6 @@ class SavedAnalysis:
     """Statistics, outliers of outputs and predicted errors, by module and kind."""
     predicted: tuple[str, ...]
     """The names of predicted figures, such as `noise fp4_e2m1`."""
-
-    def tensors(self, *, without: "SavedAnalysis") -> tuple[str, ...]:
-        """The tensors that the other analysis does not have."""
-        return tuple(f"{module} {kind}" for module, kind in self.figures if (module, kind) not in without.figures)
 
 
 @dataclass(frozen=True)
@@ -269,10 +251,8 @@ def read_run(path: str | Path) -> SavedAnalysis:
     file = folder / "analysis.json"
     if not file.is_file():
         what = "has no analysis.json" if folder.is_dir() else f"does not exist (looked for {folder.absolute()})"
-        raise ValueError(
-            f"run {str(path)!r} {what}. Expected the folder of a run (visualization.save_dir) with json among its "
-            "output.formats."
-        )
+        expected = "Expected the folder of a run (visualization.save_dir) with json among its output.formats."
+        raise ValueError(f"run {str(path)!r} {what}. {expected}")
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         rows = {(row["module"], row["kind"]): dict(row) for row in document["tables"]["statistics"]}
@@ -280,19 +260,17 @@ def read_run(path: str | Path) -> SavedAnalysis:
         predicted = document["tables"].get("predicted_error", [])
         version, facts, settings = document["format"], document["facts"], document["settings"]
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(
-            f"{str(file)!r} is not what probe analyze writes ({type(problem).__name__}: {problem}). Run it again."
-        ) from None
+        reason = f"{type(problem).__name__}: {problem}"
+        raise ValueError(f"{str(file)!r} is not what probe analyze writes ({reason}). Run it again.") from None
     if version != FORMAT:
         raise ValueError(f"{str(file)!r} has the format {version}; this probe reads {FORMAT}. Run the analysis again.")
     for (module, kind), row in rows.items():
         row["outliers"] = outliers.get(module) if kind == "output" else None
-    labels = ("module", "kind", "predicted")
-    names = tuple(dict.fromkeys(name for row in predicted for name in row if name not in labels))
+    names = {name: None for row in predicted for name in row if name not in ("module", "kind", "predicted")}
     for row in predicted:
         if (row["module"], row["kind"]) in rows:
             rows[row["module"], row["kind"]] |= row
-    return SavedAnalysis(folder, facts, settings, rows, names)
+    return SavedAnalysis(folder, facts, settings, rows, tuple(names))
 
 
 def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
@@ -300,16 +278,14 @@ def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
     a, b = read_run(path_a), read_run(path_b)
     shared = [key for key in a.figures if key in b.figures]
     if not shared:
-        first = [next((f"{module} {kind}" for module, kind in run.figures), "no tensor") for run in (a, b)]
+        first = [next((" ".join(key) for key in run.figures), "no tensor") for run in (a, b)]
         raise ValueError(
             f"the runs {str(a.folder)!r} ({first[0]}) and {str(b.folder)!r} ({first[1]}) have no tensor in common. "
             "Compare runs of the same layers of the same model."
         )
-    figures = tuple(
-        name
-        for name in (*FIGURES, *(name for name in a.predicted if name in b.predicted))
-        if any(run.figures[key].get(name) is not None for run in (a, b) for key in shared)
-    )
+    names = (*FIGURES, *(name for name in a.predicted if name in b.predicted))
+    cells = [run.figures[key] for run in (a, b) for key in shared]
+    figures = tuple(name for name in names if any(row.get(name) is not None for row in cells))
     rows = []
     for key in shared:
         row: dict[str, Any] = {"module": key[0], "kind": key[1]}
@@ -317,8 +293,8 @@ def compare_runs(path_a: str | Path, path_b: str | Path) -> Comparison:
             x, y = a.figures[key].get(name), b.figures[key].get(name)
             row |= {f"{name} A": x, f"{name} B": y, f"{name} B/A": _ratio(x, y)}
         rows.append(row)
-    only = a.tensors(without=b), b.tensors(without=a)
-    return Comparison(a, b, tuple(rows), figures, only, tuple(_differences(a, b)))
+    only_a, only_b = (tuple(" ".join(key) for key in run.figures if key not in shared) for run in (a, b))
+    return Comparison(a, b, tuple(rows), figures, (only_a, only_b), tuple(_differences(a, b)))
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probe.activations.reference import BLOCK, DEPTHS, SIDE, SIGNED_SIZES, SIZES, empty
+from probe.numerics.compiled import ANY_ORDER
 from probe.numerics.moments import Moments
 
 #: The indices into the array of sums and into that of counts.
@@ -18,8 +19,6 @@ COUNT, NONFINITE, ZEROS, NEGATIVES, ZERO_BLOCKS = range(5)
 #: The fields of LayerStatistics in the order of the counts.
 _COUNTED = ("count", "nonfinite", "zeros", "negatives", "zero_blocks")
 
-#: Sums may be added in any order, and there is no NaN among the values.
-_ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 #: What the loops read of the buckets.
 SHIFT, SIGNED_SHIFT, SIGNED_FIRST = SIZES.shift, SIGNED_SIZES.shift, SIGNED_SIZES.first
 _SIZE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
@@ -123,7 +122,7 @@ def _without_nonfinite(row: Floats, clean: Floats, packed: Floats) -> int:
     return kept
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
 def _extremes(values: Floats, sums: _Doubles, counts: _Whole) -> float:
     low = high = values[0]
     small = abs(values[0])
@@ -156,7 +155,7 @@ def _insert_all(top: Floats, values: Floats) -> None:
             top[2] = size
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
 def _moments(values: Floats, about: float, found: _Doubles) -> None:
     """Mean and centred sums, from sums about a value near the mean.
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from probe.activations.reference import SIZES
 from probe.activations.statistics import LayerStatistics
 from probe.formats import FORMATS, Format
+from probe.numerics.histogram import Trimmed
 from probe.words import look_up
 
 Array = npt.NDArray[np.float64]
@@ -92,11 +93,12 @@ def predict_tensor(statistics: LayerStatistics, format: str, *, amax: float | No
         total = _nvfp4_error(statistics, fmt, limit)
     else:
         step = max(limit / fmt.max, _SMALLEST_SCALE) if fmt.scale == "float32" else 1.0
-        counts = statistics.buckets
+        counts = statistics.buckets.whole()
         used = np.flatnonzero(counts)
         low, high = SIZES.edges[used], SIZES.edges[used + 1]
         total = float((counts[used] * _mean_error(low / step, high / step, fmt)).sum()) * step**2
-    return Prediction(statistics.module, format, total / statistics.count, statistics.mean_square, statistics.kind)
+    mse, mean_square = total / statistics.count, statistics.moments.mean_square
+    return Prediction(statistics.module, format, mse, mean_square, statistics.kind)
 
 
 def predict_linear(
@@ -126,8 +128,8 @@ def predict_linear(
         )
     dx = predict_tensor(given, format, amax=amax).mse if inputs else 0.0
     dw = predict_tensor(weight, format).mse if weights else 0.0
-    x, w = given.mean_square, weight.mean_square
-    signal = channels * x * w if output is None else output.mean_square
+    x, w = given.moments.mean_square, weight.moments.mean_square
+    signal = channels * x * w if output is None else output.moments.mean_square
     return Prediction(given.module, format, channels * (dx * w + x * dw + dx * dw), signal, "linear")
 
 
@@ -177,7 +179,7 @@ def spoiled_share(statistics: LayerStatistics, *, octaves: int = SPOILED) -> flo
     """
     if not 1 <= octaves <= 31:
         raise ValueError(f"octaves is {octaves}; expected 1 to 31.")
-    return float(statistics.median_depths[octaves:].sum()) / statistics.blocks if statistics.blocks else 0.0
+    return float(statistics.median_depths.whole()[octaves:].sum()) / statistics.blocks if statistics.blocks else 0.0
 
 
 def keep_in_higher_precision(predictions: Sequence[Prediction], *, share: float = SHARE) -> list[str]:
@@ -217,9 +219,9 @@ def _saw(t: Array) -> Array:
     return result
 
 
-def _mantissas(counts: npt.NDArray[np.int64]) -> Array:
+def _mantissas(counts: Trimmed) -> Array:
     """[256, 64]: how the magnitudes of each octave are spread over it; evenly where there are none."""
-    by_octave = counts.reshape(256, _PER_OCTAVE).astype(np.float64)
+    by_octave = counts.whole().reshape(256, _PER_OCTAVE).astype(np.float64)
     total = by_octave.sum(1, keepdims=True)
     return np.where(total > 0, by_octave / np.maximum(total, 1), 1 / _PER_OCTAVE)
 
@@ -239,7 +241,7 @@ def _mx_table(format: str) -> Array:
 
 def _mx_error(statistics: LayerStatistics, fmt: Format) -> float:
     """The sum of squared errors: every block has the scale of its exponent."""
-    table, spread, depths = _mx_table(fmt.name), _mantissas(statistics.buckets), statistics.depths[:, :32]
+    table, spread, depths = _mx_table(fmt.name), _mantissas(statistics.buckets), statistics.depths.whole()[:, :32]
     total = 0.0
     for top in np.flatnonzero(depths.sum(1)):
         counts = depths[top]
@@ -287,7 +289,7 @@ def _nvfp4_error(statistics: LayerStatistics, fmt: Format, amax: float) -> float
     """
     e4m3 = FORMATS["fp8_e4m3"]
     tensor_scale = amax / (e4m3.max * fmt.max) if amax > 0 else 1.0
-    depths, spread = _halved(statistics.depths), _mantissas(statistics.buckets)
+    depths, spread = _halved(statistics.depths.whole()), _mantissas(statistics.buckets)
     tops = _mantissas(statistics.block_buckets).reshape(256, _MANTISSAS, -1).sum(2)
     elements = depths.sum(1)
     total = 0.0

@@ -21,8 +21,9 @@ SIDE = SIGNED_SIZES.size
 BLOCK = 32
 #: Depths below the exponent of a block that are told apart; the last one is of zeros.
 DEPTHS = 33
-#: The fields of LayerStatistics that are counts.
+#: The fields of LayerStatistics that are counts, and those that are tables of counts.
 COUNTS = ("rows", "count", "nonfinite", "zeros", "negatives", "zero_blocks")
+TABLES = ("buckets", "row_buckets", "block_buckets", "depths", "median_depths")
 
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int32]
@@ -52,7 +53,7 @@ class Gathering:
     def take(self, rows: Floats) -> Floats:
         """Append rows [rows, channels]; returns max |x| of each."""
         old, (new, amax) = self._found, measure(rows)
-        self._found = {name: MERGED.get(name, np.add)(old[name], new[name]) for name in old}
+        self._found = {name: merge(old[name], new[name]) for name, merge in MERGED.items()}
         return amax
 
     def fields(self) -> dict[str, Any]:
@@ -65,9 +66,9 @@ def largest_three(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ..
     return tuple(sorted(a + b, reverse=True)[:3])
 
 
-#: How two pieces merge, field by field of LayerStatistics; tables of counts are added.
+#: How two pieces merge, field by field of LayerStatistics.
 MERGED: dict[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(COUNTS, operator.add),
+    **dict.fromkeys((*COUNTS, *TABLES), operator.add),
     **dict.fromkeys(("minimum", "smallest", "row_smallest"), min),
     "maximum": max,
     "channel_amax": np.maximum,

@@ -1,10 +1,9 @@
 """The statistics of a tensor: counts, extremes and sums that are gathered piece by piece and merged."""
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import reduce
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from probe.activations import reference as readable
-from probe.activations.reference import DEPTHS, MERGED, SIDE, SIGNED_SIZES, SIZES
+from probe.activations.reference import MERGED, SIDE, SIGNED_SIZES, SIZES, TABLES
+from probe.numerics.compiled import numba_twin
 from probe.numerics.histogram import Trimmed, spread_evenly
 from probe.numerics.moments import Moments
 
@@ -33,9 +33,6 @@ PIECE = 2**18
 
 Floats = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
-
-#: The tables of counts of LayerStatistics.
-TABLES = ("buckets", "row_buckets", "block_buckets", "depths", "median_depths")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,35 +70,17 @@ class LayerStatistics:
     row_smallest: float
     """The smallest max |x| of a row."""
     zero_blocks: int
-    kept: Mapping[str, Trimmed]
-    """The tables below, by name."""
-
-    @property
-    def buckets(self) -> Whole:
-        """How many |x| > 0 have these float32 bits above the last 17: 64 buckets per octave, [16384]."""
-        return self.kept["buckets"].whole()
-
-    @property
-    def row_buckets(self) -> Whole:
-        """How many rows have their max |x| > 0 in these buckets."""
-        return self.kept["row_buckets"].whole()
-
-    @property
-    def block_buckets(self) -> Whole:
-        """How many blocks have their max |x| > 0 in these buckets."""
-        return self.kept["block_buckets"].whole()
-
-    @property
-    def depths(self) -> Whole:
-        """[256, 33]: elements by the biased float32 exponent E of their block's max |x|, and by how far below it their
-        own exponent lies: E - e, at most 31; column 32 counts zeros. Blocks of zeros are left out.
-        """
-        return self.kept["depths"].whole().reshape(256, DEPTHS)
-
-    @property
-    def median_depths(self) -> Whole:
-        """[33]: blocks by the depth of their median: the smallest d with at least half of the elements at <= d."""
-        return self.kept["median_depths"].whole()
+    buckets: Trimmed
+    """How many |x| > 0 have these float32 bits above the last 17: 64 buckets per octave, [16384]."""
+    row_buckets: Trimmed
+    """How many rows have their max |x| > 0 in these buckets."""
+    block_buckets: Trimmed
+    """How many blocks have their max |x| > 0 in these buckets."""
+    depths: Trimmed
+    """[256, 33]: elements by the biased float32 exponent E of their block's max |x|, and by how far below it their own
+    exponent lies: E - e, at most 31; column 32 counts zeros. Blocks of zeros are left out."""
+    median_depths: Trimmed
+    """[33]: blocks by the depth of their median: the smallest d with at least half of the elements at <= d."""
 
     @property
     def channels(self) -> int:
@@ -114,29 +93,9 @@ class LayerStatistics:
         return self.largest[0] if self.largest else 0.0
 
     @property
-    def mean(self) -> float:
-        """The mean of x."""
-        return self.moments.mean
-
-    @property
-    def std(self) -> float:
-        """The standard deviation of the population."""
-        return self.moments.std
-
-    @property
-    def mean_square(self) -> float:
-        """mean x^2"""
-        return self.moments.mean_square
-
-    @property
-    def kurtosis(self) -> float | None:
-        """mean (x - mean)^4 / std^4: 3 for a normal distribution; None where all values are equal."""
-        return self.moments.kurtosis
-
-    @property
     def blocks(self) -> int:
         """How many blocks there are."""
-        return int(self.block_buckets.sum()) + self.zero_blocks
+        return int(self.block_buckets.counts.sum()) + self.zero_blocks
 
     @property
     def median(self) -> float:
@@ -145,7 +104,7 @@ class LayerStatistics:
 
     def percentile(self, percent: float) -> float:
         """A percentile of |x|, as numpy's `linear`, within PERCENTILE_ERROR."""
-        return SIZES.quantile(self.buckets, percent / 100, zeros=self.zeros, low=self.smallest, high=self.amax)
+        return SIZES.quantile(self.buckets.whole(), percent / 100, zeros=self.zeros, low=self.smallest, high=self.amax)
 
     def percentiles(self) -> dict[str, float]:
         """PERCENTILES of |x| by name, such as p99.9."""
@@ -171,8 +130,8 @@ class LayerStatistics:
             top, low, median = self.largest, self.smallest, self.median
         elif reduce_dim == -1:
             top, low = self.row_largest, self.row_smallest
-            zero_rows = self.rows - int(self.row_buckets.sum())
-            median = SIZES.quantile(self.row_buckets, 0.5, zeros=zero_rows, low=low, high=top[0] if top else 0.0)
+            counts, high = self.row_buckets.whole(), top[0] if top else 0.0
+            median = SIZES.quantile(counts, 0.5, zeros=self.rows - int(counts.sum()), low=low, high=high)
         else:
             channels = np.sort(self.channel_amax)
             top, low = tuple(float(x) for x in channels[:-4:-1]), float(channels[0])
@@ -182,14 +141,15 @@ class LayerStatistics:
 
     def figures(self) -> dict[str, Any]:
         """Every statistic that is one number, by name."""
+        shape = ("module", "kind", "rows", "channels", "count", "nonfinite", "zeros", "negatives")
+        ratios = ("max_to_median", "max_to_p99", "blocks", "zero_blocks")
         return {
-            **{name: getattr(self, name) for name in ("module", "kind", "rows", "channels")},
-            **{name: getattr(self, name) for name in ("count", "nonfinite", "zeros", "negatives")},
-            "min": self.minimum,
-            "max": self.maximum,
-            **{name: getattr(self, name) for name in ("mean", "std", "kurtosis", "amax", "smallest")},
+            **{name: getattr(self, name) for name in shape},
+            **{"min": self.minimum, "max": self.maximum},
+            **{name: getattr(self.moments, name) for name in ("mean", "std", "kurtosis")},
+            **{"amax": self.amax, "smallest": self.smallest},
             **self.percentiles(),
-            **{name: getattr(self, name) for name in ("max_to_median", "max_to_p99", "blocks", "zero_blocks")},
+            **{name: getattr(self, name) for name in ratios},
         }
 
     def merge(self, other: "LayerStatistics") -> "LayerStatistics":
@@ -199,9 +159,8 @@ class LayerStatistics:
                 f"cannot merge {other.kind} of {other.module} ({other.channels} channels) into {self.kind} of "
                 f"{self.module} ({self.channels} channels). Merge statistics of one tensor."
             )
-        kept = {name: self.kept[name] + other.kept[name] for name in TABLES}
         merged = {name: merge(getattr(self, name), getattr(other, name)) for name, merge in MERGED.items()}
-        return replace(self, kept=kept, **merged)
+        return replace(self, **merged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,13 +175,8 @@ class ChannelBands:
 
     def merge(self, other: "ChannelBands") -> "ChannelBands":
         """The bands of both sets of rows."""
-        return ChannelBands(
-            self.module,
-            self.kind,
-            self.counts + other.counts,
-            np.minimum(self.minimum, other.minimum),
-            np.maximum(self.maximum, other.maximum),
-        )
+        low, high = np.minimum(self.minimum, other.minimum), np.maximum(self.maximum, other.maximum)
+        return replace(self, counts=self.counts + other.counts, minimum=low, maximum=high)
 
     def percentiles(self) -> npt.NDArray[np.float64]:
         """[len(BANDS), channels]: the values of rank percent / 100 * (n - 1), spread evenly over their buckets."""
@@ -248,8 +202,7 @@ def measure(
     x = x.detach()
     x = x.reshape(1, 1, -1) if x.dim() < 2 else x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
     kept = None if keep is None else keep.reshape(x.shape[:2]).to("cpu", torch.bool)
-    twin = None if fast is False else fast_twin()
-    gathering: type[Gathering] = (twin or readable).Gathering
+    gathering: type[Gathering] = _twin(fast).Gathering
     row_amax = np.zeros(tuple(x.shape[:2]), np.float32)
     spans = list(_spans(x))
 
@@ -263,8 +216,7 @@ def measure(
             if len(piece):
                 row_amax[sample, place.numpy()] = gathered.take(piece.contiguous().numpy())
         fields = gathered.fields()
-        tables = {name: Trimmed.of(fields.pop(name)) for name in TABLES}
-        return LayerStatistics(module, kind, **fields, kept=tables)
+        return LayerStatistics(module, kind, **fields | {name: Trimmed.of(fields[name]) for name in TABLES})
 
     threads = max(1, min(torch.get_num_threads(), len(spans)))
     if threads == 1:
@@ -272,6 +224,11 @@ def measure(
     with ThreadPoolExecutor(threads) as pool:
         parts = list(pool.map(measure_some, [spans[i::threads] for i in range(threads)]))
     return reduce(LayerStatistics.merge, parts), row_amax
+
+
+def _twin(fast: bool | None) -> ModuleType:
+    twin = None if fast is False else numba_twin("probe.activations.fast", "statistics")
+    return twin or readable
 
 
 def _spans(x: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -298,8 +255,7 @@ def measure_bands(
     rows: Tensor, keep: Tensor | None = None, *, module: str = "", kind: str = "output", fast: bool | None = None
 ) -> ChannelBands:
     """The bands of [..., rows, channels], without NaN, Inf and rows that are not in `keep`. `fast` as in `measure`."""
-    twin = None if fast is False else fast_twin()
-    counting = (twin or readable).count_channels
+    counting = _twin(fast).count_channels
     channels = rows.shape[-1]
     flat = rows.detach().reshape(-1, rows.shape[-2], channels) if rows.dim() > 2 else rows.detach()[None]
     kept = None if keep is None else keep.reshape(flat.shape[:2]).cpu()
@@ -310,15 +266,3 @@ def measure_bands(
         if len(piece):
             counting(np.ascontiguousarray(piece.to("cpu", torch.float32).numpy().T), counts, low, high)
     return ChannelBands(module, kind, counts, low, high)
-
-
-@cache
-def fast_twin() -> ModuleType | None:
-    """`probe.activations.fast`; None, after one warning, where numba cannot be loaded."""
-    try:
-        from probe.activations import fast
-    except ImportError as problem:
-        slower = f"numba cannot be loaded ({problem}). Going on without it: the same statistics, but slower."
-        warnings.warn(slower, RuntimeWarning, stacklevel=3)
-        return None
-    return fast

@@ -1,10 +1,8 @@
 """Gathering the figures of a tensor, or of a model's logits, against a reference, batch after batch."""
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any, Self, cast
 
 import torch
@@ -15,6 +13,7 @@ from probe.metrics import reference as readable
 from probe.metrics.figures import QUANTILES, Measured, Metrics
 from probe.metrics.reference import CHUNK, double_copy, first_true
 from probe.metrics.tally import KEPT, Magnitudes, Tally, first_index
+from probe.numerics.compiled import numba_twin
 
 #: Batches of this many elements or more go to the fast twin; loading it takes some 0.5 s once in a process.
 LARGE = 2**20
@@ -42,7 +41,8 @@ class Comparison:
     def update(self, output: Tensor, reference: Tensor) -> None:
         """Append a batch: tensors of one shape, of any float dtypes, on any devices. An empty one changes nothing."""
         check_pair(output, reference, names=("output", "reference"))
-        measure = _fast() if output.numel() >= LARGE else readable.measure
+        twin = numba_twin("probe.metrics.fast", "figures") if output.numel() >= LARGE else None
+        measure: _Measure = (twin or readable).measure
         flat, plain = (x.detach().reshape(-1) for x in (output, reference))
         self._tally = self._tally.then(measure(flat, plain, self._magnitudes if self.percentiles else None))
 
@@ -70,18 +70,6 @@ class Comparison:
 
     def __repr__(self) -> str:
         return f"Comparison(percentiles={self.percentiles}, keep={self.keep}, count={self._tally.seen})"
-
-
-@cache
-def _fast() -> _Measure:
-    """`measure` of the fast twin; of the readable one, after one warning, where numba cannot be loaded."""
-    try:
-        from probe.metrics import fast
-    except ImportError as problem:
-        text = f"numba cannot be loaded ({problem}). Going on without it: the same figures, but slower."
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
-        return readable.measure
-    return fast.measure
 
 
 @dataclass(frozen=True, kw_only=True)

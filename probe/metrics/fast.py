@@ -23,6 +23,7 @@ from torch import Tensor
 
 from probe.metrics import reference as readable
 from probe.metrics.tally import BUCKETS, SIDES, Magnitudes, Spread, Tally
+from probe.numerics.compiled import ANY_ORDER
 from probe.numerics.moments import Moments
 
 #: Elements of other dtypes than float32 and float64 that are converted at a time; also the least work for a thread.
@@ -44,8 +45,6 @@ _COUNTED = ("count", "zeroed", "at_largest", "moved", "nan_output", "inf_output"
 
 #: The shift from the upper half of a float64 to its bucket.
 _SHIFT = np.uint32(BUCKETS.shift - 32)
-#: Sums may be added in any order, and there is no NaN among the values.
-_ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 
 _Floats = npt.NDArray[np.floating]
 _Bits = npt.NDArray[np.signedinteger]
@@ -240,7 +239,7 @@ def _sum_block(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
         block[MEAN_D], block[SQUARES_D] = _around_the_first(d[: x.size])
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
 def _add_up(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     sum_o = sum_r = sum_d = size_d = size_r = 0.0
     for i in range(x.size):
@@ -256,7 +255,7 @@ def _add_up(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     block[SUM_D], block[SUM_R] = size_d, size_r
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
 def _centre(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     mean_o, mean_r, mean_d = block[MEAN_O], block[MEAN_R], block[MEAN_D]
     squares_o = squares_r = squares_d = product = 0.0
@@ -269,7 +268,7 @@ def _centre(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     block[SQUARES_O], block[SQUARES_R], block[SQUARES_D], block[PRODUCT] = squares_o, squares_r, squares_d, product
 
 
-@numba.njit(cache=True, nogil=True, fastmath=_ANY_ORDER)
+@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
 def _around_the_first(values: _Floats) -> tuple[float, float]:
     """Mean and squares around it, of values that are nearly equal; of equal ones, the value and zero."""
     first = np.float64(values[0])

@@ -74,11 +74,7 @@ def torchao_int8(model: nn.Module, format: str, *, dynamic: bool) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchao's own deprecations
         try:
-            from torchao.quantization import (
-                Int8DynamicActivationInt8WeightConfig,
-                Int8WeightOnlyConfig,
-                quantize_,
-            )
+            from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
         except ImportError:
             raise ValueError(
                 "the torchao modes need torchao, which is not installed. "

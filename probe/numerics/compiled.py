@@ -1,8 +1,7 @@
-"""When and how the fast twin is compiled: torch.compile makes one pass over memory of it (C++ or Triton).
+"""How the fast twins are compiled: by torch.compile, which makes one pass over memory (C++ or Triton), or by numba.
 
-A compiler takes seconds, so nobody waits for one who has little to do: a kernel is compiled when the eager
-code has already worked about as long on the same kind of tensors as the compiler will take. A job is
-thereby never more than about twice as slow as if it had known its own size.
+A compiler takes seconds, and small jobs never pay for it: a kernel is compiled once the eager code has worked about as
+long on the same kind of tensors as the compiler will take. So no job takes more than about twice its best time.
 """
 
 import threading
@@ -10,6 +9,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,10 +19,24 @@ from torch import Tensor
 from probe.formats import Format
 from probe.numerics.fast import mx_values, plan_for
 
+#: `fastmath` of numba loops: sums may be added in any order, and there is no NaN among the values.
+ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 #: Tensors below this many elements always run eagerly.
 LARGE = 2**20
 #: Elements of large tensors that run eagerly, per kernel, before that kernel is compiled: some 5 s of work.
 COMPILE_AFTER = 2**31
+
+
+@cache
+def numba_twin(module: str, results: str) -> ModuleType | None:
+    """The fast twin `module`; None, after one warning, where numba cannot be loaded: the `results` stay the same."""
+    try:
+        return import_module(module)
+    except ImportError as problem:
+        text = f"numba cannot be loaded ({problem}). Going on without it: the same {results}, but slower."
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return None
+
 
 Kernel = Callable[[Tensor, Tensor, Tensor | None], None]
 

@@ -133,7 +133,7 @@ class Buckets:
 class Trimmed:
     """A table of counts without the zeros at its ends, which are most of it."""
 
-    size: int
+    shape: tuple[int, ...]
     first: int
     counts: Whole
 
@@ -143,8 +143,8 @@ class Trimmed:
         flat = counts.reshape(-1)
         some = np.flatnonzero(flat)
         if not some.size:
-            return cls(flat.size, 0, np.zeros(0, np.int64))
-        return cls(flat.size, int(some[0]), flat[some[0] : some[-1] + 1].copy())
+            return cls(counts.shape, 0, np.zeros(0, np.int64))
+        return cls(counts.shape, int(some[0]), flat[some[0] : some[-1] + 1].copy())
 
     def __add__(self, other: "Trimmed") -> "Trimmed":
         if not self.counts.size or not other.counts.size:
@@ -154,12 +154,12 @@ class Trimmed:
         both = np.zeros(last - first, np.int64)
         for part in (self, other):
             both[part.first - first : part.first - first + part.counts.size] += part.counts
-        return Trimmed(self.size, first, both)
+        return Trimmed(self.shape, first, both)
 
     def whole(self) -> Whole:
-        """The whole table, flat."""
-        full = np.zeros(self.size, np.int64)
-        full[self.first : self.first + self.counts.size] = self.counts
+        """The whole table."""
+        full = np.zeros(self.shape, np.int64)
+        full.reshape(-1)[self.first : self.first + self.counts.size] = self.counts
         return full
 
     def as_list(self) -> list[Any]:

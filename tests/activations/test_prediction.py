@@ -73,7 +73,7 @@ def test_one_octave_below_saturation_errs_by_a_step_squared_over_12(format: str,
     """All values in [1, 1.5], so that no format saturates; their blocks have the exponent 0."""
     found = predict_tensor(known(even(1.0, 1.5)), format)
     assert found.mse == pytest.approx(step**2 / 12, rel=5e-3)
-    assert found.sqnr == pytest.approx(10 * math.log10(known(even(1.0, 1.5)).mean_square / found.mse))
+    assert found.sqnr == pytest.approx(10 * math.log10(known(even(1.0, 1.5)).moments.mean_square / found.mse))
 
 
 def test_saturation_is_the_distance_to_the_last_value() -> None:
@@ -227,7 +227,7 @@ def test_a_linear_layer_adds_the_errors_of_input_and_weight() -> None:
     parts = [predict_linear(given, weight, "fp4_e2m1", inputs=i, weights=not i).mse for i in (True, False)]
     dx, dw = (predict_tensor(one, "fp4_e2m1").mse for one in (given, weight))
     assert both.mse == pytest.approx(sum(parts) + 64 * dx * dw)
-    assert parts[0] == pytest.approx(64 * dx * weight.mean_square)
+    assert parts[0] == pytest.approx(64 * dx * weight.moments.mean_square)
     assert both.mean_square == pytest.approx(float((x @ w.T).square().mean()), rel=0.05)
     with pytest.raises(ValueError, match="the weight of m has 32 inputs and the input of m 64 channels"):
         predict_linear(given, known(w[:, :32], "weight"), "int8")

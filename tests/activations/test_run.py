@@ -76,7 +76,7 @@ def test_statistics_are_those_of_the_tokens_that_are_there(tmp_path: Path, batch
             x = torch.cat(plain[f"{name} {kind}"]).numpy()
         assert (s.count, s.rows, s.channel_amax.size) == (x.size, len(x), x.shape[1]), (name, kind)
         assert s.amax == pytest.approx(float(np.abs(x).max()), rel=1e-5)
-        assert s.mean == pytest.approx(float(x.mean(dtype=np.float64)), rel=1e-4, abs=1e-6)
+        assert s.moments.mean == pytest.approx(float(x.mean(dtype=np.float64)), rel=1e-4, abs=1e-6)
         assert s.channel_amax == pytest.approx(np.abs(x).max(0), rel=1e-4, abs=1e-5)
     assert len(analysis.statistics) == 3 * (2 * 3 + 1), "two linear layers, three kinds, and the layer's output"
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from probe.metrics import Comparison, comparison, fast, reference as readable
 from probe.metrics.figures import QUANTILES
 from probe.metrics.tally import Magnitudes, Tally
+from probe.numerics.compiled import numba_twin
 from tests.metrics.oracles import assert_agrees, pair, seen
 
 SIZES = (1, fast.BLOCK - 1, fast.BLOCK, fast.BLOCK + 1, 3 * fast.BLOCK + 17)
@@ -159,7 +160,7 @@ def test_large_batches_go_to_the_fast_twin_and_small_ones_do_not(monkeypatch: py
 
     monkeypatch.setattr(comparison, "LARGE", 1000)
     monkeypatch.setattr(readable, "measure", spy("readable", readable.measure))
-    monkeypatch.setattr(comparison, "_fast", lambda: spy("fast", fast.measure))
+    monkeypatch.setattr(fast, "measure", spy("fast", fast.measure))
     seen(pair(999), pair(1000))
     assert went == ["readable", "fast"]
 
@@ -169,11 +170,11 @@ def test_without_numba_all_goes_on_with_one_warning(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "probe.metrics.fast")
     monkeypatch.delattr("probe.metrics.fast")
     monkeypatch.setitem(sys.modules, "numba", None)
-    comparison._fast.cache_clear()
+    numba_twin.cache_clear()
     output, reference = pair(50)
     try:
         with pytest.warns(RuntimeWarning, match=r"numba cannot be loaded .*the same figures, but slower\.$"):
             assert_agrees(seen((output, reference)).metrics(), output, reference)
         assert_agrees(seen((output, reference)).metrics(), output, reference)
     finally:
-        comparison._fast.cache_clear()
+        numba_twin.cache_clear()

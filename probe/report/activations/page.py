@@ -110,7 +110,7 @@ def _standing_out(page: Document, analysis: Analysis) -> None:
             "max |x|": s.amax,
             "max / median": s.max_to_median,
             "max / p99": s.max_to_p99,
-            "kurtosis": s.kurtosis,
+            "kurtosis": s.moments.kurtosis,
             "outlier tokens": outliers.get(s.module) if s.kind == "output" else None,
         }
         for s in analysis.hardest()[:15]

@@ -64,7 +64,7 @@ def test_csv_and_json_hold_the_numbers_behind_every_plot(run: tuple[Analysis, Pa
     assert np.array(kept["percentile_range"][1]["p99"]) == pytest.approx(bands[5], rel=1e-5)
     for one, s in zip(kept["counts"], analysis.statistics.values(), strict=True):
         first, counts = one["buckets"]
-        assert s.buckets[first : first + len(counts)].tolist() == counts
+        assert s.buckets.whole()[first : first + len(counts)].tolist() == counts
         assert sum(counts) + s.zeros == s.count
 
 
