@@ -24,7 +24,9 @@ def write_modes_page(
     """Write compare.html. `failures` are by mode; `drawn` has the tensors of the pictures by layer and mode."""
     reference = comparisons[0].reference_mode
     modes = ", ".join(one.compared_mode for one in comparisons)
-    page = Document(f"{modes} against {reference}", _lead(comparisons))
+    folders = ", ".join(dict.fromkeys(folder for one in comparisons for folder in one.recordings))
+    notes = "; ".join(dict.fromkeys(note for one in comparisons for note in one.notes))
+    page = Document(f"{modes} against {reference}", folders + (f". {notes}." if notes else ""))
     page.heading("Summary")
     rows = [_summary_row(one) for one in comparisons]
     page.table(rows, bad=[bool(failures.get(one.compared_mode)) for one in comparisons])
@@ -56,12 +58,6 @@ def _pictures(page: Document, label: str, tensors: Mapping[str, DrawnTensor], re
     page.picture(value_scatter(tensors, reference), alt=f"{label} of each mode against {reference}", caption=caption)
     caption = "All values, means over samples; neighbours share a cell where there are many. Red is not finite."
     page.picture(error_maps(tensors), alt=f"mean |difference| of {label} by position and feature", caption=caption)
-
-
-def _lead(comparisons: Sequence[ModeComparison]) -> str:
-    folders = ", ".join(dict.fromkeys(folder for one in comparisons for folder in one.recordings))
-    notes = "; ".join(dict.fromkeys(note for one in comparisons for note in one.notes))
-    return folders + (f". {notes}." if notes else "")
 
 
 def _summary_row(one: ModeComparison) -> dict[str, object]:

@@ -64,8 +64,7 @@ def summary_table(comparisons: Sequence[ModeComparison]) -> str:
 def comparison_heading(comparison: ModeComparison) -> str:
     """The mode, its reference, and the folders of their recordings."""
     mode, reference = printable(comparison.compared_mode), printable(comparison.reference_mode)
-    folders = dict.fromkeys(comparison.recordings)
-    return f"Mode {mode} vs {reference} ({', '.join(map(printable, folders))})"
+    return f"Mode {mode} vs {reference} ({', '.join(map(printable, dict.fromkeys(comparison.recordings)))})"
 
 
 def failure_lines(comparison: ModeComparison, failures: Sequence[str]) -> str:
