@@ -164,7 +164,7 @@ class Bench:
     def reference(self, variation: Variation | None = None) -> Reference:
         """The float run; with a variation, under that harmless change."""
         if variation not in self._references:
-            name = f"{self._key('reference', variation)}.pt"
+            name = f"{self._key('reference', variation)}.safetensors"
             make = partial(self._run_reference, variation)
             self._references[variation] = shared(self._folder, name, make, save_reference, load_reference)
         return self._references[variation]

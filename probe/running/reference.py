@@ -1,6 +1,6 @@
 """The float reference: the inputs and outputs of the model's layers without quantization, and their replay."""
 
-import io
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from probe.files import atomic
@@ -201,13 +203,27 @@ def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def save_reference(reference: Reference, file: Path) -> None:
-    """Write a reference as one file, for `load_reference`."""
-    buffer = io.BytesIO()
-    batches = tuple(batch.clone() for batch in reference.batches)  # views of the tokens of a whole text
-    torch.save({**vars(reference), "batches": batches}, buffer)
-    atomic.write(file, buffer.getvalue())
+    """Write a reference as one safetensors file, for `load_reference`."""
+    named: dict[str, Mapping[str, Sequence[Tensor]]] = {"tensors": reference.tensors, "ties": reference.ties}
+    lists = {f"{field} {name}": parts for field, group in named.items() for name, parts in group.items()}
+    lists |= {"batches": reference.batches, "logits": reference.logits}
+    facts: dict[str, Any] = {name: getattr(reference, name) for name in ("model", "layers", "wanted", "modules")}
+    facts["lists"] = {name: len(parts) for name, parts in lists.items()}
+    tensors = {f"{name} {i}": x.contiguous().clone() for name, parts in lists.items() for i, x in enumerate(parts)}
+    atomic.write(file, save(tensors, {"facts": json.dumps(facts)}))
 
 
 def load_reference(file: Path) -> Reference:
     """A reference that `save_reference` wrote; its tensors are mapped from the file."""
-    return Reference(**torch.load(file, mmap=True, weights_only=True))
+    with safe_open(file, framework="pt") as opened:
+        facts = json.loads(opened.metadata()["facts"])
+        lists = {name: [opened.get_tensor(f"{name} {i}") for i in range(n)] for name, n in facts.pop("lists").items()}
+    found: dict[str, Any] = {"tensors": {}, "ties": {}}
+    for name, parts in lists.items():
+        field, _, label = name.partition(" ")
+        if label:
+            found[field][label] = parts if field == "tensors" else tuple(parts)
+        else:
+            found[field] = tuple(parts)
+    found |= {name: tuple(facts.pop(name)) for name in ("layers", "wanted")}
+    return Reference(**facts, **found)
