@@ -65,9 +65,7 @@ def _demo(options: argparse.Namespace) -> int:
         print(f"normal values, {shape}, {options.outliers:.2%} of them times 50, seed {options.seed}, float32\n")
     print_rows(rows, as_json=options.json)
     if not options.json:
-        print(
-            "\nsqnr: signal to quantization noise, higher is better; -: lossless. saturated, flushed: of the elements."
-        )
+        print(f"\n{LEGEND}")
     return 0
 
 

@@ -42,11 +42,6 @@ def add(commands: Subparsers) -> None:
     errors.set_defaults(run=_errors)
 
 
-def _modes(options: argparse.Namespace) -> int:
-    print_rows(_mode_rows(), as_json=options.json)
-    return 0
-
-
 def _layers(options: argparse.Namespace) -> int:
     from probe.models.loading import load_model
 
@@ -77,11 +72,10 @@ def _errors(options: argparse.Namespace) -> int:
     return 0
 
 
-def _mode_rows() -> list[dict[str, object]]:
-    """The table of modes."""
+def _modes(options: argparse.Namespace) -> int:
     from probe.running.modes import MODES
 
-    return [
+    rows: list[dict[str, object]] = [
         {
             "mode": mode.name,
             "id": mode.id,
@@ -94,6 +88,8 @@ def _mode_rows() -> list[dict[str, object]]:
         }
         for mode in MODES.values()
     ]
+    print_rows(rows, as_json=options.json)
+    return 0
 
 
 def _scan_reads(gives: str, reads: str) -> str:

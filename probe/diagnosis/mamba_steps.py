@@ -20,8 +20,8 @@ from probe.formats import Format
 from probe.models.mamba import SITES, SiteMixer
 from probe.numerics.hadamard import hadamard_matrix
 from probe.running.calibration import Amax
-from probe.running.corners import SHARED_SCALE, scale_source, site_grid
 from probe.running.modes import Mode
+from probe.running.recipes import SHARED_SCALE, gridded_sites, site_grid
 
 #: Weights into which the inverse of a rotation is folded.
 ROTATED = ("in_proj.weight", "out_proj.weight")
@@ -201,12 +201,14 @@ def _linear(block: Block, name: str, given: Tensor, made: Tensor) -> Step:
 
 
 def _site(block: Block, site: str, more: Suspects | None = None) -> Step:
-    grid, given, made = site_grid(block.mode, block.format, site, block.amax), block.given(site), block.made(site)
-    largest = block.amax("scan.u") if site in SHARED_SCALE and block.amax("conv1d.output") is not None else None
-    if grid is None:
-        source = PlainGrid(block.format, block.amax(scale_source(site)))
-        more = {**(more or {}), "put on a grid, though values should flow on": lambda: source(given)}
-    plain = None if grid is None else PlainGrid.at(grid)
+    given, made, source = block.given(site), block.made(site), SHARED_SCALE.get(site, site)
+    if site not in gridded_sites(block.mode, block.format):
+        grid = PlainGrid(block.format, block.amax(source))
+        more = {**(more or {}), "put on a grid, though values should flow on": lambda: grid(given)}
+        return grid_step(f"site {site}", None, given, made, more=more)
+    has_quantile = source == "conv1d.output" and block.amax(source) is not None
+    largest = block.amax("scan.u") if has_quantile else None
+    plain = PlainGrid.at(site_grid(block.format, site, block.amax))
     return grid_step(f"site {site}", plain, given, made, largest=largest, more=more)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.reference import exponent_of, power, round_elements, scale_exponent
-from probe.running.corners import SiteGrid
+from probe.running.recipes import SiteGrid
 
 SMALLEST_INTEGER_SCALE = 1e-6
 SMALLEST_BLOCK_SCALE = 2.0**-9  # of nvfp4: the smallest e4m3 number

@@ -6,7 +6,7 @@ One process of a run computes a reference or a calibration; the others read it f
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from probe.gate.observations import Observation, observe, observe_recording
 from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba
-from probe.recordings import Recording, read_recording
+from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.environment import ANCHORS, differences, is_recorded, recorded_folder
 from probe.running.modes import expand_modes, find_mode
@@ -55,7 +55,7 @@ class Bench:
         self._folder = folder
         self._stored: dict[str, list[ModeBaselines]] = {}
         self._references: dict[Variation | None, Reference] = {}
-        self._recordings: dict[str, Recording] = {}
+        self._recording = cache(lambda device: read_recording(recorded_folder(device, self._root)))
         self._calibrations: dict[Variation | None, Calibration] = {}
 
     @property
@@ -77,9 +77,7 @@ class Bench:
         if not named:
             raise ValueError(f"modes are {', '.join(modes)}: nothing is left beside the reference. Name another mode.")
         formats = self.settings.formats
-        recipes = []
-        for mode in named:
-            recipes += recipes_of([mode.name], None if mode.formats else formats)
+        recipes = [one for mode in named for one in recipes_of([mode.name], None if mode.formats else formats)]
         check_recipes(self.loaded, recipes)
         return tuple(recipes)
 
@@ -166,7 +164,7 @@ class Bench:
     def reference(self, variation: Variation | None = None) -> Reference:
         """The float run; with a variation, under that harmless change."""
         if variation not in self._references:
-            name = f"{self._key('reference', variation)}.safetensors"
+            name = f"{self._key('reference', variation)}.pt"
             self._references[variation] = shared(
                 self._folder, name, lambda: self._run_reference(variation), save_reference, load_reference
             )
@@ -191,11 +189,8 @@ class Bench:
         there = self.anchors or Anchors()
         if not set(self.labels) <= set(there.places):
             ties = self.reference(variation).ties
-            self.anchors = Anchors(
-                {**{label: places for label, (places, _) in ties.items()}, **there.places},
-                {**{label: values for label, (_, values) in ties.items()}, **there.values},
-                {**self.calibration(variation).amax, **there.amax},
-            )
+            places, values = ({label: pair[side] for label, pair in ties.items()} for side in (0, 1))
+            self.anchors = Anchors.united([there, Anchors(places, values, self.calibration(variation).amax)])
 
     def observe(self, recipe: Recipe, device: str, variation: Variation | None = None) -> dict[str, Observation]:
         """Both measurements of every layer of a recipe, on a device or from a recording."""
@@ -214,11 +209,6 @@ class Bench:
             return observe(
                 self.loaded.model, recipe, reference, calibration, device=device, bytes_per_token=self.bytes_per_token
             )
-
-    def _recording(self, device: str) -> Recording:
-        if device not in self._recordings:
-            self._recordings[device] = read_recording(recorded_folder(device, self._root))
-        return self._recordings[device]
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
         return nullcontext() if variation is None else under(variation, self.loaded.model)

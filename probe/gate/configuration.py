@@ -2,11 +2,12 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
+from probe.gate.tolerances import RULES, Rule
 from probe.settings import ConfigurationError, key, share, whole, with_values, word, yes_or_no
 from probe.words import look_up, near
 
@@ -57,13 +58,9 @@ class Settings:
         """Equal for equal settings."""
         return repr(self)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For the way from one process to another."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Settings":
-        """The inverse of as_dict."""
+        """The inverse of dataclasses.asdict, with lists for tuples."""
         tuples = {name: tuple(given[name]) for name in AXES}
         return cls(**{**given, **tuples, "calibration": CalibrationSettings(**given["calibration"])})
 
@@ -110,38 +107,35 @@ def settings_of(given: Any, *, where: str, base: Settings | None = None) -> Sett
 
 def _figures(where: str, value: Any, *, signed: bool) -> dict[str, dict[str, float]]:
     """Limits: recipe pattern -> figure -> number. Tolerances: figure -> part of a rule -> number."""
-    from probe.gate.tolerances import RULES, Rule
-
     parts = {one.name: one for one in fields(Rule) if one.name != "worse"}
     outer, inner = ("a recipe", "a figure") if signed else ("a figure", "a part of its tolerance")
     if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
         raise ConfigurationError(f"{where} is {value!r}; expected a table by {outer} of tables by {inner}.")
     found: dict[str, dict[str, float]] = {}
     for given, table in value.items():
-        name = given if signed else _figure(where, given, RULES)
+        name = given if signed else _figure(where, given)
         found[name] = {}
         for part, number in table.items():
             if isinstance(number, bool) or not isinstance(number, int | float) or number != number:
                 raise ConfigurationError(f"{where}.{given}.{part} is {number!r}; expected a number.")
             if not signed and number < 0:
                 raise ConfigurationError(f"{where}.{given}.{part} is {number!r}; expected 0 or more.")
-            chosen = _limited(where, part, RULES) if signed else part
             if not signed:
                 _look_up(f"{where}.{given}", "part of a tolerance", part, parts)
-            found[name][chosen] = float(number)
+            found[name][_limited(where, part) if signed else part] = float(number)
     return found
 
 
-def _figure(where: str, name: str, rules: Mapping[str, Any]) -> str:
+def _figure(where: str, name: str) -> str:
     full = name if "." in name else f"propagated.{name}"
-    _look_up(where, "figure", full, rules)
+    _look_up(where, "figure", full, RULES)
     return full
 
 
-def _limited(where: str, name: str, rules: Mapping[str, Any]) -> str:
-    full = _figure(where, name, rules)
-    if not rules[full].worse:
-        able = ", ".join(one for one, rule in rules.items() if rule.worse)
+def _limited(where: str, name: str) -> str:
+    full = _figure(where, name)
+    if not RULES[full].worse:
+        able = ", ".join(one for one, rule in RULES.items() if rule.worse)
         raise ConfigurationError(f"{where}: {full} is neither better nor worse, so has no limit. These can: {able}.")
     return full
 

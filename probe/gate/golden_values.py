@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -88,11 +89,8 @@ def parted(row: tuple[float, ...], groups: Collection[str]) -> dict[str, tuple[f
     expected = sum(KEPT[group] for group in present)
     if len(row) != expected:
         raise ValueError(f"{len(row)} golden values, expected {expected} for {', '.join(present)}")
-    parts, start = {}, 0
-    for group in present:
-        parts[group] = row[start : start + KEPT[group]]
-        start += KEPT[group]
-    return parts
+    rest = iter(row)
+    return {group: tuple(islice(rest, KEPT[group])) for group in present}
 
 
 @dataclass(frozen=True)

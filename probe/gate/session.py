@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,24 +62,15 @@ class ModelCases:
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for execnet."""
-        return {
-            "settings": self.settings.as_dict(),
-            "matrix": [vars(case) for case in self.matrix],
-            "selected": [vars(case) for case in sorted(self.selected)],
-            "facts": self.facts,
-            "anchors": self.anchors,
-        }
+        matrix, selected = ([vars(case) for case in cases] for cases in (self.matrix, sorted(self.selected)))
+        return {**vars(self), "settings": asdict(self.settings), "matrix": matrix, "selected": selected}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ModelCases:
         """The inverse of as_dict."""
-        return cls(
-            Settings.from_dict(given["settings"]),
-            {Case(**case): None for case in given["matrix"]},
-            {Case(**case) for case in given["selected"]},
-            dict(given["facts"]),
-            list(given["anchors"]),
-        )
+        matrix, selected = ([Case(**case) for case in given[name]] for name in ("matrix", "selected"))
+        settings = Settings.from_dict(given["settings"])
+        return cls(settings, dict.fromkeys(matrix), set(selected), dict(given["facts"]), list(given["anchors"]))
 
 
 class Session:

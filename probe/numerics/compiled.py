@@ -1,8 +1,7 @@
 """How the fast twins are compiled: by torch.compile, which makes one pass over memory (C++ or Triton), or by numba.
 
-A compiler takes seconds, so nobody waits for one who has little to do: a kernel is compiled when the eager
-code has already worked about as long on the same kind of tensors as the compiler will take. A job is
-thereby never more than about twice as slow as if it had known its own size.
+A compiler takes seconds, and small jobs never pay for it: a kernel is compiled once the eager code has worked about as
+long on the same kind of tensors as the compiler will take. So no job takes more than about twice its best time.
 """
 
 import threading

@@ -8,24 +8,11 @@ from torch import Tensor, nn
 
 from probe.formats import FORMATS, Format
 from probe.models.linear import NEVER_CALLED, GridLinear, linear_key
-from probe.models.mamba import SITES, SiteMixer, mamba_blocks
+from probe.models.mamba import SiteMixer, mamba_blocks
 from probe.numerics.grids import corner_values
-from probe.running.calibration import Amax, Calibration, amax_lookup
+from probe.running.calibration import Calibration, amax_lookup
 from probe.running.modes import Mode, find_mode
-from probe.running.recipes import HALF_AWAY, Recipe
-
-#: These sites have the scale of conv1d.output, a quantile; scan.u is calibrated with the largest value of it too.
-SHARED_SCALE = ("conv1d.output", "x_proj.input", "scan.u")
-
-
-@dataclass(frozen=True)
-class SiteGrid:
-    """The grid that a recipe puts at a site. `amax` is calibrated; None: the scale is taken from the tensor."""
-
-    format: Format
-    amax: float | None
-    per_sequence: bool = False
-    rounding: str = "half_even"
+from probe.running.recipes import Recipe, SiteGrid, gridded_sites, site_grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +54,9 @@ def _mixer_sites(twin: nn.Module, mode: Mode, format: Format, calibration: Calib
         mixer = block.mixer
         assert isinstance(mixer, SiteMixer)
         amax = amax_lookup(calibration, f"{name}.mixer.")
-        for site in SITES:
-            grid = site_grid(mode, format, site, amax)
-            if grid is not None:
-                yield f"{name}.mixer.{site}", grid, mixer.site(site), _width(mixer, site), mixer.D.device
+        for site in gridded_sites(mode, format):
+            grid = site_grid(format, site, amax)
+            yield f"{name}.mixer.{site}", grid, mixer.site(site), _width(mixer, site), mixer.D.device
 
 
 def _linear_inputs(twin: nn.Module, mode: Mode, format: Format, calibration: Calibration | None) -> Iterator[_Site]:
@@ -78,29 +64,6 @@ def _linear_inputs(twin: nn.Module, mode: Mode, format: Format, calibration: Cal
         if isinstance(module, GridLinear) and not name.endswith(NEVER_CALLED):
             weight, grid = module.weight, SiteGrid(format, linear_amax(calibration, format, name))
             yield f"{name}.input", grid, module.input, weight.shape[1], weight.device
-
-
-def site_grid(mode: Mode, format: Format, site: str, amax: Amax) -> SiteGrid | None:
-    """The grid of a site by the row of its mode; None where values flow on as they are."""
-    absent = {
-        "conv1d.input": mode.conv_input == "static",
-        "conv1d.output": mode.conv_gives == "float",
-        "x_proj.input": mode.conv_gives != "float",  # on the grid already
-        "scan.u": mode.scan_reads == "float",
-        "scan.y": True,
-        "scan.state": format.scale != "float32",  # MX formats leave it float
-    }
-    if absent.get(site, False):
-        return None
-    source = scale_source(site)
-    away = source in HALF_AWAY and format.scale == "float32"
-    calibrated = amax(source) if format.needs_calibration else None
-    return SiteGrid(format, calibrated, site == "conv1d.input", "half_away" if away else "half_even")
-
-
-def scale_source(site: str) -> str:
-    """The site whose calibration a site uses."""
-    return "in_proj.output" if site == "conv1d.input" else "conv1d.output" if site in SHARED_SCALE else site
 
 
 def linear_amax(calibration: Calibration | None, format: Format, name: str) -> float | None:

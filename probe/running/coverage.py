@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from probe.formats import FORMATS
 from probe.models.linear import NEVER_CALLED, GridLinear
-from probe.models.mamba import WEIGHTS, SiteMixer
+from probe.models.mamba import SITES, WEIGHTS, SiteMixer
 from probe.running.modes import find_mode
-from probe.running.recipes import Recipe
+from probe.running.recipes import SHARED_SCALE, Recipe, gridded_sites
 
-#: Sites whose values lie on a grid in every mode of the table; the last two differ between the modes.
-ALWAYS = ("in_proj.input", "in_proj.output", "x_proj.input", "x_proj.output", "dt_proj.output", "out_proj.input")
 #: How many elements of each tensor are checked: enough to tell 256 values from all different ones.
 CHECKED = 4096
 #: A tensor is off its grid when more than this share of the checked elements is.
@@ -60,17 +58,15 @@ def off_grid(x: Tensor, format: str) -> float:
 
 
 def expected_on_grid(recipe: Recipe) -> tuple[str, ...]:
-    """The sites of a Mamba mixer whose values this recipe puts on a grid."""
+    """The sites of a Mamba mixer whose values lie on a grid in every forward: one of their own or that of their source.
+
+    The state leaves a mixer only into a cache.
+    """
     mode = find_mode(recipe.mode)
-    if mode.kind != "ssm":
+    if mode.kind != "ssm" or recipe.format is None:
         return ()
-    convolved = mode.conv_gives != "float"
-    return (
-        *ALWAYS,
-        *(("conv1d.output",) if convolved else ()),
-        *(("scan.u",) if convolved or mode.scan_reads != "float" else ()),
-        "conv1d.input",
-    )
+    grids = {*gridded_sites(mode, FORMATS[recipe.format])} - {"scan.state"}
+    return tuple(site for site in SITES if site in grids or SHARED_SCALE.get(site) in grids)
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from probe.formats import FORMATS, GATE_FORMATS
+from probe.formats import FORMATS, GATE_FORMATS, Format
 from probe.models.linear import grid_linears
 from probe.models.loading import Loaded, weight_fingerprint
-from probe.models.mamba import WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
+from probe.models.mamba import SITES, WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.running.calibration import Amax, Calibration, amax_lookup
 from probe.running.modes import Mode, expand_modes, find_mode
@@ -18,6 +18,8 @@ from probe.words import look_up
 
 #: Quamba's CUDA kernels round these integers half away from zero, all others half to even.
 HALF_AWAY = ("conv1d.output", "out_proj.input")
+#: Sites that have the scale of another one; scan.u is calibrated with the largest value of conv1d.output too.
+SHARED_SCALE = {"conv1d.input": "in_proj.output", "x_proj.input": "conv1d.output", "scan.u": "conv1d.output"}
 
 
 @dataclass(frozen=True)
@@ -130,23 +132,43 @@ def _put_weights_on_grid(mixer: SiteMixer, format: str) -> None:
             tensors[name].copy_(weight_on_grid(tensors[name], format))
 
 
+@dataclass(frozen=True)
+class SiteGrid:
+    """The grid that a recipe puts at a site. `amax` is calibrated; None: the scale is taken from the tensor."""
+
+    format: Format
+    amax: float | None
+    per_sequence: bool = False
+    rounding: str = "half_even"
+
+
+def gridded_sites(mode: Mode, format: Format) -> list[str]:
+    """The sites at which an SSM mode puts a grid; at all others values flow on as they are."""
+    absent = {
+        "conv1d.input": mode.conv_input == "static",
+        "conv1d.output": mode.conv_gives == "float",
+        "x_proj.input": mode.conv_gives != "float",  # on the grid already
+        "scan.u": mode.scan_reads == "float",
+        "scan.y": True,
+        "scan.state": format.scale != "float32",  # what decode carries on; MX formats leave it float
+    }
+    return [site for site in SITES if not absent.get(site, False)]
+
+
+def site_grid(format: Format, site: str, amax: Amax) -> SiteGrid:
+    """The grid of a site that has one."""
+    source = SHARED_SCALE.get(site, site)
+    away = source in HALF_AWAY and format.scale == "float32"
+    calibrated = amax(source) if format.needs_calibration else None
+    return SiteGrid(format, calibrated, site == "conv1d.input", "half_away" if away else "half_even")
+
+
 def _put_sites_on_grid(mixer: SiteMixer, mode: Mode, format: str, amax: Amax) -> None:
-    """The rows of the table as grids at sites. One scale serves conv1d.output, x_proj.input and scan.u."""
-
-    def put(site: str, *, like: str | None = None, by_codes: bool = False) -> None:
-        source = like or site
-        rounding = "half_away" if source in HALF_AWAY else "half_even"
-        mixer.site(site).grid = activation_grid(format, amax(source), rounding=rounding, by_codes=by_codes)
-
-    for site in ("in_proj.input", "in_proj.output", "x_proj.output", "dt_proj.output", "out_proj.input"):
-        put(site)
-    if FORMATS[format].scale == "float32":
-        put("scan.state")  # what decode carries on; MX formats leave the state float
-    if mode.conv_input == "dynamic":
-        mixer.site("conv1d.input").grid = sequence_grid(format, amax("in_proj.output"))
-    if mode.conv_gives == "float":
-        put("x_proj.input", like="conv1d.output")
-    else:
-        put("conv1d.output", by_codes=mode.conv_gives == "codes")
-    if mode.scan_reads != "float":
-        put("scan.u", like="conv1d.output")
+    for site in gridded_sites(mode, FORMATS[format]):
+        grid = site_grid(FORMATS[format], site, amax)
+        by_codes = site == "conv1d.output" and mode.conv_gives == "codes"
+        mixer.site(site).grid = (
+            sequence_grid(format, grid.amax)
+            if grid.per_sequence
+            else activation_grid(format, grid.amax, rounding=grid.rounding, by_codes=by_codes)
+        )

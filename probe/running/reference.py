@@ -1,6 +1,6 @@
 """The float reference: the inputs and outputs of the model's layers without quantization, and their replay."""
 
-import json
+import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from probe.files import atomic
@@ -203,41 +201,12 @@ def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def save_reference(reference: Reference, file: Path) -> None:
-    """Write a reference as one safetensors file, for `load_reference`."""
-    tensors = {
-        **{f"tensor {name} {i}": x for name, parts in reference.tensors.items() for i, x in enumerate(parts)},
-        **{f"batch {i}": x for i, x in enumerate(reference.batches)},
-        **{f"logits {i}": x for i, x in enumerate(reference.logits)},
-        **{f"places {label}": places for label, (places, _) in reference.ties.items()},
-        **{f"values {label}": values for label, (_, values) in reference.ties.items()},
-    }
-    facts = {
-        "model": reference.model,
-        "layers": list(reference.layers),
-        "wanted": list(reference.wanted),
-        "modules": reference.modules,
-        "tensors": {name: len(parts) for name, parts in reference.tensors.items()},
-        "batches": len(reference.batches),
-        "ties": list(reference.ties),
-    }
-    atomic.write(
-        file, save({name: x.contiguous().clone() for name, x in tensors.items()}, {"facts": json.dumps(facts)})
-    )
+    """Write a reference as one file, for `load_reference`."""
+    buffer = io.BytesIO()
+    torch.save(vars(reference), buffer)
+    atomic.write(file, buffer.getvalue())
 
 
 def load_reference(file: Path) -> Reference:
     """A reference that `save_reference` wrote; its tensors are mapped from the file."""
-    with safe_open(file, framework="pt") as opened:
-        facts = json.loads(opened.metadata()["facts"])
-
-        get, count = opened.get_tensor, range(facts["batches"])
-        return Reference(
-            facts["model"],
-            tuple(get(f"batch {i}") for i in count),
-            tuple(facts["layers"]),
-            tuple(facts["wanted"]),
-            facts["modules"],
-            {name: [get(f"tensor {name} {i}") for i in range(n)] for name, n in facts["tensors"].items()},
-            tuple(get(f"logits {i}") for i in count),
-            {label: (get(f"places {label}"), get(f"values {label}")) for label in facts["ties"]},
-        )
+    return Reference(**torch.load(file, mmap=True, weights_only=True))

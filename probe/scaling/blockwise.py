@@ -24,6 +24,7 @@ from probe.numerics.compiled import ANY_ORDER
 from probe.numerics.fast import mx_blocks, plan_for, scales_for
 from probe.numerics.reference import power
 from probe.scaling import reference
+from probe.scaling.fast import code_steps
 from probe.scaling.reference import COUNTED_BITS, Sums, block_parts
 
 #: Elements that are worked on at a time.
@@ -32,7 +33,6 @@ PIECE = 2**17
 APART = 60
 
 _Singles = npt.NDArray[np.float32]
-_Bits = npt.NDArray[np.int32]
 _Doubles = npt.NDArray[np.float64]
 _Whole = npt.NDArray[np.int64]
 
@@ -164,11 +164,9 @@ class _Group:
 
     def _codes(self, k: int) -> tuple[int, ...] | None:
         """From counts of signed steps; a negative value that became zero has the code of -0."""
-        fmt = self._format
         if not self._counted:
             return None
-        steps = self._steps[k]
-        magnitudes = [round(fmt.decode(code) / fmt.min_subnormal) for code in range(2 ** (fmt.bits - 1))]
+        steps, magnitudes = self._steps[k], code_steps(self._format)
         codes = [int(steps[self._width + sign * magnitude]) for sign in (1, -1) for magnitude in magnitudes]
         negative_zeros = self._negative - int(steps[: self._width].sum())
         half = len(magnitudes)
@@ -200,21 +198,11 @@ def add_level(
     """
     stretch = max(size, STRETCH // size * size)
     y, power = np.empty(stretch, np.float32), np.empty(stretch, np.float32)
+    constants = (np.float32(2.0**-distance), np.float32(magic), np.int32(min_exponent), np.int32(largest))
     for start in range(0, z.size, stretch):
         here = z[start : start + stretch]
         q = y[: here.size]
-        _round(
-            here,
-            here.view(np.int32),
-            q,
-            q.view(np.int32),
-            power,
-            power.view(np.int32),
-            np.float32(2.0**-distance),
-            np.float32(magic),
-            np.int32(min_exponent),
-            np.int32(largest),
-        )
+        _round(here, q, power, *constants)
         if not has_negative_zero:
             for i in range(q.size):
                 q[i] += np.float32(0)
@@ -229,27 +217,19 @@ def add_level(
 
 @numba.njit(cache=True, nogil=True)
 def _round(
-    z: _Singles,
-    bits_z: _Bits,
-    y: _Singles,
-    bits_y: _Bits,
-    power: _Singles,
-    bits_power: _Bits,
-    inverse: np.float32,
-    magic: np.float32,
-    min_exponent: np.int32,
-    largest: np.int32,
+    z: _Singles, y: _Singles, power: _Singles, inverse: np.float32, magic: np.float32, least: np.int32, most: np.int32
 ) -> None:
     """y = z * inverse on the element grid, nearest, ties to even, saturating; as `fast.round_magnitudes_` has it."""
+    bits_z, bits_y, bits_power = z.view(np.int32), y.view(np.int32), power.view(np.int32)
     for i in range(z.size):
         y[i] = abs(z[i]) * inverse
     for i in range(z.size):
-        bits_power[i] = max(bits_y[i] & _EXPONENT, min_exponent)
+        bits_power[i] = max(bits_y[i] & _EXPONENT, least)
     for i in range(z.size):
         constant = power[i] * magic
         y[i] = (y[i] + constant) - constant
     for i in range(z.size):
-        bits_y[i] = min(bits_y[i], largest) | (bits_z[i] & _SIGN)
+        bits_y[i] = min(bits_y[i], most) | (bits_z[i] & _SIGN)
 
 
 @numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)

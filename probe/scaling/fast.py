@@ -13,6 +13,7 @@ Where both ends of a run become the same q, so do all values between them, and w
 Only the few runs that contain a boundary of the grid (or c itself) are computed value by value.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from probe.formats import Format
 from probe.numerics.fast import round_elements
 from probe.scaling.levels import Extent
-from probe.scaling.reference import COUNTED_BITS, Sums, code_limits, kinds, scale_of
+from probe.scaling.reference import COUNTED_BITS, Sums, code_limits, scale_of
 
 #: Values in a run of sorted ones.
 RUN = 256
@@ -152,41 +153,39 @@ def tensor_levels(runs: Runs, exponents: Sequence[float], fmt: Format) -> list[S
 
 def _level(runs: Runs, scale: float, fmt: Format) -> Sums:
     y = runs.first / scale
-    q = on_elements(y, fmt)
-    masks = kinds(y, runs.first, fmt)
+    q, kinds = on_elements(y, fmt), kinds_of(y, fmt)
     if runs.values is None:
-        return _run_sums(runs, q, masks, scale, fmt)
+        return _run_sums(runs, q, kinds, scale, fmt)
     y_last = runs.last / scale
     q_last = on_elements(y_last, fmt)
     same = (q == q_last) & ((q * scale - runs.first) * (q_last * scale - runs.last) >= 0)
-    for first, last in zip(masks, kinds(y_last, runs.last, fmt), strict=True):
-        same &= first == last  # where both ends of a run are of a kind, all of it is
+    same &= kinds == kinds_of(y_last, fmt)  # where both ends of a run are of a kind, all of it is
     whole = Runs(*(column[same] for column in runs.columns))
-    found = _run_sums(whole, q[same], [mask[same] for mask in masks], scale, fmt) if bool(same.any()) else Sums()
+    found = _run_sums(whole, q[same], kinds[same], scale, fmt) if bool(same.any()) else Sums()
     rest = runs.within(~same)
     if not len(rest):
         return found
     y = rest / scale
     one_each = _equal(torch.stack([rest, torch.ones_like(rest)], 1))
-    return found + _run_sums(one_each, on_elements(y, fmt), kinds(y, rest, fmt), scale, fmt)
+    return found + _run_sums(one_each, on_elements(y, fmt), kinds_of(y, fmt), scale, fmt)
 
 
-def _run_sums(runs: Runs, q: Tensor, masks: Sequence[Tensor], scale: float, fmt: Format) -> Sums:
+def _run_sums(runs: Runs, q: Tensor, kinds: Tensor, scale: float, fmt: Format) -> Sums:
     """The sums over runs that became q as a whole; the formulas are at the top of the file."""
     c = q * scale
     gap = c - runs.first
     weighted = c * runs.count
-    overflow, underflow, flushed, subnormal = (int(runs.count[mask].sum()) for mask in masks)
+    counts = torch.bincount(kinds, weights=runs.count, minlength=6).long()
     return Sums(
         squares=float((runs.s2 + gap * (gap * runs.count - 2 * runs.s1)).sum()),
         magnitudes=float((gap * runs.count - runs.s1).abs().sum()),
         largest=max(float(gap.abs().amax()), float((c - runs.last).abs().amax())),
         product=float(torch.dot(c, runs.first * runs.count + runs.s1)),
         power=float(torch.dot(c, weighted)),
-        overflow=overflow,
-        underflow=underflow,
-        flushed=flushed,
-        subnormal=subnormal,
+        overflow=int(counts[5]),
+        underflow=int(counts[1:3].sum()),
+        flushed=int(counts[1]),
+        subnormal=0 if fmt.min_normal is None else int(counts[1:4].sum()),
         lowest=float(c.amin()),
         highest=float(c.amax()),
         codes=code_counts(q, runs.count, fmt),
@@ -200,6 +199,18 @@ def on_elements(y: Tensor, fmt: Format) -> Tensor:
     return round_elements(y, fmt, "half_even", None)
 
 
+def kinds_of(y: Tensor, fmt: Format) -> Tensor:
+    """The kind of each value: 0 zero, 1 becomes zero, 2 other underflow, 3 other subnormal, 4 normal, 5 overflow."""
+    below = [math.nextafter(end, 0.0) for end in (fmt.min_subnormal, fmt.min_normal or fmt.min_subnormal)]
+    ends = torch.tensor([0.0, fmt.min_subnormal / 2, *below], dtype=torch.float64)  # each belongs to the kind below it
+    return torch.where(y == y.clamp(*code_limits(fmt)), torch.bucketize(y.abs(), ends), 5)
+
+
+def code_steps(fmt: Format) -> list[int]:
+    """The magnitude of every non-negative code, in steps of the smallest."""
+    return [round(fmt.decode(code) / fmt.min_subnormal) for code in range(2 ** (fmt.bits - 1))]
+
+
 def code_counts(q: Tensor, counts: Tensor, fmt: Format) -> tuple[int, ...] | None:
     """How often each code occurs: magnitudes are whole numbers of steps, and a table leads from those to codes."""
     if fmt.bits > COUNTED_BITS:
@@ -207,5 +218,4 @@ def code_counts(q: Tensor, counts: Tensor, fmt: Format) -> tuple[int, ...] | Non
     steps = (q.abs() / fmt.min_subnormal).to(torch.int64)
     width = round(fmt.max / fmt.min_subnormal) + 1
     found = torch.bincount(steps + width * torch.signbit(q), weights=counts, minlength=2 * width).tolist()
-    magnitudes = [round(fmt.decode(code) / fmt.min_subnormal) for code in range(2 ** (fmt.bits - 1))]
-    return tuple(int(found[sign * width + magnitude]) for sign in (0, 1) for magnitude in magnitudes)
+    return tuple(int(found[sign * width + magnitude]) for sign in (0, 1) for magnitude in code_steps(fmt))

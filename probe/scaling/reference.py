@@ -19,7 +19,7 @@ from probe.numerics.blocks import Blocks
 from probe.numerics.codes import encode
 from probe.numerics.reference import mx_blocks, power, round_elements
 from probe.scaling.levels import Extent
-from probe.scaling.results import Level
+from probe.scaling.results import COUNTS, Level
 
 #: Bits of the formats whose codes are counted.
 COUNTED_BITS = 6
@@ -72,10 +72,7 @@ def level_of(index: int, exponent: float, scale: float, rule: str | None, sums: 
         max_abs_error=sums.largest,
         relative_error=100 * sums.magnitudes / n / extent.mean_abs,
         elements=n,
-        overflow=sums.overflow,
-        underflow=sums.underflow,
-        flushed=sums.flushed,
-        subnormal=sums.subnormal,
+        **{name: getattr(sums, name) for name in COUNTS},
         min_output=sums.lowest + 0.0,
         max_output=sums.highest + 0.0,
         codes=sums.codes,
@@ -99,16 +96,16 @@ def on_elements(y: Tensor, fmt: Format) -> Tensor:
     return round_elements(y, fmt, "half_even", None)
 
 
-def kinds(y: Tensor, x: Tensor, fmt: Format) -> list[Tensor]:
-    """Masks of y = x / scale: overflow, underflow, flushed, subnormal; the definitions are in `Level`."""
+def kinds(y: Tensor, x: Tensor, fmt: Format) -> dict[str, Tensor]:
+    """Masks of y = x / scale for each of COUNTS; the definitions are in `Level`."""
     low, high = code_limits(fmt)
     magnitude, some = y.abs(), x != 0
-    return [
-        (y > high) | (y < low),
-        some & (magnitude < fmt.min_subnormal),
-        some & (magnitude <= fmt.min_subnormal / 2),
-        some & (magnitude < (fmt.min_normal or 0.0)),
-    ]
+    return {
+        "overflow": (y > high) | (y < low),
+        "underflow": some & (magnitude < fmt.min_subnormal),
+        "flushed": some & (magnitude <= fmt.min_subnormal / 2),
+        "subnormal": some & (magnitude < (fmt.min_normal or 0.0)),
+    }
 
 
 def level_sums(x: Tensor, scale: float | Tensor, fmt: Format) -> Sums:
@@ -118,17 +115,13 @@ def level_sums(x: Tensor, scale: float | Tensor, fmt: Format) -> Sums:
     q = on_elements(y, fmt)
     output = q * scale
     d = output - x
-    overflow, underflow, flushed, subnormal = (int(kind.sum()) for kind in kinds(y, x, fmt))
     return Sums(
         squares=float((d * d).sum()),
         magnitudes=float(d.abs().sum()),
         largest=float(d.abs().max()),
         product=float((x * output).sum()),
         power=float((output * output).sum()),
-        overflow=overflow,
-        underflow=underflow,
-        flushed=flushed,
-        subnormal=subnormal,
+        **{name: int(mask.sum()) for name, mask in kinds(y, x, fmt).items()},
         lowest=float(output.min()),
         highest=float(output.max()),
         codes=code_counts(q, fmt),

@@ -64,7 +64,8 @@ class _Tally:
     def add(self, rows: Tensor, exponent: Tensor, without: Tensor, spared: Tensor, fmt: Format) -> None:
         """Add rows; `without` are the rows without their largest magnitude, `spared` the exponents of those."""
         y = rows.double() / power(exponent)
-        counts = torch.stack([mask.sum(-1) for mask in kinds(y, rows, fmt)[:3]])
+        masks = kinds(y, rows, fmt)
+        counts = torch.stack([masks[name].sum(-1) for name in ("overflow", "underflow", "flushed")])
         used = (rows != 0).any(-1)
         self.blocks += len(rows)
         self.zeros += int((~used).sum())
@@ -120,23 +121,6 @@ def _result(rule: str, size: int, tally: _Tally, level: Level) -> RuleResult:
     counts, values = tally.exponents[present].double(), (present - 127).double()
     mean = float((counts * values).sum() / counts.sum())
     spread = float((counts * (values - mean) ** 2).sum() / counts.sum()) ** 0.5
-    overflowing, underflowing, flushing = tally.touched.tolist()
-    worst_overflow, worst_underflow, worst_flush = tally.worst.tolist()
-    return RuleResult(
-        rule=rule,
-        block_size=size,
-        blocks=tally.blocks,
-        zero_blocks=tally.zeros,
-        level=level,
-        overflowing_blocks=overflowing,
-        underflowing_blocks=underflowing,
-        flushing_blocks=flushing,
-        worst_overflow=worst_overflow,
-        worst_underflow=worst_underflow,
-        worst_flush=worst_flush,
-        mean_exponent=mean,
-        std_exponent=spread,
-        min_exponent=int(values.min()),
-        max_exponent=int(values.max()),
-        spoiled_blocks=tally.spoiled,
-    )
+    counted = (tally.blocks, tally.zeros, level, *tally.touched.tolist(), *tally.worst.tolist())
+    exponents = (mean, spread, int(values.min()), int(values.max()))
+    return RuleResult(*(rule, size, *counted, *exponents, tally.spoiled))

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from probe.data.samples import token_batches
-from probe.data.texts import text_of
+from probe.data.samples import TextSamples
 from probe.formats import FORMATS, PERCENTILE
 from probe.metrics import Comparison, LogitComparison
 from probe.models.layers import blocks_of, select
@@ -184,13 +183,11 @@ class _Runs:
 
     def effects(self) -> tuple[Effect, ...]:
         """The figures of every unit, in the order of the model."""
-        sides = {side: {name: tally.figures() for name, tally in own.items()} for side, own in self.tallies.items()}
-        return tuple(
-            Effect(
-                name=unit.name, layer=unit.layer, alone=sides["alone"][unit.name], without=sides["without"][unit.name]
-            )
-            for unit in self.units
-        )
+
+        def figures(name: str) -> dict[str, Figures]:
+            return {side: tallies[name].figures() for side, tallies in self.tallies.items()}
+
+        return tuple(Effect(name=unit.name, layer=unit.layer, **figures(unit.name)) for unit in self.units)
 
     def kl_keeping(self, names: Sequence[str]) -> float | None:
         """The KL of the quantized model in which the units of these names are float: a whole run."""
@@ -237,21 +234,13 @@ def rank_model(
     recipe = early or Recipe("2-1" if is_mamba(loaded.model) else "linear_wa", format)
     check_recipes(loaded, [recipe])
     select(loaded.model, layers, model_name=model)  # before a minute of calibration
-    source, samples, seqlen, batch_size = data
-    check_positions(loaded.model, seqlen, key="seqlen")
-    batches = token_batches(text_of(source), loaded.tokenizer, samples=samples, seqlen=seqlen, batch_size=batch_size)
+    check_positions(loaded.model, data[2], key="seqlen")
+    batches = TextSamples(*data).batches(loaded.tokenizer)
     calibration = None
     if FORMATS[format].needs_calibration:
-        progress(0, 0, f"calibration on {calibration_data[1]} x {calibration_data[2]} tokens of {calibration_data[0]}")
+        progress(0, 0, f"calibration on {TextSamples(*calibration_data)}")
         calibration = calibrate_on(loaded, *calibration_data, percentile=percentile)
-    found = rank_layers(
-        loaded.model.to(device),
-        recipe,
-        batches,
-        calibration,
-        layers=layers,
-        sites=sites,
-        advice=advice,
-        progress=progress,
-    )
+    loaded.model.to(device)
+    options: dict[str, Any] = {"layers": layers, "sites": sites, "advice": advice, "progress": progress}
+    found = rank_layers(loaded.model, recipe, batches, calibration, **options)
     return replace(found, notes=(*loaded.notes, *found.notes))

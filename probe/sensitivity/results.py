@@ -1,7 +1,7 @@
 """The results of a sensitivity analysis: frozen values that go to JSON and come back."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -70,11 +70,11 @@ class Sensitivity:
 
     def by_kl(self) -> list[Effect]:
         """The most sensitive first: by the KL of the unit alone; what is not finite is worst, ties as in the model."""
-        return _worst_first(self.effects, [effect.alone.kl for effect in self.effects])
+        return sorted(self.effects, key=lambda effect: _descending(effect.alone.kl, missing=-math.inf))
 
     def by_mse(self) -> list[Effect]:
         """The most sensitive first: by the mse of the logits of the unit alone."""
-        return _worst_first(self.effects, [effect.alone.mse for effect in self.effects])
+        return sorted(self.effects, key=lambda effect: _descending(effect.alone.mse, missing=-math.inf))
 
     def gain(self, effect: Effect) -> float | None:
         """The share of the KL of the quantized model that goes when this unit is kept float; below 0 it got worse."""
@@ -83,20 +83,14 @@ class Sensitivity:
 
     def by_gain(self) -> list[Effect]:
         """The largest gain first; those of which it is not known come last."""
-        gains = {effect.name: self.gain(effect) for effect in self.effects}
-        known = [effect for effect in self.by_kl() if gains[effect.name] is not None]
-        rest = [effect for effect in self.by_kl() if gains[effect.name] is None]
-        return sorted(known, key=lambda effect: -(gains[effect.name] or 0.0)) + rest
+        return sorted(self.by_kl(), key=lambda effect: _descending(self.gain(effect), missing=math.inf))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON. `rank_kl` and `rank_mse` count from 1 and `gain` is a share; all three follow from the rest."""
-        ranks = [
-            {effect.name: place for place, effect in enumerate(order, 1)} for order in (self.by_kl(), self.by_mse())
-        ]
+        orders = {"rank_kl": self.by_kl(), "rank_mse": self.by_mse()}
         effects = [
-            {**asdict(effect), "rank_kl": ranks[0][effect.name], "rank_mse": ranks[1][effect.name]}
-            | {"gain": self.gain(effect)}
-            for effect in self.effects
+            asdict(one) | {rank: order.index(one) + 1 for rank, order in orders.items()} | {"gain": self.gain(one)}
+            for one in self.effects
         ]
         return {"version": VERSION, **asdict(self), "effects": effects}
 
@@ -128,6 +122,6 @@ def _effect(found: Mapping[str, Any]) -> Effect:
     return Effect(name=found["name"], layer=found["layer"], **sides)
 
 
-def _worst_first(effects: Sequence[Effect], figures: Sequence[float | None]) -> list[Effect]:
-    order = sorted(zip(figures, effects, strict=True), key=lambda pair: -math.inf if pair[0] is None else -pair[0])
-    return [effect for _, effect in order]
+def _descending(figure: float | None, *, missing: float) -> float:
+    """A key that sorts the largest figure first."""
+    return missing if figure is None else -figure

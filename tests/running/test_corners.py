@@ -8,9 +8,9 @@ from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, SiteMixer
 from probe.numerics.grids import corner_values
 from probe.running.calibration import Calibration, calibrate_on
-from probe.running.corners import SiteGrid, corner_answers
+from probe.running.corners import corner_answers
 from probe.running.modes import GROUPS
-from probe.running.recipes import Recipe, apply
+from probe.running.recipes import Recipe, SiteGrid, apply
 
 
 @pytest.fixture(scope="module")
