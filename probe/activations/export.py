@@ -307,9 +307,9 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 def _differences(a: SavedAnalysis, b: SavedAnalysis) -> list[str]:
     """Warnings about differences that make the runs hard to compare."""
     warnings = []
-    for key, what in (("data_fingerprint", "tokens"), ("samples", "number of samples")):
+    for key, differ in (("data_fingerprint", "tokens differ"), ("samples", "numbers of samples differ")):
         if a.facts.get(key) != b.facts.get(key):
-            warnings.append(f"the {what} differ: {a.facts.get(key)} and {b.facts.get(key)}")
+            warnings.append(f"the {differ}: {a.facts.get(key)} and {b.facts.get(key)}")
     thresholds = [run.settings["visualization"]["outlier"]["threshold"] for run in (a, b)]
     if thresholds[0] != thresholds[1]:
         warnings.append(f"the outlier thresholds differ: {thresholds[0]:g} and {thresholds[1]:g}")
