@@ -42,16 +42,14 @@ Rows = list[dict[str, Any]]
 def tables(analysis: Analysis) -> dict[str, Rows]:
     """The tables that are written, by file name; empty ones are left out."""
     visualization, plan, statistics = analysis.settings.visualization, analysis.plan, analysis.statistics
-    enabled = visualization.enabled
+    enabled, reduce_dim = visualization.enabled, visualization.magnitude.reduce_dim
     found: dict[str, Rows] = {"statistics": [s.figures() for s in statistics.values()]}
     found["top_channels"] = [row for s in statistics.values() for row in top_channels(s)]
     chosen = {name for names in plan.magnitude.values() for name in names} | set(plan.distribution[1])
     found |= quantization({key: s for key, s in statistics.items() if key[0] in chosen} or statistics)
     for kind, names in plan.magnitude.items():
         measured = [statistics[name, kind] for name in names if (name, kind) in statistics]
-        found[f"magnitude_{kind}"] = [
-            {"module": s.module, **s.magnitudes(visualization.magnitude.reduce_dim)} for s in measured
-        ]
+        found[f"magnitude_{kind}"] = [{"module": s.module, **s.magnitudes(reduce_dim)} for s in measured]
     if enabled.outlier_layer_wise:
         found["outlier_layer_wise"] = [layer.figures() for layer in analysis.outliers.values()]
     if enabled.outlier_position:

@@ -36,7 +36,7 @@ def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[P
     """The page of an analysis."""
     facts, modules = analysis.facts, len({name for name, _ in analysis.statistics})
     lead = f"{facts['samples']} samples, {facts['tokens']} tokens of {facts['data']}; {modules} modules."
-    page = Document(f"Activations of {analysis.name}", lead)
+    page = Document(f"Activations of {analysis.facts['model']}", lead)
     page.heading("What stands out")
     for note in analysis.notes:
         page.text(f"Note: {note}")
