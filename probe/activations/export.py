@@ -309,7 +309,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 def _differences(a: SavedAnalysis, b: SavedAnalysis) -> list[str]:
     """Warnings about differences that make the runs hard to compare."""
     warnings = []
-    for key, what in (("data_fingerprint", "tokens"), ("samples", "number of samples")):
+    for key, what in (("data_fingerprint", "tokens"), ("samples", "numbers of samples")):
         if a.facts.get(key) != b.facts.get(key):
             warnings.append(f"the {what} differ: {a.facts.get(key)} and {b.facts.get(key)}")
     thresholds = [run.settings["visualization"]["outlier"]["threshold"] for run in (a, b)]

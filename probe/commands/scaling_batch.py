@@ -108,7 +108,7 @@ def run_batch(
         f"Successful: {len(sources) - len(failed)}",
         f"Failed: {len(failed)}",
         *(f"  {one.source}: {one.reason}" for one in failed),
-        f"Page over all: {page}" if page else "Nothing was analysed, so no page is written.",
+        f"Page of all tensors: {page}" if page else "Nothing was analysed, so no page is written.",
         "⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!",
     ):
         show(line)

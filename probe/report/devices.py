@@ -66,7 +66,7 @@ def _layers(page: Document, found: DeviceComparison) -> None:
     page.table(
         [{"": sign, **row} for sign, row in zip(marks, rows(found), strict=True)],
         "> where it began, ✗ beyond a limit, = identical. Relative to |A| + 1e-8. "
-        "added: the difference in what the layer adds, relative to it; noise: what sound devices stay below there.",
+        "added: the difference in what the layer adds, relative to it; noise: its upper bound between correct devices.",
         bad=[sign in (">", "✗") for sign in marks],
     )
     worst = enumerate(zip(found.worst_by_max_abs, found.worst_by_cosine, strict=True), 1)
@@ -128,7 +128,7 @@ def _layer_lines(found: DeviceComparison) -> str:
     texts = [{key: _cell(key, value) for key, value in row.items()} for row in rows(found)]
     signs = [" ", *(mark(layer, found) for layer in found.layers)]
     lines = [f"{sign} {line}".rstrip() for sign, line in zip(signs, columns(texts, left=["layer"]), strict=True)]
-    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: what sound devices stay below"
+    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: its bound between correct devices"
     return "\n".join([*lines, key])
 
 
