@@ -51,7 +51,7 @@ def _pictures(page: Document, folder: Path, found: DeviceComparison, drawn: Draw
     page.heading("Error by layer")
     errors = error_picture(found)
     write(folder / "error_by_layer.png", errors)
-    caption = "Left, dashed: the limits. Right, grey: the noise bound."
+    caption = "No point: identical, or not finite. Left, dashed: the limits. Right, grey: the noise bound."
     page.picture(errors, alt="differences by layer", caption=caption)
     page.heading(f"Values of {drawn.label}")
     values = value_picture(drawn)
@@ -128,7 +128,7 @@ def _layer_lines(found: DeviceComparison) -> str:
     texts = [{key: _cell(key, value) for key, value in row.items()} for row in rows(found)]
     signs = [" ", *(mark(layer, found) for layer in found.layers)]
     lines = [f"{sign} {line}".rstrip() for sign, line in zip(signs, columns(texts, left=["layer"]), strict=True)]
-    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: its bound between correct devices"
+    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: bound between correct devices"
     return "\n".join([*lines, key])
 
 
