@@ -38,8 +38,7 @@ class Collector:
         self.heat: dict[str, HeatGrid] = {}
         self.gaps: dict[Key, str] = {}
         self.ran: set[str] = set()
-        self._threshold = threshold
-        self._heat_sample = heat_sample
+        self._threshold, self._heat_sample = threshold, heat_sample
         self._batch: Batch | None = None
         self._last: tuple[Any, Any, LayerStatistics, Floats] | None = None
         self._wanted = {side: set(plan.measured(side)) for side in SIDES}
@@ -55,8 +54,7 @@ class Collector:
 
     def begin(self, batch: Batch) -> None:
         """Set the batch that runs next."""
-        self._batch = batch
-        self._last = None
+        self._batch, self._last = batch, None
 
     def _hook(self, name: str) -> Hook:
         sides = [side for side in SIDES if name in self._wanted[side] or self._is_banded(name, side)]
@@ -217,17 +215,9 @@ def find_outliers(
         OutlierToken(float(ratios[place]), float(wide[place]), sample, int(place), int(tokens[place]))
         for place in places[np.argsort(-ratios[places], kind="stable")][:WORST]
     ]
-    return LayerOutliers(
-        module,
-        threshold,
-        tokens=int(amax.size),
-        count=len(places),
-        samples=int(len(places) > 0),
-        largest_ratio=float(ratios.max()),
-        positions=Counter(int(place) for place in places),
-        token_ids=Counter(int(tokens[place]) for place in places),
-        worst=tuple(worst),
-    )
+    count, positions, token_ids = len(places), Counter(places.tolist()), Counter(tokens[places].tolist())
+    counted = (amax.size, count, int(count > 0), float(ratios.max()))
+    return LayerOutliers(module, threshold, *counted, positions, token_ids, tuple(worst))
 
 
 @dataclass(frozen=True, eq=False)

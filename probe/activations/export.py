@@ -42,16 +42,14 @@ Rows = list[dict[str, Any]]
 def tables(analysis: Analysis) -> dict[str, Rows]:
     """The tables that are written, by file name; empty ones are left out."""
     visualization, plan, statistics = analysis.settings.visualization, analysis.plan, analysis.statistics
-    enabled = visualization.enabled
+    enabled, reduce_dim = visualization.enabled, visualization.magnitude.reduce_dim
     found: dict[str, Rows] = {"statistics": [s.figures() for s in statistics.values()]}
     found["top_channels"] = [row for s in statistics.values() for row in top_channels(s)]
     chosen = {name for names in plan.magnitude.values() for name in names} | set(plan.distribution[1])
     found |= quantization({key: s for key, s in statistics.items() if key[0] in chosen} or statistics)
     for kind, names in plan.magnitude.items():
         measured = [statistics[name, kind] for name in names if (name, kind) in statistics]
-        found[f"magnitude_{kind}"] = [
-            {"module": s.module, **s.magnitudes(visualization.magnitude.reduce_dim)} for s in measured
-        ]
+        found[f"magnitude_{kind}"] = [{"module": s.module, **s.magnitudes(reduce_dim)} for s in measured]
     if enabled.outlier_layer_wise:
         found["outlier_layer_wise"] = [layer.figures() for layer in analysis.outliers.values()]
     if enabled.outlier_position:
@@ -309,9 +307,9 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 def _differences(a: SavedAnalysis, b: SavedAnalysis) -> list[str]:
     """Warnings about differences that make the runs hard to compare."""
     warnings = []
-    for key, what in (("data_fingerprint", "tokens"), ("samples", "numbers of samples")):
+    for key, differ in (("data_fingerprint", "tokens differ"), ("samples", "numbers of samples differ")):
         if a.facts.get(key) != b.facts.get(key):
-            warnings.append(f"the {what} differ: {a.facts.get(key)} and {b.facts.get(key)}")
+            warnings.append(f"the {differ}: {a.facts.get(key)} and {b.facts.get(key)}")
     thresholds = [run.settings["visualization"]["outlier"]["threshold"] for run in (a, b)]
     if thresholds[0] != thresholds[1]:
         warnings.append(f"the outlier thresholds differ: {thresholds[0]:g} and {thresholds[1]:g}")

@@ -73,15 +73,14 @@ def make_plan(model: nn.Module, settings: Settings, *, model_name: str) -> Plan:
     if "weight" in magnitude:
         magnitude["weight"] = _with_weights(model, magnitude["weight"])
     outliers = enabled.outlier_layer_wise or enabled.outlier_position or enabled.outlier_token
-    bands = matched(
-        "percentile_range.patterns", visualization.percentile_range.patterns, wanted=enabled.percentile_range
-    )
+    percentiles = visualization.percentile_range
+    bands = matched("percentile_range.patterns", percentiles.patterns, wanted=enabled.percentile_range)
     plan = Plan(
         magnitude,
         (_side(distribution), matched("distribution.patterns", distribution.patterns, wanted=enabled.distribution)),
         matched("outlier.pattern", [visualization.outlier.pattern], wanted=outliers),
         (_side(heat), matched("heatmap_3d.pattern", [heat.pattern], wanted=enabled.heatmap_3d)),
-        (_side(visualization.percentile_range), _evenly(bands, MOST_BANDS)),
+        (_side(percentiles), _evenly(bands, MOST_BANDS)),
         len(bands),
         tuple(name for name, _ in model.named_modules() if name),
     )

@@ -29,6 +29,7 @@ from probe.numerics.histogram import Trimmed
 from probe.words import look_up
 
 Array = npt.NDArray[np.float64]
+ByTensor = Mapping[tuple[str, str], LayerStatistics]  # module and kind
 
 #: A block is spoiled by an outlier if its median lies this many octaves below its largest magnitude: in fp4_e2m1 at
 #: least half of it then becomes zero.
@@ -84,9 +85,8 @@ def predict_tensor(statistics: LayerStatistics, format: str, *, amax: float | No
     fmt = look_up("format", format, FORMATS, see="List them with: probe formats")
     limit = statistics.amax if amax is None else amax
     if statistics.count == 0:
-        raise ValueError(
-            f"{statistics.kind} of {statistics.module or 'a tensor'} has no finite element to predict from."
-        )
+        what = f"{statistics.kind} of {statistics.module or 'a tensor'}"
+        raise ValueError(f"{what} has no finite element to predict from.")
     if fmt.scale == "e8m0":
         total = _mx_error(statistics, fmt)
     elif fmt.scale == "e4m3":
@@ -134,11 +134,7 @@ def predict_linear(
 
 
 def predict_layers(
-    statistics: Mapping[tuple[str, str], LayerStatistics],
-    formats: Sequence[str],
-    *,
-    inputs: bool = True,
-    amax: Mapping[str, float] | None = None,
+    statistics: ByTensor, formats: Sequence[str], *, amax: Mapping[str, float] | None = None
 ) -> list[Prediction]:
     """The predictions for every module that has statistics, in every format.
 
@@ -153,14 +149,14 @@ def predict_layers(
         for format in formats:
             if given is not None and weight is not None and module not in apart:
                 limit = calibrated.get(module)
-                found.append(predict_linear(given, weight, format, inputs=inputs, amax=limit, output=output))
+                found.append(predict_linear(given, weight, format, amax=limit, output=output))
                 continue
             tensor = next(tensor for tensor in (given, output, weight) if tensor is not None)
             found.append(predict_tensor(tensor, format, amax=None if tensor is weight else calibrated.get(module)))
     return found
 
 
-def mismatched_channels(statistics: Mapping[tuple[str, str], LayerStatistics]) -> dict[str, tuple[int, int]]:
+def mismatched_channels(statistics: ByTensor) -> dict[str, tuple[int, int]]:
     """The modules whose input has other channels than their weight, with both numbers: W x is not predicted."""
     found = {}
     for module, kind in statistics:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from probe.activations.collecting import Collector, HeatGrid, Key, LayerOutliers
 from probe.activations.plan import Plan, make_plan, weight_rows
 from probe.activations.prediction import mismatched_channels
-from probe.activations.settings import MemorySettings, Settings
+from probe.activations.settings import Settings
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure
 from probe.data.library_logs import quietly
 from probe.data.samples import Batch, batches_of, samples_of, token_fingerprint
 from probe.data.sources import documents_of
-from probe.data.tokenizers import Tokenizer
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
@@ -46,11 +45,6 @@ class Analysis:
     around: dict[tuple[int, int], str] = field(default_factory=dict)
     """The text around each of the worst outliers, by sample and position."""
     notes: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """What the report calls the model."""
-        return self.settings.model.name or self.settings.model.path
 
     def hardest(self) -> list[LayerStatistics]:
         """The tensors by max / 99th percentile of |x|, the largest first; those with a percentile of 0 lead."""
@@ -84,7 +78,8 @@ def prepare(
 ) -> Prepared:
     """Load the model and the data and match the patterns, so that mistakes in settings show before anything runs."""
     dtype = None if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
-    room = room_of(settings.memory)
+    memory, data = settings.memory, settings.data
+    room = Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
     loaded = load_model(
         settings.model.path,
         dtype=dtype,
@@ -94,13 +89,9 @@ def prepare(
     )
     model = with_sites(loaded.model, scan="fast") if settings.model.sites else loaded.model
     plan = make_plan(model, settings, model_name=settings.model.path)
-    data = settings.data
+    format, column = data.custom.format, data.custom.text_column
     documents = documents_of(
-        data.source,
-        format=data.custom.format,
-        text_column=data.custom.text_column,
-        split=data.split,
-        allow_download=allow_download,
+        data.source, format=format, text_column=column, split=data.split, allow_download=allow_download
     )
     samples = samples_of(documents, loaded.tokenizer, count=data.num_samples, length=data.seq_len, seed=data.seed)
     takes_mask = "attention_mask" in _parameters(model)
@@ -110,11 +101,6 @@ def prepare(
     for note in loaded.notes:
         progress(f"note: {note}")
     return Prepared(settings, loaded, model, plan, room, batches, documents.about, takes_mask)
-
-
-def room_of(memory: MemorySettings) -> Room:
-    """Which devices may hold the weights."""
-    return Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
 
 
 def analyze(
@@ -157,8 +143,7 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
         {name: collector.outliers[name] for name in plan.outliers if name in collector.outliers},
         {name: collector.bands[name] for name in plan.bands[1] if name in collector.bands},
         {name: collector.heat[name] for name in plan.heat[1] if name in collector.heat},
-        _texts(collector, prepared.loaded.tokenizer) if outlier.decode_tokens else {},
-        _around(collector, prepared) if outlier.decode_tokens else {},
+        *(_texts(collector, prepared) if outlier.decode_tokens else ({}, {})),
         tuple(notes),
     )
 
@@ -176,9 +161,8 @@ def _run(placed: Placed, batch: Batch) -> None:
             if placed.note
             else "It is called with token ids [samples, tokens]; --debug shows where it failed."
         )
-        raise ValueError(
-            f"the model failed on {list(batch.tokens.shape)} tokens: {describe_error(problem)} {next_step}"
-        ) from problem
+        failed = f"the model failed on {list(batch.tokens.shape)} tokens: {describe_error(problem)}"
+        raise ValueError(f"{failed} {next_step}") from problem
 
 
 def forward(model: nn.Module, batch: Batch, device: torch.device) -> None:
@@ -236,17 +220,11 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _texts(collector: Collector, tokenizer: Tokenizer) -> dict[int, str]:
-    """The text of every outlier token."""
-    ids = {token for layer in collector.outliers.values() for token in layer.token_ids}
-    return {token: tokenizer.decode([token]) for token in sorted(ids)}
-
-
-def _around(collector: Collector, prepared: Prepared) -> dict[tuple[int, int], str]:
-    """The text of the NEIGHBOURS tokens before and after each of the worst outliers, so that it can be found again."""
-    samples, decode = prepared.samples(), prepared.loaded.tokenizer.decode
-    places = {(token.sample, token.position) for layer in collector.outliers.values() for token in layer.worst}
-    return {
-        (sample, place): decode(samples[sample][max(0, place - NEIGHBOURS) : place + NEIGHBOURS + 1].tolist())
-        for sample, place in sorted(places)
-    }
+def _texts(collector: Collector, prepared: Prepared) -> tuple[dict[int, str], dict[tuple[int, int], str]]:
+    """The text of every outlier token, and of the NEIGHBOURS tokens before and after each of the worst ones."""
+    samples, decode, outliers = prepared.samples(), prepared.loaded.tokenizer.decode, collector.outliers.values()
+    ids = {token for layer in outliers for token in layer.token_ids}
+    around = {}
+    for sample, at in sorted({(token.sample, token.position) for layer in outliers for token in layer.worst}):
+        around[sample, at] = decode(samples[sample][max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1].tolist())
+    return {token: decode([token]) for token in sorted(ids)}, around

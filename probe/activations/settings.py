@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from probe.data.texts import READERS
 from probe.settings import (
-    Check,
     ConfigurationError,
     key,
     key_hint,
@@ -31,7 +32,6 @@ ALL_KEYS = "All keys: probe analyze --keys"
 
 PLOT_TYPES = ("boxplot", "histogram")
 FORMATS = ("png", "html", "csv", "json")
-CUSTOM_FORMATS = ("txt", "json", "jsonl", "csv", "parquet")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B|)\s*", re.IGNORECASE)
@@ -47,14 +47,11 @@ def _pattern(value: Any) -> str:
     return value
 
 
-def _patterns(*, empty: bool) -> Check:
-    def check(value: Any) -> tuple[str, ...]:
-        given = [value] if isinstance(value, str) else value
-        if not isinstance(given, list | tuple) or not (given or empty):
-            raise ValueError("a list of regular expressions over module names")
-        return tuple(map(_pattern, given))
-
-    return check
+def _patterns(value: Any, *, empty: bool = False) -> tuple[str, ...]:
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list | tuple) or not (given or empty):
+        raise ValueError("a list of regular expressions over module names")
+    return tuple(map(_pattern, given))
 
 
 def _angles(value: Any) -> tuple[float, float]:
@@ -91,7 +88,7 @@ class ModelSettings:
 class CustomSettings:
     """How a file of the user's own is read."""
 
-    format: str | None = key(None, one_of(None, *CUSTOM_FORMATS))
+    format: str | None = key(None, one_of(None, *READERS))
     """null: by the name of the file."""
     text_column: str = key("text", word)
 
@@ -134,7 +131,7 @@ LAYERS = r"(layers|h|blocks)\.\d+$"
 class MagnitudeSettings:
     """Top-1/2/3, median and min."""
 
-    patterns: tuple[str, ...] = key((LINEAR,), _patterns(empty=False))
+    patterns: tuple[str, ...] = key((LINEAR,), _patterns)
     reduce_dim: int | None = key(None, one_of(None, -1, -2))
     """null: all elements; -1: over channels, a value per token; -2: over tokens, a value per channel."""
 
@@ -152,7 +149,7 @@ class OutlierSettings:
 class DistributionSettings:
     """Box plots and histograms."""
 
-    patterns: tuple[str, ...] = key((LINEAR,), _patterns(empty=False))
+    patterns: tuple[str, ...] = key((LINEAR,), _patterns)
     plot_types: tuple[str, ...] = key(PLOT_TYPES, some_of(*PLOT_TYPES))
     is_input: bool = key(True, yes_or_no)
 
@@ -171,7 +168,7 @@ class HeatmapSettings:
 class PercentileSettings:
     """Bands of x by channel."""
 
-    patterns: tuple[str, ...] = key((LAYERS,), _patterns(empty=False))
+    patterns: tuple[str, ...] = key((LAYERS,), _patterns)
     is_input: bool = key(False, yes_or_no)
 
 
@@ -179,7 +176,7 @@ class PercentileSettings:
 class SelectionSettings:
     """Limits all sections above to layers that match one of these patterns; empty: no limit."""
 
-    patterns: tuple[str, ...] = key((), _patterns(empty=True))
+    patterns: tuple[str, ...] = key((), partial(_patterns, empty=True))
 
 
 @dataclass(frozen=True)
@@ -227,13 +224,7 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Nested dicts of plain values and lists, as in the YAML file."""
-        return {name: _plain(section) for name, section in vars(self).items()}
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {name: _plain(member) for name, member in vars(value).items()}
-    return list(value) if isinstance(value, tuple) else value
+        return asdict(self, dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs})
 
 
 def read_configuration(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> Settings:
@@ -271,9 +262,8 @@ def _check_repeated(node: Any, seen: set[int], where: str) -> None:
         if isinstance(name, yaml.ScalarNode) and name.value != "<<":
             line = name.start_mark.line + 1
             if name.value in lines:
-                raise ConfigurationError(
-                    f"{where}: key {name.value!r} is there twice, in lines {lines[name.value]} and {line}. Keep one."
-                )
+                places = f"in lines {lines[name.value]} and {line}"
+                raise ConfigurationError(f"{where}: key {name.value!r} is there twice, {places}. Keep one.")
             lines[name.value] = line
         _check_repeated(value, seen, where)
 

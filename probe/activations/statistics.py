@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import reduce
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ BAND_ERROR = SIGNED_SIZES.width
 PIECE = 2**18
 
 Floats = npt.NDArray[np.float32]
-Whole = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,15 +140,14 @@ class LayerStatistics:
 
     def figures(self) -> dict[str, Any]:
         """Every statistic that is one number, by name."""
-        shape = ("module", "kind", "rows", "channels", "count", "nonfinite", "zeros", "negatives")
-        ratios = ("max_to_median", "max_to_p99", "blocks", "zero_blocks")
         return {
-            **{name: getattr(self, name) for name in shape},
+            **{name: getattr(self, name) for name in ("module", "kind", "rows", "channels", "count")},
+            **{name: getattr(self, name) for name in ("nonfinite", "zeros", "negatives")},
             **{"min": self.minimum, "max": self.maximum},
             **{name: getattr(self.moments, name) for name in ("mean", "std", "kurtosis")},
             **{"amax": self.amax, "smallest": self.smallest},
             **self.percentiles(),
-            **{name: getattr(self, name) for name in ratios},
+            **{name: getattr(self, name) for name in ("max_to_median", "max_to_p99", "blocks", "zero_blocks")},
         }
 
     def merge(self, other: "LayerStatistics") -> "LayerStatistics":
@@ -202,7 +200,7 @@ def measure(
     x = x.detach()
     x = x.reshape(1, 1, -1) if x.dim() < 2 else x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
     kept = None if keep is None else keep.reshape(x.shape[:2]).to("cpu", torch.bool)
-    gathering: type[Gathering] = _twin(fast).Gathering
+    gathering = _twin(fast).Gathering
     row_amax = np.zeros(tuple(x.shape[:2]), np.float32)
     spans = list(_spans(x))
 
@@ -237,18 +235,6 @@ def _spans(x: Tensor) -> Iterator[tuple[int, int, int]]:
     for sample in range(x.shape[0]):
         for start in range(0, x.shape[1], step):
             yield sample, start, min(start + step, x.shape[1])
-
-
-class Gathering(Protocol):
-    """What both twins offer: they take rows piece by piece and give the fields of LayerStatistics."""
-
-    def __init__(self, channels: int, /) -> None: ...
-
-    def take(self, rows: Floats, /) -> Floats:
-        """Append rows; returns max |x| of each."""
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of all rows taken so far."""
 
 
 def measure_bands(

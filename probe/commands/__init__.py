@@ -57,15 +57,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="probe",
-        description="Numerical regression tests for quantized models, and the tools around them.",
-    )
+    purpose = "Numerical regression tests for quantized models, and the tools around them."
+    parser = argparse.ArgumentParser(prog="probe", description=purpose)
     parser.add_argument("--version", action="version", version=f"probe {VERSION}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(
-        takes_unknown=False, interrupted="all files that were written are whole. The same command starts again."
-    )
+    interrupted = "all files that were written are whole. The same command starts again."
+    parser.set_defaults(takes_unknown=False, interrupted=interrupted)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)

@@ -44,9 +44,8 @@ def _check(options: argparse.Namespace) -> int:
 
     check_outputs(files=[options.json], folders=[options.report or ("." if options.layer else None)])
     recording = read_recording(options.recording, verify=options.verify)
-    sides = (
-        [find_side(recording, options.mode, options.format)] if options.mode else all_sides(recording, options.format)
-    )
+    format = options.format
+    sides = [find_side(recording, options.mode, format)] if options.mode else all_sides(recording, format)
     if options.layer and len(sides) > 1:
         names = ", ".join(side.name for side in sides)
         raise ValueError(f"--layer shows a layer of one mode, and there are {names}. Say which with --mode.")
@@ -68,10 +67,8 @@ def _check(options: argparse.Namespace) -> int:
         picture = write_layer_picture(options.report or ".", layer, drawn)
         echo(f"picture: {picture}", error=quiet)
     if options.report:
-        firsts = [
-            drawn_layer(health.first.name, side, health.first.min, health.first.max) if health.first else None
-            for health, side in checked
-        ]
+        layers = [(health.first, side) for health, side in checked]
+        firsts = [drawn_layer(one.name, side, one.min, one.max) if one else None for one, side in layers]
         page = write_health_page(options.report, [health for health, _ in checked], firsts)
         echo(f"report: {page}", error=quiet)
     if options.json:

@@ -31,9 +31,8 @@ def add(commands: Subparsers) -> None:
         description="Compare recorded modes with their reference, layer by layer. Exit 1 if a layer is not finite, "
         "identical with the reference or beyond a limit; 2 if there is nothing to compare.",
     )
-    parser.add_argument(
-        "modes", nargs="+", metavar="MODE", help="2-1, 2-1-fp8_e4m3 and so on, or all that were recorded"
-    )
+    modes = "2-1, 2-1-fp8_e4m3 and so on, or all that were recorded"
+    parser.add_argument("modes", nargs="+", metavar="MODE", help=modes)
     add_option(parser, "--reference", default="fp32", metavar="MODE", help="default: fp32")
     folder = f"the recording (default: {RECORDED})"
     add_option(parser, "--dir", "--output-dir", dest="folder", default=RECORDED, metavar="DIR", help=folder)
@@ -64,8 +63,7 @@ def _compare(options: argparse.Namespace) -> int:
     sides = []
     for mode in options.modes:
         if mode == "all":
-            every = all_sides(recording, options.format)
-            sides += [side for side in every if side.recipe != reference.recipe]
+            sides += [side for side in all_sides(recording, options.format) if side.recipe != reference.recipe]
         else:
             sides.append(find_side(recording, mode, options.format))
     sides = list({side.recipe: side for side in sides}.values())

@@ -19,9 +19,8 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("a", metavar="A", help="folder of a recording (or .npz file)")
     parser.add_argument("b", metavar="B", help="folder of the other")
     parser.add_argument("--reference", metavar="R", help="float reference: A is then the emulated recipe, B the device")
-    parser.add_argument(
-        "--recipe", "--mode", nargs="+", metavar="M", help="recipe or mode of both, or one for A and one for B"
-    )
+    recipe = "recipe or mode of both, or one for A and one for B"
+    parser.add_argument("--recipe", "--mode", nargs="+", metavar="M", help=recipe)
     parser.add_argument("--format", metavar="F", help="where a mode was recorded in several formats")
     parser.add_argument("--layers", "--layer-pattern", metavar="P", help="'layer_*', or a regular expression")
     parser.add_argument("--rtol", type=float, default=1e-3, help="of |A|, for the share within (default: 1e-3)")

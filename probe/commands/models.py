@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from probe.models.loading import Loaded
     from probe.running.measurement import Measured
 
+#: `Mode.conv_gives` and `Mode.scan_reads` in the table of modes; a scan that reads `float` reads what conv1d gives.
+GIVES = {"float": "F", "codes": "q", "grid": "s*q"}
+READS = {"again": "round(s*q/s)", "grid": "round(F/s)"}
+
 
 def add(commands: Subparsers) -> None:
     """Add the parsers of the three commands."""
@@ -28,9 +32,8 @@ def add(commands: Subparsers) -> None:
     layers.add_argument("--json", action="store_true", help="machine-readable")
     layers.set_defaults(run=_layers)
 
-    errors = commands.add_parser(
-        "errors", help="every mode and format against fp32: error by layer, KL, bits per token"
-    )
+    shown = "every mode and format against fp32: error by layer, KL, bits per token"
+    errors = commands.add_parser("errors", help=shown)
     add_model(errors)
     errors.add_argument("--modes", nargs="+", metavar="MODE", help="modes, or groups: all essential quant_only fp_only")
     errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
@@ -81,8 +84,8 @@ def _modes(options: argparse.Namespace) -> int:
             "id": mode.id,
             "kind": mode.kind,
             "conv1d input": mode.conv_input if mode.kind == "ssm" else "-",
-            "conv1d gives": {"float": "F", "codes": "q", "grid": "s*q"}[mode.conv_gives] if mode.kind == "ssm" else "-",
-            "scan reads": _scan_reads(mode.conv_gives, mode.scan_reads) if mode.kind == "ssm" else "-",
+            "conv1d gives": GIVES[mode.conv_gives] if mode.kind == "ssm" else "-",
+            "scan reads": READS.get(mode.scan_reads, GIVES[mode.conv_gives]) if mode.kind == "ssm" else "-",
             "scan": mode.scan if mode.kind in ("ssm", "float") else "-",
             "what it is": mode.what,
         }
@@ -90,14 +93,6 @@ def _modes(options: argparse.Namespace) -> int:
     ]
     print_rows(rows, as_json=options.json)
     return 0
-
-
-def _scan_reads(gives: str, reads: str) -> str:
-    if reads == "again":
-        return "round(s*q/s)"
-    if reads == "grid":
-        return "round(F/s)"
-    return {"float": "F", "codes": "q", "grid": "s*q"}[gives]
 
 
 def _layer_rows(loaded: "Loaded", patterns: Sequence[str], *, sites: bool) -> list[dict[str, object]]:

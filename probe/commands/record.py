@@ -19,9 +19,8 @@ def add(commands: Subparsers) -> None:
     add_model(parser)
 
     option = partial(add_option, parser)
-    option(
-        "--pretrained-dir", metavar="DIR", help="folder of the weights; --model is then only the name in the manifest"
-    )
+    weights = "folder of the weights; --model is then only the name in the manifest"
+    option("--pretrained-dir", metavar="DIR", help=weights)
     option("--modes", "--mode", nargs="+", metavar="MODE", help="modes, or groups: essential all quant_only fp_only")
     option("--formats", nargs="+", default=["int8"], metavar="FORMAT", help="default: int8")
     option("--layers", nargs="+", metavar="LAYER", help="first, last, all, indices or regular expressions")

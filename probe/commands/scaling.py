@@ -17,25 +17,20 @@ def add(commands: Subparsers) -> None:
         "tables, plots, a log and one page over all. Exit code 1 if a tensor failed (the "
         "others are still analysed), 2 if no input could be read.",
     )
+    option = scaling.add_argument
     tensors = ".pt, .npy, .npz or .safetensors file (file.safetensors:name for one tensor), folder, or recording"
-    scaling.add_argument("input_tensor", nargs="+", help=tensors)
-    scaling.add_argument("--output-dir", metavar="DIR", help="default: draw/scaling_analysis/{tensor_name}/")
+    option("input_tensor", nargs="+", help=tensors)
+    option("--output-dir", metavar="DIR", help="default: draw/scaling_analysis/{tensor_name}/")
     formats = "fp8_e4m3 fp8_e5m2 fp6_e3m2 fp6_e2m3 fp4_e2m1 int8 mxint8, or all (default: fp8_e4m3)"
-    scaling.add_argument(
-        "--elem-format", dest="formats", nargs="+", default=["fp8_e4m3"], metavar="FORMAT", help=formats
-    )
-    scaling.add_argument("--scale-bits", type=int, default=8, metavar="N", help="of a scale; 8 is 2^-127 to 2^127")
-    scaling.add_argument("--max-scale-exp", type=float, metavar="E", help="first exponent (default: max alignment)")
-    scaling.add_argument("--min-scale-exp", type=float, metavar="E", help="last exponent (default: min alignment)")
-    scaling.add_argument("--num-levels", type=int, default=21, metavar="N", help="scales that are tried (default: 21)")
-    scaling.add_argument(
-        "--granularity", default="tensor", metavar="KIND", help="tensor: one scale; block: one per block (real MX)"
-    )
-    scaling.add_argument(
-        "--block-size", type=int, metavar="N", help="values that share a scale in blocks (default: 32)"
-    )
-    scaling.add_argument("--no-plots", dest="plots", action="store_false", help="write no pictures")
-    scaling.add_argument("--jobs", type=int, default=1, metavar="N", help="tensors that are worked on at a time")
+    option("--elem-format", dest="formats", nargs="+", default=["fp8_e4m3"], metavar="FORMAT", help=formats)
+    option("--scale-bits", type=int, default=8, metavar="N", help="of a scale; 8 is 2^-127 to 2^127")
+    option("--max-scale-exp", type=float, metavar="E", help="first exponent (default: max alignment)")
+    option("--min-scale-exp", type=float, metavar="E", help="last exponent (default: min alignment)")
+    option("--num-levels", type=int, default=21, metavar="N", help="scales that are tried (default: 21)")
+    option("--granularity", default="tensor", metavar="KIND", help="tensor: one scale; block: one per block (real MX)")
+    option("--block-size", type=int, metavar="N", help="values that share a scale in blocks (default: 32)")
+    option("--no-plots", dest="plots", action="store_false", help="write no pictures")
+    option("--jobs", type=int, default=1, metavar="N", help="tensors that are worked on at a time")
     scaling.set_defaults(
         run=_scaling,
         interrupted="the files of tensors that are done stay, no page was written. The same command starts again.",

@@ -21,18 +21,7 @@ from typing import Any, TypeVar
 from probe.files.atomic import remove_unfinished
 from probe.files.paths import check_outputs
 from probe.recordings.tensor_sources import TensorSource
-from probe.report.scaling.page import (
-    LOG,
-    AnalysedTensor,
-    FailedTensor,
-    level_line,
-    rules_block,
-    tensor_lines,
-    write_log,
-    write_page,
-    write_plots,
-    write_results,
-)
+from probe.report.scaling import page
 from probe.report.scaling.plots import pictures
 from probe.report.script_layouts import overflow_block, recommendation_block
 from probe.scaling.advice import recommend
@@ -76,10 +65,9 @@ class Outcome:
 
     source: TensorSource
     lines: tuple[str, ...]
-    found: tuple[AnalysedTensor, ...] = ()
+    found: tuple[page.AnalysedTensor, ...] = ()
     reason: str = ""
-    unread: bool = False
-    """There was no tensor to analyse: the input is wrong, not its numbers."""
+    unread: bool = False  # there was no tensor to analyse: the input is wrong, not its numbers
 
 
 def run_batch(
@@ -100,15 +88,15 @@ def run_batch(
     with closing(_outcomes(sources, request, folders, jobs, show)) as running:
         outcomes = list(running)
     found = [one for outcome in outcomes for one in outcome.found]
-    failed = [FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason]
-    unread = [FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason and one.unread]
-    page = write_page(root, found, failed) if found else None
+    failed = [page.FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason]
+    unread = [page.FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason and one.unread]
+    written = page.write_page(root, found, failed) if found else None
     for line in (
         *("", RULE, "FINAL SUMMARY", RULE, f"Total tensors: {len(sources)}"),
         f"Successful: {len(sources) - len(failed)}",
         f"Failed: {len(failed)}",
         *(f"  {one.source}: {one.reason}" for one in failed),
-        f"Page of all tensors: {page}" if page else "Nothing was analysed, so no page is written.",
+        f"Page of all tensors: {written}" if written else "Nothing was analysed, so no page is written.",
         "⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!",
     ):
         show(line)
@@ -146,7 +134,7 @@ def analyse(
     transcript = Transcript(show)
     transcript.add(*header)
     opening = list(transcript.stamped)
-    found: list[AnalysedTensor] = []
+    found: list[page.AnalysedTensor] = []
     logs: dict[str, list[str]] = {}
     reason, unread = "", True
     try:
@@ -164,7 +152,7 @@ def analyse(
         reason = f"{type(problem).__name__}: {problem}"
     transcript.add(_failure(source, reason) if reason else f"✅ Successfully processed: {source.text}")
     for format, lines in logs.items():
-        write_log(folder, source.name, format, [*opening, *lines, transcript.stamped[-1]])
+        page.write_log(folder, source.name, format, [*opening, *lines, transcript.stamped[-1]])
     return Outcome(source, tuple(transcript.lines), tuple(found), reason, unread)
 
 
@@ -174,7 +162,7 @@ def _failure(source: TensorSource, reason: str) -> str:
 
 def _analyse_format(
     source: TensorSource, prepared: Prepared, format: str, request: Request, folder: Path, transcript: Transcript
-) -> AnalysedTensor:
+) -> page.AnalysedTensor:
     result = scaling_sweep(
         prepared,
         format,
@@ -188,17 +176,17 @@ def _analyse_format(
     )
     advice = recommend(result)
     rules = compare_rules(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
-    levels = [level_line(level, len(result.levels)) for level in result.levels]
-    transcript.add(*tensor_lines(result, source=source.text), *levels)
-    for block in (overflow_block(result, advice), recommendation_block(result, advice), rules_block(rules)):
+    levels = [page.level_line(level, len(result.levels)) for level in result.levels]
+    transcript.add(*page.tensor_lines(result, source=source.text), *levels)
+    for block in (overflow_block(result, advice), recommendation_block(result, advice), page.rules_block(rules)):
         transcript.add("", *block)
-    written = write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
+    written = page.write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
     plots = pictures(result, advice) if request.plots else ()
     if plots:
-        written += write_plots(folder, format, plots)
-    log = folder / LOG.format(name=source.name, format=format)
+        written += page.write_plots(folder, format, plots)
+    log = folder / page.LOG.format(name=source.name, format=format)
     transcript.add(*(f"Wrote {path}" for path in (*written, log)))
-    return AnalysedTensor(source.text, str(folder), result, advice, rules, plots)
+    return page.AnalysedTensor(source.text, str(folder), result, advice, rules, plots)
 
 
 def output_folders(sources: Sequence[TensorSource], root: Path, *, use_root: bool) -> list[Path]:

@@ -10,20 +10,14 @@ from probe.words import require_positive
 
 def add(commands: Subparsers) -> None:
     """Add the parser of the command."""
-    command = commands.add_parser(
-        "sensitivity", help="quantize one layer or site at a time, and all but one: rank them by KL and mse"
-    )
+    what = "quantize one layer or site at a time, and all but one: rank them by KL and mse"
+    command = commands.add_parser("sensitivity", help=what)
     add_model(command)
     command.add_argument("--mode", metavar="MODE", help="default: 2-1 for a Mamba, linear_wa for other models")
     command.add_argument("--format", default="int8", metavar="FORMAT", help="default: int8")
     command.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
-    command.add_argument(
-        "--sites",
-        nargs="?",
-        const="across",
-        choices=("across", "within"),
-        help="rank sites: each in all layers at once (across, the default), or each in each layer (within)",
-    )
+    sites = "rank sites: each in all layers at once (across, the default), or each in each layer (within)"
+    command.add_argument("--sites", nargs="?", const="across", choices=("across", "within"), help=sites)
     add_data(command, samples=8, seqlen=128, batch_size=4)
     add_calibration(command)
     command.add_argument("--device", default="cpu", help="cpu, cuda, mps, xpu or xla (default: cpu)")

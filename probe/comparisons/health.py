@@ -82,20 +82,18 @@ class Health:
         layers = {layer.name: {"mark": layer.mark, **asdict(layer)} for layer in self.layers}
         for layer in layers.values():
             del layer["name"]
-        first = self.first.name if self.first else None
-        whole = {name: getattr(self, name) for name in ("recording", "mode", "factor", "median_change")}
-        return whole | {"first_suspicious": first, "notes": list(self.notes), "layers": layers}
+        return {"first_suspicious": self.first and self.first.name, **asdict(self), "layers": layers}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
         """The inverse of as_dict, also after JSON."""
 
         def fields(facts: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: tuple(x) if isinstance(x, list) else x for key, x in facts.items() if key != "mark"}
+            return {key: tuple(x) if isinstance(x, list) else x for key, x in facts.items() if key not in derived}
 
-        layers = tuple(LayerHealth(name, **fields(facts)) for name, facts in found["layers"].items())
-        recording, mode, factor, usual = (found[key] for key in ("recording", "mode", "factor", "median_change"))
-        return cls(recording, mode, factor, usual, layers, tuple(found["notes"]))
+        derived = ("mark", "first_suspicious", "layers")
+        layers = (LayerHealth(name, **fields(facts)) for name, facts in found["layers"].items())
+        return cls(**fields(found), layers=tuple(layers))
 
 
 def check(
@@ -149,15 +147,10 @@ def _measured(side: Side, label: str, before: str | None) -> LayerHealth:
     figures = change if change and change.finite else _compared(side, label, label)
     shape = side.shape(label)
     first = _first_nonfinite(side, label) if figures.nan_output or figures.inf_output else None
-    names = ("mean", "std", "min", "max", "nan", "inf")
-    return LayerHealth(
-        name=label,
-        shape=shape,
-        **{name: getattr(figures, f"{name}_output") for name in names},
-        first_nonfinite=place_of(first, shape),
-        max_change=change.max_abs if change else None,
-        mean_change=change.mae if change else None,
-    )
+    own = {name: getattr(figures, f"{name}_output") for name in ("mean", "std", "min", "max", "nan", "inf")}
+    largest, mean = (change.max_abs, change.mae) if change else (None, None)
+    place = place_of(first, shape)
+    return LayerHealth(label, shape, **own, first_nonfinite=place, max_change=largest, mean_change=mean)
 
 
 def _compared(side: Side, label: str, other: str) -> Metrics:
@@ -188,7 +181,6 @@ def _judged(layer: LayerHealth, max_mean: float, max_change: float, odd: float |
     if layer.max_change is not None and layer.max_change > max_change:
         problems.append(f"differs from the layer before by up to {layer.max_change:.6g}, more than {max_change:g}")
     if odd is not None and layer.mean_change is not None and layer.mean_change > odd:
-        problems.append(
-            f"differs from the layer before by {layer.mean_change:.6g} on average, usual is below {odd:.6g}"
-        )
+        mean = f"{layer.mean_change:.6g} on average"
+        problems.append(f"differs from the layer before by {mean}, usual is below {odd:.6g}")
     return replace(layer, problems=tuple(problems))

@@ -5,7 +5,7 @@ Nothing is cropped or broadcast: tensors that cannot be compared element by elem
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,11 +19,8 @@ from probe.words import natural_key
 
 #: Where a figure of Metrics stands in the JSON of a layer, if not under its own name.
 GROUPS: dict[str, tuple[str, str]] = {
-    **{
-        f"{figure}_{side}": (side, figure)
-        for side in ("reference", "output")
-        for figure in ("mean", "std", "min", "max")
-    },
+    **{f"{figure}_reference": ("reference", figure) for figure in ("mean", "std", "min", "max")},
+    **{f"{figure}_output": ("output", figure) for figure in ("mean", "std", "min", "max")},
     "mean_difference": ("difference", "mean"),
     "std_difference": ("difference", "std"),
     "max_abs": ("difference", "max_abs"),
@@ -70,8 +67,7 @@ class LayerComparison:
             group, key = GROUPS.get(name, ("", name))
             (found.setdefault(group, {}) if group else found)[key] = finite(value)
         found["difference"]["mean_abs"] = self.metrics.mae
-        place = self.first_nonfinite
-        return found | {"first_nonfinite": None if place is None else list(place)}
+        return found | {"first_nonfinite": self.first_nonfinite and list(self.first_nonfinite)}
 
     @classmethod
     def from_dict(cls, name: str, found: Mapping[str, Any]) -> Self:
@@ -113,26 +109,16 @@ class ModeComparison:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "reference_mode": self.reference_mode,
-            "compared_mode": self.compared_mode,
-            "recordings": list(self.recordings),
-            "notes": list(self.notes),
-            "layers": {name: layer.as_dict() for name, layer in self.layers.items()},
-            "summary": self.summary,
-        }
+        layers = {name: layer.as_dict() for name, layer in self.layers.items()}
+        return asdict(self) | {"layers": layers, "summary": self.summary}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
         """The inverse of as_dict."""
         try:
-            return cls(
-                found["reference_mode"],
-                found["compared_mode"],
-                tuple(found["recordings"]),
-                {name: LayerComparison.from_dict(name, layer) for name, layer in found["layers"].items()},
-                tuple(found["notes"]),
-            )
+            modes, folders = (found["reference_mode"], found["compared_mode"]), tuple(found["recordings"])
+            layers = {name: LayerComparison.from_dict(name, layer) for name, layer in found["layers"].items()}
+            return cls(*modes, folders, layers, tuple(found["notes"]))
         except (KeyError, TypeError, ValueError) as problem:
             raise ValueError(
                 f"this is no comparison of a mode ({type(problem).__name__}: {problem}). Expected the output of "
@@ -157,20 +143,12 @@ def compare(
     """
     here = opened(recording)
     there = here if reference_recording is None else opened(reference_recording)
-    return compare_sides(
-        find_side(here, mode, format),
-        find_reference(there, reference, format),
-        layers=None if layers is None else [str(one) for one in layers],
-        progress=progress,
-    )
+    sides = find_side(here, mode, format), find_reference(there, reference, format)
+    return compare_sides(*sides, layers=None if layers is None else [*map(str, layers)], progress=progress)
 
 
 def compare_sides(
-    side: Side,
-    reference: Side,
-    *,
-    layers: Sequence[str] | None = None,
-    progress: Callable[[str], None] | None = None,
+    side: Side, reference: Side, *, layers: Sequence[str] | None = None, progress: Callable[[str], None] | None = None
 ) -> ModeComparison:
     """As compare, for two sides."""
     labels = _check_sides(side, reference, layers)

@@ -14,6 +14,7 @@ from probe.comparisons.selection import Side, bands
 from probe.recordings import read_recording
 
 _Array = npt.NDArray[np.float64]
+_Counts = npt.NDArray[np.int64]
 
 #: Values in a sample at most.
 SAMPLED = 20_000
@@ -48,7 +49,7 @@ class Pairs:
 class Differences:
     """The histogram of the differences in a sample, and their moments."""
 
-    counts: npt.NDArray[np.int64]
+    counts: _Counts
     edges: _Array
     mean: float
     std: float
@@ -77,7 +78,7 @@ class DrawnLayer:
     """One layer by itself, as a page draws it."""
 
     name: str
-    counts: npt.NDArray[np.int64]
+    counts: _Counts
     edges: _Array
     first_values: _Array
     features: _Array
@@ -125,10 +126,8 @@ def drawn_devices(found: DeviceComparison) -> DrawnTensor | None:
     """The tensor of two devices where a fault began, or else the worst; None where nothing differs or was compared."""
     if not found.layers or found.verdict.kind == "identical":
         return None
-    a, b = (
-        Side(read_recording(folder, verify=False), recipe)
-        for folder, recipe in ((found.a, found.recipe_a), (found.b, found.recipe_b))
-    )
+    recipes = ((found.a, found.recipe_a), (found.b, found.recipe_b))
+    a, b = (Side(read_recording(folder, verify=False), recipe) for folder, recipe in recipes)
     label = found.verdict.layer
     known = any(layer.label == label for layer in found.layers)
     if label is None or not known or found.verdict.kind == "dtype noise":
@@ -192,9 +191,7 @@ def error_map(label: str, side: Side, reference: Side, *, rows: int = ROWS, colu
     return means
 
 
-def histogram(
-    label: str, side: Side, low: float, high: float, *, bins: int = 100
-) -> tuple[npt.NDArray[np.int64], _Array]:
+def histogram(label: str, side: Side, low: float, high: float, *, bins: int = 100) -> tuple[_Counts, _Array]:
     """How many finite values are in each of `bins` between the extremes, and the edges."""
     if low == high:
         low, high = low - 0.5, high + 0.5
@@ -207,9 +204,8 @@ def histogram(
 
 def _as_planes(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """[samples, tokens, features], whatever the number of axes."""
-    if len(shape) < 3:
-        return 1, math.prod(shape[:-1]), shape[-1]
-    return shape[0], math.prod(shape[1:-1]), shape[-1]
+    samples, *tokens = shape[:-1] if len(shape) > 2 else (1, *shape[:-1])
+    return samples, math.prod(tokens), shape[-1]
 
 
 def _cuts(size: int, most: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from probe.data.sources import Documents
 from probe.data.texts import text_of
@@ -53,12 +54,9 @@ def token_batches(
         raise ValueError(f"tokens are {ids.dtype} of shape {tuple(ids.shape)}; expected a row of integer ids.")
     if len(ids) < samples * seqlen:
         fits = len(ids) // seqlen
-        advice = (
-            f"At most samples={fits} fit at this seqlen." if fits else f"Not one sample fits: seqlen <= {len(ids)}."
-        )
-        raise ValueError(
-            f"the text has {len(ids)} tokens; {samples} samples of {seqlen} need {samples * seqlen}. {advice}"
-        )
+        most = f"At most samples={fits} fit at this seqlen." if fits else f"Not one sample fits: seqlen <= {len(ids)}."
+        need = f"{samples} samples of {seqlen} need {samples * seqlen}"
+        raise ValueError(f"the text has {len(ids)} tokens; {need}. {most}")
     windows = ids[: samples * seqlen].to(torch.int64).view(samples, seqlen)
     return list(torch.split(windows, batch_size))
 
@@ -136,13 +134,8 @@ def batches_of(samples: Sequence[Sequence[int]], *, batch_size: int, pad: bool) 
         stop = min(start + batch_size, len(samples))
         if not pad:
             stop = next((i for i in range(start, stop) if len(samples[i]) != len(samples[start])), stop)
-        some = samples[start:stop]
-        longest = max(map(len, some))
-        tokens = torch.zeros(len(some), longest, dtype=torch.int64)
-        mask = torch.zeros(len(some), longest, dtype=torch.bool)
-        for row, ids in enumerate(some):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-            mask[row, : len(ids)] = True
-        batches.append(Batch(tokens, mask, start))
+        rows = [torch.tensor(ids, dtype=torch.int64) for ids in samples[start:stop]]
+        real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+        batches.append(Batch(pad_sequence(rows, batch_first=True), pad_sequence(real, batch_first=True), start))
         start = stop
     return batches

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from probe.data.library_logs import quiet_datasets
-from probe.data.texts import read_texts, text_of
+from probe.data.texts import column_texts, read_texts, text_of
 from probe.words import describe_error, did_you_mean
 
 #: The default column of the text.
@@ -33,18 +33,12 @@ class HubText:
     """Rows are lines of one long text, not documents."""
 
 
+WIKITEXT = "wikitext-2-raw-v1"
 HUB = {
     row.name: row
     for row in (
         HubText("pile", "mit-han-lab/pile-val-backup", None, "validation", ("val.jsonl.zst",)),
-        HubText(
-            "wikitext2",
-            "Salesforce/wikitext",
-            "wikitext-2-raw-v1",
-            "train",
-            ("wikitext-2-raw-v1/train-*.parquet",),
-            running=True,
-        ),
+        HubText("wikitext2", "Salesforce/wikitext", WIKITEXT, "train", (f"{WIKITEXT}/train-*.parquet",), running=True),
         HubText("c4", "allenai/c4", "en", "train", ("en/c4-train.00000-of-01024.json.gz",)),
         HubText("redpajama", "togethercomputer/RedPajama-Data-1T-Sample", None, "train", ("*_sample.jsonl",)),
     )
@@ -105,9 +99,8 @@ def _check_keys(source: str, kind: str, *, format: str | None, text_column: str,
         ),
     ):
         if given and not fits and (kind in ("builtin", "custom", "hf") or source in HUB):
-            raise ValueError(
-                f"{key} belongs to {owners}; data.source is {source!r}. Leave it out, or change the source."
-            )
+            wrong = f"{key} belongs to {owners}; data.source is {source!r}"
+            raise ValueError(f"{wrong}. Leave it out, or change the source.")
 
 
 def _hub_text(row: HubText, split: str | None, *, allow_download: bool) -> Documents:
@@ -122,9 +115,9 @@ def _hub_text(row: HubText, split: str | None, *, allow_download: bool) -> Docum
             builder = "parquet" if files[0].endswith(".parquet") else "json"
             with quiet_datasets(datasets):
                 rows = datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
-            return Documents(row.name, _column(rows, TEXT_COLUMN, row.name), row.running, about)
+            return Documents(row.name, _documents(row.name, rows, TEXT_COLUMN), row.running, about)
     rows = _load(datasets, row.name, row.hub_id, row.config, wanted, allow_download=allow_download)
-    return Documents(row.name, _column(rows, TEXT_COLUMN, row.name), row.running, about)
+    return Documents(row.name, _documents(row.name, rows, TEXT_COLUMN), row.running, about)
 
 
 def _hub_dataset(source: str, rest: str, text_column: str, split: str | None, *, allow_download: bool) -> Documents:
@@ -135,13 +128,11 @@ def _hub_dataset(source: str, rest: str, text_column: str, split: str | None, *,
     if not path.is_dir():
         if name.startswith((".", "/", "~")):
             raise ValueError(f"data {source!r}: the folder does not exist (looked for {path.absolute()}).")
-        folder = None if allow_download else _snapshot(name, None, allow_download=False)
-        path = folder or path
-    rows = _load(
-        datasets, source, str(path) if path.is_dir() else name, config or None, wanted, allow_download=allow_download
-    )
+        path = (None if allow_download else _snapshot(name, None, allow_download=False)) or path
+    found = str(path) if path.is_dir() else name
+    rows = _load(datasets, source, found, config or None, wanted, allow_download=allow_download)
     about = f"{name}{f' ({config})' if config else ''}, {wanted}"
-    return Documents(source, _column(rows, text_column, source), False, about)
+    return Documents(source, _documents(source, rows, text_column), False, about)
 
 
 def _datasets(source: str) -> Any:
@@ -159,16 +150,11 @@ def _snapshot(hub_id: str, files: tuple[str, ...] | None, *, allow_download: boo
     """The folder of a dataset in the hub's cache; None if it is not there."""
     from huggingface_hub import snapshot_download
 
+    patterns, local = list(files) if files else None, not allow_download
     try:
-        found = snapshot_download(
-            hub_id,
-            repo_type="dataset",
-            allow_patterns=list(files) if files else None,
-            local_files_only=not allow_download,
-        )
+        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns, local_files_only=local))
     except Exception:  # of any kind: `_load`, which is tried next, says what is wrong
         return None
-    return Path(found)
 
 
 def _load(datasets: Any, source: str, path: str, config: str | None, split: str, *, allow_download: bool) -> Any:
@@ -189,17 +175,6 @@ def _load(datasets: Any, source: str, path: str, config: str | None, split: str,
         ) from problem
 
 
-def _column(rows: Iterable[Mapping[str, Any]], name: str, source: str) -> Iterator[str]:
+def _documents(source: str, rows: Iterable[Mapping[str, Any]], column: str) -> Iterator[str]:
     """The texts of a column, those that are empty left out."""
-    for row in rows:
-        if name not in row:
-            columns = list(map(str, row))
-            raise ValueError(
-                f"data {source!r} has no column {name!r}.{did_you_mean(name, columns)} It has: {', '.join(columns)}. "
-                "Choose one with data.custom.text_column."
-            )
-        text = row[name]
-        if not isinstance(text, str):
-            raise ValueError(f"data {source!r}: column {name!r} holds {type(text).__name__}; expected text.")
-        if text.strip():
-            yield text
+    return filter(str.strip, column_texts(f"data {source!r}", rows, column, skip_null=False))

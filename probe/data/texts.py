@@ -4,7 +4,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,10 @@ def _json(path: Path, column: str) -> Iterator[str]:
             "(data.custom.format)."
         ) from None
     if isinstance(found, dict):
-        found = _cell(path, found, column)
+        found = _cell(_named(path), found, column)
     if not isinstance(found, list):
         raise ValueError(f"data file {str(path)!r} holds {type(found).__name__}; expected a list of texts or objects.")
-    return _texts(path, found, column)
+    return column_texts(_named(path), found, column)
 
 
 def _jsonl(path: Path, column: str) -> Iterator[str]:
@@ -97,14 +97,14 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                 except json.JSONDecodeError as problem:
                     raise ValueError(f"data file {str(path)!r}, line {number} is not JSON: {problem}.") from None
 
-    return _texts(path, rows(), column)
+    return column_texts(_named(path), rows(), column)
 
 
 def _csv(path: Path, column: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            yield from _texts(path, csv.DictReader(file), column)
+            yield from column_texts(_named(path), csv.DictReader(file), column)
         except csv.Error as problem:
             raise ValueError(f"data file {str(path)!r} is not CSV: {problem}.") from None
 
@@ -120,39 +120,38 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
-            _cell(path, dict.fromkeys(file.schema_arrow.names), column)
+            _cell(_named(path), dict.fromkeys(file.schema_arrow.names), column)
             for batch in file.iter_batches(columns=[column]):
-                yield from _texts(path, batch.to_pylist(), column)
+                yield from column_texts(_named(path), batch.to_pylist(), column)
     except pyarrow.ArrowException as problem:
         raise ValueError(f"data file {str(path)!r} is not parquet: {problem}.") from None
 
 
-def _texts(path: Path, rows: Iterable[Any], column: str) -> Iterator[str]:
+def column_texts(where: str, rows: Iterable[Any], column: str, *, skip_null: bool = True) -> Iterator[str]:
+    """The texts of a column. Errors begin with `where`; a row may also be the text itself."""
     for number, row in enumerate(rows, 1):
-        text = _cell(path, row, column) if isinstance(row, dict) else row
-        if text is None:
+        text = _cell(where, row, column) if isinstance(row, Mapping) else row
+        if text is None and skip_null:
             continue
         if not isinstance(text, str):
-            raise ValueError(
-                f"data file {str(path)!r}, row {number}: column {column!r} holds {type(text).__name__}; expected text."
-            )
+            wrong = f"column {column!r} holds {type(text).__name__}"
+            raise ValueError(f"{where}, row {number}: {wrong}; expected text.")
         yield text
 
 
-def _cell(path: Path, row: dict[Any, Any], column: str) -> Any:
+def _named(path: Path) -> str:
+    return f"data file {str(path)!r}"
+
+
+def _cell(where: str, row: Mapping[Any, Any], column: str) -> Any:
     if column in row:
         return row[column]
     names = [str(name) for name in row if name is not None]
     raise ValueError(
-        f"data file {str(path)!r} has no column {column!r}.{did_you_mean(column, names)} "
-        f"It has: {', '.join(names) or 'none'}. Choose one with data.custom.text_column."
+        f"{where} has no column {column!r}.{did_you_mean(column, names)} It has: {', '.join(names) or 'none'}. "
+        "Choose one with data.custom.text_column."
     )
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
-    "txt": _txt,
-    "json": _json,
-    "jsonl": _jsonl,
-    "csv": _csv,
-    "parquet": _parquet,
-}
+Reader = Callable[[Path, str], Iterator[str]]
+READERS: dict[str, Reader] = {"txt": _txt, "json": _json, "jsonl": _jsonl, "csv": _csv, "parquet": _parquet}

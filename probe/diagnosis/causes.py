@@ -67,16 +67,14 @@ def _cause(trace: LayerTrace) -> str:
     for batch in trace.batches():
         if batch.output is None:
             return f"{label} is never called as a module, so its hooks do not fire: compiled, fused or skipped"
-        obvious = _obvious(batch, label, batch.output)
-        if obvious:
+        if obvious := _obvious(batch, label, batch.output):
             return obvious
         for name, tensors in batch.parts.items():
             conv_outputs.setdefault(name, []).append(tensors.get("conv1d.output.given", torch.zeros(0)))
         try:
             for step in _steps(trace, batch.parts):
                 examined += 1
-                explanation = explain(step)
-                if explanation:
+                if explanation := explain(step):
                     return f"{step.name}; {explanation}"
         except NeverRanError as problem:
             return str(problem)
@@ -116,12 +114,10 @@ def _changed_outside(trace: LayerTrace) -> str:
     on_grid = {f"{name}.weight" for name in linears(trace.model)} if mode.kind == "linear" else set()
     for step in kept_weights(trace.model, trace.twin, mode.dtype if mode.kind == "float" else None):
         name = step.name.removeprefix("weight ")
-        if name in on_grid or name.startswith(inside):
+        of_a_block = ".mixer." in name or name.endswith(".norm.weight")  # which may not be selected
+        if name in on_grid or name.startswith(inside) or of_a_block:
             continue
-        if ".mixer." in name or name.endswith(".norm.weight"):
-            continue  # of a block that was not selected
-        explanation = explain(step)
-        if explanation:
+        if explanation := explain(step):
             return f"{step.name}; {explanation}"
     return ""
 
@@ -145,8 +141,7 @@ def _as_a_whole(trace: LayerTrace) -> str:
         output, expected = batch.output, batch.expected
         if output is None or output.shape != expected.shape:
             continue
-        pattern = _pattern(output.double(), expected.double(), batch.given.double())
-        if pattern:
+        if pattern := _pattern(output.double(), expected.double(), batch.given.double()):
             return f"{label} as a whole; {pattern}"
         error = float((output.double() - expected.double()).square().mean().sqrt())
         difference = f"{label} differs from the float layer by {error:.3g} rms, without a pattern"
@@ -157,8 +152,7 @@ def _as_a_whole(trace: LayerTrace) -> str:
 def _pattern(output: Tensor, expected: Tensor, given: Tensor) -> str:
     """A pattern in a difference that contains rounding errors too."""
     step = Step("", output, expected)
-    obvious = SIGNATURES["NaN or Inf"](step) or SIGNATURES["zeros"](step)
-    if obvious:
+    if obvious := SIGNATURES["NaN or Inf"](step) or SIGNATURES["zeros"](step):
         return obvious
     d = output - expected
     for axis, name in ((-1, "channel"), (-2, "token")):

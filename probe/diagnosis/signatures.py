@@ -52,12 +52,10 @@ class Step:
         def narrowed(replay: Replay) -> Tensor:
             return replay().narrow(axis, index, 1)
 
-        def replays() -> Iterator[tuple[str, Replay]]:
-            return ((sentence, partial(narrowed, replay)) for sentence, replay in self.suspects())
-
         tensors = {name: getattr(self, name) for name in ("actual", "expected", "given", "unit")}
         parts = {name: x.narrow(axis, index, 1) for name, x in tensors.items() if x is not None}
-        return replace(self, suspects=replays, **parts)
+        suspects = self.suspects
+        return replace(self, suspects=lambda: ((why, partial(narrowed, replay)) for why, replay in suspects()), **parts)
 
 
 def explain(step: Step) -> str:

@@ -6,7 +6,7 @@ One process of a run computes a reference or a calibration; the others read it f
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -165,9 +165,8 @@ class Bench:
         """The float run; with a variation, under that harmless change."""
         if variation not in self._references:
             name = f"{self._key('reference', variation)}.pt"
-            self._references[variation] = shared(
-                self._folder, name, lambda: self._run_reference(variation), save_reference, load_reference
-            )
+            make = partial(self._run_reference, variation)
+            self._references[variation] = shared(self._folder, name, make, save_reference, load_reference)
         return self._references[variation]
 
     def calibration(self, variation: Variation | None = None) -> Calibration:
@@ -177,7 +176,7 @@ class Bench:
             self._calibrations[variation] = shared(
                 self._folder,
                 f"{self._key('calibration', variation)}.json",
-                lambda: self._calibrate(variation),
+                partial(self._calibrate, variation),
                 lambda made, file: made.save(file.with_suffix("")),
                 lambda file: load_calibration(file.with_suffix(""), model=model),
             )
@@ -206,9 +205,8 @@ class Bench:
             )
         calibration = self.calibration(variation) if recipe.needs_calibration else None
         with self._under(variation):
-            return observe(
-                self.loaded.model, recipe, reference, calibration, device=device, bytes_per_token=self.bytes_per_token
-            )
+            size, model = self.bytes_per_token, self.loaded.model
+            return observe(model, recipe, reference, calibration, device=device, bytes_per_token=size)
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
         return nullcontext() if variation is None else under(variation, self.loaded.model)

@@ -99,10 +99,8 @@ def settings_of(given: Any, *, where: str, base: Settings | None = None) -> Sett
     settings = with_values(base or Settings(), rest, where=where)
     for format in settings.formats:
         _look_up(f"{where}: formats", "format", format, FORMATS)
-    checked: dict[str, Any] = {
-        name: _figures(f"{where}: {name}", table, signed=name == "limits") for name, table in tables.items()
-    }
-    return replace(settings, **checked)
+    checked = [(name, _figures(f"{where}: {name}", table, signed=name == "limits")) for name, table in tables.items()]
+    return replace(settings, **dict[str, Any](checked))
 
 
 def _figures(where: str, value: Any, *, signed: bool) -> dict[str, dict[str, float]]:

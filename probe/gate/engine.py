@@ -150,13 +150,10 @@ class Gate:
             try:
                 seen = [other[layer] for other in others]
                 entries[layer] = renewed(outcome, base[layer], seen, old, reason=self.reason)
+                outcomes[layer] = replace(outcome, status="updated")
             except RefusedError as problem:
                 refusals[layer] = str(problem)
-        updated = {
-            layer: outcome if layer in refusals else replace(outcome, status="updated")
-            for layer, outcome in outcomes.items()
-        }
-        return Judged(updated, entries, refusals)
+        return Judged(outcomes, entries, refusals)
 
 
 def _changed_settings(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

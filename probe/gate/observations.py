@@ -17,7 +17,7 @@ from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
 from probe.running.corners import CornerAnswer, corner_answers
 from probe.running.coverage import rounding_bound, watching
-from probe.running.measurement import NOISE
+from probe.running.measurement import is_float_output
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, Take, check_reference, replay
@@ -58,11 +58,6 @@ class Stream:
         self.comparison = Comparison(percentiles=percentiles)
         self.golden = Golden(count)
 
-    @property
-    def seen(self) -> bool:
-        """Whether there was a batch."""
-        return self.golden.seen > 0
-
     def take(self, output: Tensor, expected: Tensor) -> None:
         """Append a batch."""
         self.comparison.update(output, expected)
@@ -84,7 +79,7 @@ class LogitStream(Stream):
 
     def observation(self, bytes_per_token: float, *, missing: str) -> Observation:
         """The figures of the whole model; `missing` says why there are none."""
-        if not self.seen:
+        if not self.golden.seen:
             return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {missing}"),))
         values, predictions, count = self.comparison.metrics(), self.predictions.metrics(), self.golden.count
         known = {**values.as_dict(), **predictions.as_dict()}
@@ -109,10 +104,9 @@ def observe(
     check_reference(model, reference)
     twin = apply(model, recipe, calibration).to(device)
     logits = LogitStream(reference)
-    streams: dict[str, dict[str, Stream]] = {
-        kind: {label: Stream(reference.count(label)) for label in reference.layers}
-        for kind in ("propagated", "injected")
-    }
+    counts = {label: reference.count(label) for label in reference.layers}
+    kinds = ("propagated", "injected")
+    streams = {kind: {label: Stream(count) for label, count in counts.items()} for kind in kinds}
     streams["propagated"][LOGITS] = logits
     answers = corner_answers(twin, recipe, calibration)
     uncovered: list[str] = []
@@ -161,7 +155,7 @@ def _layer_observation(
     counts: dict[str, int] = {}
     flaws: list[Flaw] = []
     for kind, stream in streams.items():
-        if not stream.seen:
+        if not stream.golden.seen:
             flaws.append(Flaw("uncovered", f"{label} gave nothing in the {kind} run: {missing}"))
             continue
         metrics = stream.comparison.metrics()
@@ -197,7 +191,7 @@ def _not_applied(
         return []
     module = reference.modules[label]
     inside = [text for name, text in strays.items() if name.startswith(f"{module}.")]
-    if metrics.identical or (metrics.relative_mse is not None and metrics.relative_mse < NOISE):
+    if is_float_output(metrics):
         what = "to the bit" if metrics.identical else "up to the order of sums"
         return [Flaw("not applied", f"{recipe} left {label} as it was: its output is the float layer's {what}.")]
     if inside:

@@ -331,14 +331,9 @@ def _check_limits(settings: Settings, recipes: set[str]) -> None:
 
 def _shortened(lines: list[str], *, most: int = 2000) -> list[str]:
     """New and dropped cases as counts by recipe; figures that moved line by line."""
-    counts: Counter[tuple[str, str]] = Counter()
-    rest = []
-    for line in lines:
-        name, _, what = line.partition("  ")
-        if what in ("new", "dropped"):
-            counts[what, name.split("-")[0]] += 1
-        else:
-            rest.append(line)
+    cases, split = ("new", "dropped"), [(line, *line.partition("  ")[::2]) for line in lines]
+    counts = Counter((what, name.split("-")[0]) for _, name, what in split if what in cases)
+    rest = [line for line, _, what in split if what not in cases]
     counted = [f"{what}: {count} cases of {mode}" for (what, mode), count in sorted(counts.items())]
     more = [f"and {len(rest) - most} more; see git diff"] if len(rest) > most else []
     return [*counted, *rest[:most], *more]

@@ -85,14 +85,10 @@ class LogitMetrics:
     A masked vocabulary, -Inf on both sides, counts as not finite: cut it off first.
     """
 
-    positions: int
-    """All positions seen."""
-    compared: int
-    """Those whose logits are finite on both sides."""
-    finite: bool
-    """No NaN and no Inf in any logit."""
-    nonfinite_output: int
-    """Positions with a NaN or Inf among the output's logits."""
+    positions: int  # all positions seen
+    compared: int  # those whose logits are finite on both sides
+    finite: bool  # no NaN and no Inf in any logit
+    nonfinite_output: int  # positions with a NaN or Inf among the output's logits
     nonfinite_reference: int
     first_nonfinite: int | None
     """The first position, over the whole stream, not finite in the output but finite in the reference."""

@@ -67,10 +67,8 @@ class _Totals(NamedTuple):
     sums: _Doubles
     counts: _Whole
     keys: _Whole
-    buckets: _Whole
-    """|d| is counted here, but for zeros, if there are any buckets."""
-    sizes: _Doubles
-    """|d| is written here, if there is room."""
+    buckets: _Whole  # |d| is counted here, but for zeros, if there are any buckets
+    sizes: _Doubles  # |d| is written here, if there is room
 
 
 def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) -> Tally:

@@ -116,14 +116,10 @@ class Metrics:
         first_nonfinite          when no output is NaN or Inf where its reference is finite
     """
 
-    count: int = fact(lambda m: m.tally.seen)
-    """All elements seen."""
-    compared: int = fact(lambda m: m.tally.count)
-    """Those finite on both sides: n."""
-    finite: bool = fact(lambda m: m.tally.finite)
-    """No NaN and no Inf on either side."""
-    identical: bool = fact(lambda m: m.tally.moved == 0)
-    """Every bit of the output is that of the reference."""
+    count: int = fact(lambda m: m.tally.seen)  # all elements seen
+    compared: int = fact(lambda m: m.tally.count)  # those finite on both sides: n
+    finite: bool = fact(lambda m: m.tally.finite)  # no NaN and no Inf on either side
+    identical: bool = fact(lambda m: m.tally.moved == 0)  # every bit of the output is that of the reference
     mse: float | None = value(_mse)
     rmse: float | None = value(lambda t: math.sqrt(_mse(t)))
     mae: float | None = value(lambda t: t.sum_difference / t.count)

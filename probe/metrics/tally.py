@@ -44,20 +44,15 @@ class Tally:
     """Counts, sums and extremes of a stretch of the stream; elements that are NaN or Inf on a side are only counted."""
 
     seen: int = 0
-    count: int = 0
-    """Elements that are finite on both sides: all fields but the last six are about these."""
+    count: int = 0  # elements that are finite on both sides: all fields but the last six are about these
     output: Spread = Spread()
     reference: Spread = Spread()
     difference: Spread = Spread()
-    product: float = 0.0
-    """Sum of (output - mean output) (reference - mean reference)."""
-    sum_difference: float = 0.0
-    """Sum of |d|."""
-    sum_reference: float = 0.0
-    """Sum of |reference|."""
+    product: float = 0.0  # sum of (output - mean output) (reference - mean reference)
+    sum_difference: float = 0.0  # sum of |d|
+    sum_reference: float = 0.0  # sum of |reference|
     zeroed: int = 0
-    at_largest: int = 0
-    """How many outputs have the largest magnitude."""
+    at_largest: int = 0  # how many outputs have the largest magnitude
     moved: int = 0
     nan_output: int = 0
     inf_output: int = 0

@@ -23,10 +23,8 @@ def _check_folder(folder: Path) -> None:
     """Refuse, before transformers runs, a folder without a readable config.json or with weights that are not whole."""
     config = folder / "config.json"
     if not config.is_file():
-        raise ValueError(
-            f"model folder {str(folder)!r} has no config.json. "
-            "Expected a folder written by save_pretrained of transformers."
-        )
+        expected = "Expected a folder written by save_pretrained of transformers."
+        raise ValueError(f"model folder {str(folder)!r} has no config.json. {expected}")
     if not isinstance(_read_json(config).get("model_type"), str):
         raise ValueError(f"{str(config)!r} names no model_type. Expected the config.json that save_pretrained writes.")
     for file in _weight_files(folder):
@@ -66,9 +64,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
     except ValueError as problem:
-        raise ValueError(
-            f"{str(file)!r} is not valid JSON: {describe_error(problem)} Copy or download it again."
-        ) from problem
+        wrong = f"is not valid JSON: {describe_error(problem)}"
+        raise ValueError(f"{str(file)!r} {wrong} Copy or download it again.") from problem
     if not isinstance(found, dict):
         raise ValueError(f"{str(file)!r} holds a {type(found).__name__}; expected a JSON object.")
     return found

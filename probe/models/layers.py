@@ -72,6 +72,5 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as problem:
-        raise ValueError(
-            f"layer '{text}' is not a regular expression ({problem}). Escape special characters with a backslash."
-        ) from None
+        advice = "Escape special characters with a backslash."
+        raise ValueError(f"layer '{text}' is not a regular expression ({problem}). {advice}") from None

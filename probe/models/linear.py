@@ -38,9 +38,8 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Every nn.Linear by name, without the output head, which stays float."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    }
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: linear for name, linear in found.items() if linear is not head}
 
 
 @torch.no_grad()

@@ -20,7 +20,10 @@ from probe.words import describe_error, did_you_mean, near
 
 FOLDER = Path(__file__).parent / "embedded"
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]  # no pickles
+HUB_FILES: dict[str, Any] = {
+    "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"],  # no pickles
+    "ignore_patterns": ["*/*", "consolidated*"],
+}
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 WAYS = (
@@ -85,9 +88,8 @@ def load_model(
     Every mistake is a ValueError. Code in a model's folder runs only with `trust_remote_code`.
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(
-            f"dtype {dtype} cannot hold weights. Expected a floating-point one, or None to keep the model's."
-        )
+        expected = "Expected a floating-point one, or None to keep the model's."
+        raise ValueError(f"dtype {dtype} cannot hold weights. {expected}")
     with torch.random.fork_rng(devices=[]):
         if name in EMBEDDED:
             return _from_embedded(EMBEDDED[name], dtype, room)
@@ -147,11 +149,9 @@ def _from_factory(name: str, module_name: str, attribute: str) -> nn.Module:
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         close = near(attribute, public, count=1)
         hint = f" Did you mean '{module_name}:{close[0]}'?" if close else ""
-        wrong = "has no" if factory is None else "has an uncallable"
-        raise ValueError(
-            f"model {name!r}: module {module_name!r} {wrong} {attribute!r}; "
-            f"expected a function that returns the model.{hint}"
-        )
+        wrong = f"{'has no' if factory is None else 'has an uncallable'} {attribute!r}"
+        expected = f"expected a function that returns the model.{hint}"
+        raise ValueError(f"model {name!r}: module {module_name!r} {wrong}; {expected}")
     try:
         model = factory()
     except Exception as problem:
@@ -186,14 +186,7 @@ def _hub_snapshot(name: str, *, allow_download: bool) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            return Path(
-                snapshot_download(
-                    name,
-                    allow_patterns=HUB_FILES,
-                    ignore_patterns=["*/*", "consolidated*"],
-                    local_files_only=not allow_download,
-                )
-            )
+            return Path(snapshot_download(name, local_files_only=not allow_download, **HUB_FILES))
         except Exception as problem:
             if allow_download:
                 raise ValueError(

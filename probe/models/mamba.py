@@ -23,7 +23,7 @@ of u, the last state in float32.
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,14 @@ from torch.nn import functional
 from probe.models.offload import at_hand
 from probe.numerics.hadamard import hadamard_transform
 
-Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Scanned = tuple[Tensor, Tensor]  # y and the last state
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Scanned]
 
 #: Steps whose discretized matrices are made at once, and whose outputs are one matrix product.
 CHUNK = 32
 
 
-def sequential(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def sequential(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None = None) -> Scanned:
     """The loop over time, step by step."""
     batch, time, channels = u.shape
     h = torch.zeros(batch, channels, A.shape[1], device=u.device) if state is None else state.float()
@@ -55,9 +54,7 @@ def sequential(
     return y.to(u.dtype), h
 
 
-def fast(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def fast(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None = None) -> Scanned:
     """The same recurrence with the state laid out [state, channel]: one addcmul a step, one product a chunk.
 
     Differs from `sequential` in the order of the sums over states only.
@@ -82,35 +79,17 @@ def fast(
 
 
 SCANS: dict[str, Scan] = {"sequential": sequential, "fast": fast}
-
-
 Grid = Callable[[Tensor], Tensor]
 
 #: Every site, in the order of the data flow.
 SITES = (
-    "in_proj.input",
-    "in_proj.output",
-    "conv1d.input",
-    "conv1d.output",
-    "x_proj.input",
-    "x_proj.output",
-    "dt_proj.output",
-    "scan.u",
-    "scan.y",
-    "scan.state",
-    "out_proj.input",
+    *("in_proj.input", "in_proj.output", "conv1d.input", "conv1d.output", "x_proj.input", "x_proj.output"),
+    *("dt_proj.output", "scan.u", "scan.y", "scan.state", "out_proj.input"),
 )
 #: The tensors of the mixer that a quantized mode puts on the grid, by name in the stock mixer.
 WEIGHTS = (
-    "in_proj.weight",
-    "conv1d.weight",
-    "conv1d.bias",
-    "x_proj.weight",
-    "dt_proj.weight",
-    "dt_proj.bias",
-    "A_log",
-    "D",
-    "out_proj.weight",
+    *("in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj.weight", "dt_proj.weight", "dt_proj.bias"),
+    *("A_log", "D", "out_proj.weight"),
 )
 
 
@@ -154,20 +133,14 @@ class SiteMixer(nn.Module):
         self.activation = copy.deepcopy(source.act)
         self.scan_name = scan
         self.rotated = False
-        self.sites = nn.ModuleDict()
-        for site in SITES:
-            module, tensor = site.split(".")
-            if module not in self.sites:
-                self.sites[module] = nn.ModuleDict()
-            group = self.sites[module]
-            assert isinstance(group, nn.ModuleDict)
-            group[tensor] = Site()
+        groups: dict[str, nn.ModuleDict] = {}
+        for module, tensor in (site.split(".") for site in SITES):
+            groups.setdefault(module, nn.ModuleDict())[tensor] = Site()
+        self.sites = nn.ModuleDict(groups)
 
     def site(self, name: str) -> Site:
         """The site of that name, e.g. `conv1d.output`."""
-        found = self.get_submodule(f"sites.{name}")
-        assert isinstance(found, Site)
-        return found
+        return cast(Site, self.get_submodule(f"sites.{name}"))
 
     @torch.no_grad()
     def fold(self, gamma: Tensor | None, *, rotate: bool) -> None:

@@ -44,28 +44,22 @@ class Room:
         """Whether that many bytes of weights fit; a ValueError if they neither fit nor can be offloaded."""
         if size <= self.size:
             return True
-        limit = (
-            f"{self.device} has room for {format_bytes(self.size)}"
-            if self.limit is None
-            else f"memory.max_memory is {format_bytes(self.limit)}"
-        )
+        weights, room = f"the model has {format_bytes(size)} of weights", format_bytes(self.size)
+        limit = f"{self.device} has room for {room}" if self.limit is None else f"memory.max_memory is {room}"
         if not self.may_offload:
-            raise ValueError(
-                f"the model has {format_bytes(size)} of weights and {limit}. "
-                "Allow memory.auto_offload, raise the limit, or take model.dtype bfloat16."
-            )
+            advice = "Allow memory.auto_offload, raise the limit, or take model.dtype bfloat16."
+            raise ValueError(f"{weights} and {limit}. {advice}")
         if self.device.type == self.elsewhere:
             raise ValueError(
-                f"the model has {format_bytes(size)} of weights and {limit}, but memory.device and "
-                f"memory.offload_device are both {self.device.type}. "
+                f"{weights} and {limit}, but memory.device and memory.offload_device are both {self.device.type}. "
                 "Take memory.offload_device disk, or raise the limit."
             )
         try:
             import accelerate  # noqa: F401
         except ImportError:
             raise ValueError(
-                f"the model has {format_bytes(size)} of weights, {self.device} takes {format_bytes(self.size)}, and "
-                "offloading needs the package accelerate, which is not installed: pip install 'quant-probe[offload]'."
+                f"{weights}, {self.device} takes {room}, and offloading needs the package accelerate, which is not "
+                "installed: pip install 'quant-probe[offload]'."
             ) from None
         return False
 
@@ -146,11 +140,8 @@ def offload(model: nn.Module, room: Room) -> Placed:
     """The first layers that fit on the device, all others offloaded; accelerate loads each for the time it runs."""
     import accelerate
 
-    places = accelerate.infer_auto_device_map(
-        model,
-        max_memory=room.by_device(),
-        no_split_module_classes=sorted({type(block).__name__ for block in _stack(model)}),
-    )
+    whole = sorted({type(block).__name__ for block in _stack(model)})
+    places = accelerate.infer_auto_device_map(model, max_memory=room.by_device(), no_split_module_classes=whole)
     folder = tempfile.mkdtemp(prefix="probe-offload-")
     weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
     if places.keys() != {""}:

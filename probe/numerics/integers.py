@@ -28,10 +28,8 @@ def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
 class IntegerParameters:
     """The grid scale * (code - zero_point); `scale` and `zero_point` broadcast against the tensor."""
 
-    scale: Tensor
-    """float32, finite and above 0."""
-    zero_point: Tensor
-    """int32, of the shape of `scale`: the code of 0.0; zeros if symmetric."""
+    scale: Tensor  # float32, finite and above 0
+    zero_point: Tensor  # int32, of the shape of `scale`: the code of 0.0; zeros if symmetric
     bits: int
     symmetric: bool
 
@@ -194,10 +192,8 @@ def dequantize_integer(codes: Tensor, parameters: IntegerParameters, dtype: torc
 class Granularity:
     """Which elements share one scale."""
 
-    axis: int | None
-    """The default axis; None if the granularity has no axis."""
-    axis_is_free: bool
-    """True if the caller may choose another axis."""
+    axis: int | None  # the default axis; None if the granularity has no axis
+    axis_is_free: bool  # whether the caller may choose another axis
     sharing: Callable[[int, int], tuple[int, ...]] | None
     """(number of dimensions, axis) -> the dimensions that share one scale; None: groups along the axis do."""
 

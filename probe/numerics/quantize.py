@@ -279,15 +279,13 @@ def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
         return job.whole(fast.mx_values(job.rows, job.plan, job.rounding, noise))
     size = job.rows.shape[-1]
-    direct = out is not None and job.blocks.in_rows and out.is_contiguous() and not _share_memory(out, job.x)
+    memory = job.x.untyped_storage().data_ptr()
+    is_free = out is not None and out.is_contiguous() and out.untyped_storage().data_ptr() != memory
+    direct = is_free and job.blocks.in_rows
     target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)
     if not _compiled_mx(job, target, noise):
         fast.fake_quantize_rows(job.rows, target, job.plan, job.rounding, noise)
     return out if out is not None and direct else job.whole(target)
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _compiled_mx(job: Job, target: Tensor, noise: Tensor | None) -> bool:

@@ -98,12 +98,11 @@ def _count(magnitude: Tensor, scale: Tensor, fmt: Format, counts: dict[str, int]
     y = magnitude / scale
     finite = y.isfinite()
     some = finite & (magnitude > 0)
-    normal = fmt.min_normal
     counts["nonfinite"] += int((~finite).sum())
     counts["zeros"] += int((finite & (magnitude == 0)).sum())
     # a plain integer up to half a step beyond is the last code itself: amax / scale may be an ulp above max
     limit = fmt.max + 0.5 if fmt.scale == "float32" else fmt.max
     counts["overflow"] += int((some & (y > limit)).sum())
-    counts["subnormal"] += int((some & (y < normal)).sum()) if normal is not None else 0
+    counts["subnormal"] += int((some & (y < (fmt.min_normal or 0.0))).sum())
     counts["underflow"] += int((some & (y < fmt.min_subnormal)).sum())
     counts["flushed"] += int((some & (y <= fmt.min_subnormal / 2)).sum())

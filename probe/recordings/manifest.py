@@ -166,15 +166,12 @@ def manifest_to_json(manifest: Manifest) -> bytes:
 def manifest_from_json(data: bytes) -> Manifest:
     """The inverse of manifest_to_json; anything wrong is a DefectError with its key."""
     facts = document(data, version=VERSION).members("version", *(field.name for field in fields(Manifest)))
-    unfinished = facts["unfinished"].or_null(
-        partial(Node.as_dataclass, cls=UnfinishedWork, asked=_texts, missing=_list)
-    )
+    work = partial(Node.as_dataclass, cls=UnfinishedWork, asked=_texts, missing=_list)
+    unfinished = facts["unfinished"].or_null(work)
     files = {name: _file(name, node) for name, node in facts["files"].members(empty=True).items()}
     tokens = _tokens(facts["tokens"], files)
-    recipes = {
-        name: _recipe(name, node, tokens, files)
-        for name, node in facts["recipes"].members(empty=unfinished is not None).items()
-    }
+    nodes = facts["recipes"].members(empty=unfinished is not None)
+    recipes = {name: _recipe(name, node, tokens, files) for name, node in nodes.items()}
     for place in repeated(f"{one.file} {one.key}" for recipe in recipes.values() for one in recipe.tensors.values()):
         raise DefectError(f"recipes: {place} belongs to more than one tensor")
     return Manifest(
@@ -252,9 +249,8 @@ def _recipe(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile])
         calibration=lambda facts: facts.or_null(partial(Node.as_dataclass, cls=RecordedCalibration, percentile=_share)),
     )
     if name != "-".join(filter(None, (recipe.mode, recipe.format))):
-        raise DefectError(
-            f"{node.key}: its mode is {recipe.mode!r} and its format {recipe.format!r}, which is another recipe"
-        )
+        other = f"its mode is {recipe.mode!r} and its format {recipe.format!r}"
+        raise DefectError(f"{node.key}: {other}, which is another recipe")
     _check_names(node, recipe)
     return recipe
 

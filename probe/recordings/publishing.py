@@ -91,10 +91,8 @@ def existing_recording(
         raise RecordingError(f"{folder} holds a recording of something else: {'; '.join(other)}. Give another folder.")
     clash = [recipe for recipe in new if recipe in there.recipes]
     if clash and not overwrite:
-        raise RecordingError(
-            f"{folder} has {', '.join(clash)} already. Leave them out, give another folder, or overwrite them "
-            "(--overwrite)."
-        )
+        advice = "Leave them out, give another folder, or overwrite them (--overwrite)."
+        raise RecordingError(f"{folder} has {', '.join(clash)} already. {advice}")
     files = [one.file for recorded in there.recipes.values() for one in recorded.tensors.values()]
     if layout == "pt" and set(there.recipes) != set(new) and any("/" not in file for file in files):
         raise RecordingError(

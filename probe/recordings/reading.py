@@ -116,8 +116,7 @@ class Recording:
     def _stored(self, recipe: str, name: str) -> StoredTensor:
         recorded = self._recorded(recipe)
         if name not in recorded.tensors:
-            names = ", ".join(self.names(recipe))
-            raise RecordingError(f"{self.folder} has no {name} of {recipe}. It has: {names}.")
+            raise RecordingError(f"{self.folder} has no {name} of {recipe}. It has: {', '.join(self.names(recipe))}.")
         return recorded.tensors[name]
 
 
@@ -177,10 +176,8 @@ def check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
             if size != facts.bytes:
                 raise DefectError(f"has {size} bytes and the manifest says {facts.bytes}: it was cut short or changed")
             if verify and (found := StoredFile.of(file).sha256) != facts.sha256:
-                raise DefectError(
-                    f"its sha256 is {found[:12]}... and the manifest says {facts.sha256[:12]}...: it was changed, or "
-                    "belongs to another recording"
-                )
+                digests = f"its sha256 is {found[:12]}... and the manifest says {facts.sha256[:12]}..."
+                raise DefectError(f"{digests}: it was changed, or belongs to another recording")
     expected: dict[str, dict[str | None, Kind]] = {}
     for recorded in manifest.recipes.values():
         for one in recorded.tensors.values():
@@ -191,11 +188,9 @@ def check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
     tokens = manifest.tokens
     if tokens.file is not None:
         with reading(folder / tokens.file):
-            shape = tuple(_token_ids(file_inside(folder, tokens.file)).shape)
-            if shape != (tokens.samples, tokens.seqlen):
-                raise DefectError(
-                    f"holds {list(shape)} tokens, and the manifest says {[tokens.samples, tokens.seqlen]}"
-                )
+            shape, stated = list(_token_ids(file_inside(folder, tokens.file)).shape), [tokens.samples, tokens.seqlen]
+            if shape != stated:
+                raise DefectError(f"holds {shape} tokens, and the manifest says {stated}")
 
 
 def _check_kinds(expected: dict[str | None, Kind], found: dict[str | None, Kind]) -> None:

@@ -142,9 +142,7 @@ class Progress(Protocol):
 
 class _Silent:
     def line(self, text: str) -> None: ...
-
     def begin(self, steps: int) -> None: ...
-
     def step(self, recipe: str, name: str) -> None: ...
 
 
@@ -262,7 +260,7 @@ def _record_recipe(
             raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
         recorded, stored = finished(recipe, stream, points.layers)
         applied: Literal["by probe", "before"] = "before" if run.model.runs_as_is else "by probe"
-        used = None if calibration is None else request.recorded_calibration(calibration)
+        used = None if calibration is None else request.recorded_calibration(calibration.data)
         recorded = replace(recorded, applied=applied, calibration=used, compiled=taps.is_compiled(twin))
         _check_changed(run, recipe, recorded)
     partial.add(key, recorded, file.name, stored)

@@ -6,7 +6,7 @@ Every mistake in a request is found before the model runs.
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from probe.models.positions import check_positions
 from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
 from probe.recordings.script_formats import NPZ, ScriptFacts
 from probe.recordings.taps import TAPS, is_compiled, points_returned, unwrapped
-from probe.running.calibration import Calibration
 from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.words import look_up
@@ -148,11 +147,10 @@ class RecordRequest:
         """The data that static scales are computed from, in words."""
         return f"{self.calib_data_num} x {self.calib_seqlen} of {self.calib_data}, percentile {self.percentile}"
 
-    def recorded_calibration(self, calibration: Calibration) -> RecordedCalibration:
-        """The facts of a calibration that was made as requested."""
-        return RecordedCalibration(
-            self.calib_data, calibration.data, self.percentile, self.calib_data_num, self.calib_seqlen
-        )
+    def recorded_calibration(self, fingerprint: str) -> RecordedCalibration:
+        """The facts of a calibration that was made as requested, on data with this fingerprint."""
+        sizes = (self.calib_data_num, self.calib_seqlen)
+        return RecordedCalibration(self.calib_data, fingerprint, self.percentile, *sizes)
 
 
 # --------------------------------------------------------------------------------------------------- the model
@@ -181,12 +179,9 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
     """The model of the request, loaded if it is a name, from `pretrained_dir` if there is one."""
     model = request.model
     if isinstance(model, str):
-        found = load_model(
-            model if request.pretrained_dir is None else request.pretrained_dir,
-            allow_download=request.allow_download,
-            trust_remote_code=request.trust_remote_code,
-        )
-        return ModelToRun(Loaded(model, found.model, found.tokenizer, found.fingerprint, found.notes))
+        source = model if request.pretrained_dir is None else request.pretrained_dir
+        found = load_model(source, allow_download=request.allow_download, trust_remote_code=request.trust_remote_code)
+        return ModelToRun(replace(found, name=model))
     if request.pretrained_dir is not None:
         raise ValueError("a model and a folder of weights were both given. Leave one out.")
     if isinstance(model, Loaded):
@@ -200,9 +195,8 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
     name = type(inner).__name__
     own = getattr(inner, "tokenizer", None)
     tokenizer = own if isinstance(own, Tokenizer) else _NoTokenizer(name)
-    return ModelToRun(
-        Loaded(name, model, tokenizer, weight_fingerprint(inner)), runs_as_is=is_compiled(model) or returns
-    )
+    loaded = Loaded(name, model, tokenizer, weight_fingerprint(inner))
+    return ModelToRun(loaded, runs_as_is=is_compiled(model) or returns)
 
 
 def device_name(request: RecordRequest, model: ModelToRun) -> str:
@@ -211,9 +205,8 @@ def device_name(request: RecordRequest, model: ModelToRun) -> str:
     if model.runs_as_is:
         found = device_of(model.loaded.model)
         if device not in ("cpu", str(found), found.type):
-            raise ValueError(
-                f"the model lies on {found}, and the device is {device}. Move it, or leave the device out."
-            )
+            wrong = f"the model lies on {found}, and the device is {device}"
+            raise ValueError(f"{wrong}. Move it, or leave the device out.")
         if found.type != "cuda":
             return found.type
         device = str(found)

@@ -202,9 +202,8 @@ def npz_statistics(built: "Recording", facts: ScriptFacts, figures: AllFigures) 
     for recipe in built.recipes:
         recorded, names = built.manifest.recipes[recipe], built.names(recipe)
         by_name = figures.get(recipe) or {name: recorded_figures(built, recipe, name) for name in names}
-        modes[script_name(recorded.mode, recorded.format)] = {
-            npz_stem(name, recorded.layers): one.as_json() for name, one in by_name.items()
-        }
+        tensors = {npz_stem(name, recorded.layers): one.as_json() for name, one in by_name.items()}
+        modes[script_name(recorded.mode, recorded.format)] = tensors
     statistics = {
         "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
         "model": built.manifest.model,

@@ -110,21 +110,16 @@ class TensorStream:
         """Write the header, read the file back, and return its tensors and its size and digest."""
         for name in self._names:
             region = self._regions.get(name)
-            if region is None:
-                raise self._misfit(name, 0, ())
-            if region.rows != self._samples:
-                raise self._misfit(name, region.rows, [region.row])
+            if region is None or region.rows != self._samples:
+                raise self._misfit(name, region.rows, [region.row]) if region else self._misfit(name, 0, ())
         if any(region.begin % region.item_bytes for region in self._regions.values()):
             self._align()
         kinds = {name: Kind(one.row.dtype, (self._samples, *one.row.shape)) for name, one in self._regions.items()}
-        header = {
-            name: {
-                "dtype": SAFETENSORS_TYPES[kinds[name].dtype],
-                "shape": kinds[name].shape,
-                "data_offsets": [region.begin, region.begin + self._samples * region.row_bytes],
-            }
-            for name, region in self._regions.items()
-        }
+        header = {}
+        for name, region in self._regions.items():
+            offsets = [region.begin, region.begin + self._samples * region.row_bytes]
+            kind = {"dtype": SAFETENSORS_TYPES[kinds[name].dtype], "shape": kinds[name].shape}
+            header[name] = {**kind, "data_offsets": offsets}
         room = self._start - 8
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > room:
@@ -229,9 +224,8 @@ def write_recording(
             with TensorStream(fresh / f"{key}.safetensors", list(parts), tokens.samples, label=key) as stream:
                 for name, some in parts.items():
                     if not TENSOR_NAME.fullmatch(name):
-                        raise RecordingError(
-                            f"{key}: {name!r} names no tensor. Expected layer_0.output, layer_0.input or {LOGITS}."
-                        )
+                        expected = f"Expected layer_0.output, layer_0.input or {LOGITS}."
+                        raise RecordingError(f"{key}: {name!r} names no tensor. {expected}")
                     for part in some:
                         stream.add(name, part)
                 recorded[key], files[stream.file.name] = finished(recipe, stream)

@@ -74,7 +74,7 @@ TAPS = (*OF_LAYERS, *OF_MODEL, LOGITS)
 
 
 def tap_points(
-    model: nn.Module, layers: Sequence[str | int], taps: Sequence[str] = (), *, model_name: str = "MODEL"
+    model: nn.Module, layers: Sequence[str | int] | str | int, taps: Sequence[str] = (), *, model_name: str = "MODEL"
 ) -> TapPoints:
     """The outputs of `layers`, in the syntax of `select`, and the tensors of the taps.
 
@@ -150,8 +150,7 @@ def record_outputs(
 
     The hooks stay on `model`: use only the wrapper from then on.
     """
-    chosen = [layers] if isinstance(layers, str | int) else layers
-    return RecordedOutputs(model, tap_points(model, chosen, taps, model_name=type(model).__name__))
+    return RecordedOutputs(model, tap_points(model, layers, taps, model_name=type(model).__name__))
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -235,9 +234,8 @@ def run_returning(
             found = _outputs(model, batch.to(device))
         missing = [name for name in points.names if name not in found]
         if missing:
-            raise UncoveredError(
-                f"the model did not return {', '.join(missing[:5])}. Make it with probe.record_outputs of these layers."
-            )
+            advice = "Make it with probe.record_outputs of these layers."
+            raise UncoveredError(f"the model did not return {', '.join(missing[:5])}. {advice}")
         for name in points.names:
             consumer(name, found.pop(name))
     return stray

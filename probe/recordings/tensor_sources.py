@@ -10,9 +10,9 @@ Nothing is unpickled. Names are listed at once; a tensor is loaded by `TensorSou
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from probe.recordings.manifest import MANIFEST
 from probe.recordings.reading import read_recording
 from probe.words import first_few
 
+_reading = partial(reading, error=ValueError, remedy="Save it again, as plain numbers.")
 SUFFIXES = (".pt", ".npy", ".npz", ".safetensors")
 
 
@@ -65,9 +66,7 @@ def tensor_sources(given: list[str]) -> list[TensorSource]:
 def _expanded(text: str) -> list[TensorSource]:
     try:
         path, chosen = _split(text)
-        if path.is_dir():
-            return list(_folder(path, chosen))
-        return list(_file(path, chosen))
+        return list(_folder(path, chosen) if path.is_dir() else _file(path, chosen))
     except (ValueError, OSError) as problem:
         return [TensorSource(text, safe_name(Path(text).stem), Path(text), defect=str(problem))]
 
@@ -117,10 +116,6 @@ def _file(path: Path, chosen: str) -> Iterator[TensorSource]:
         shown = f"{path}:{name}" if name else str(path)
         label = safe_name(f"{path.stem}.{name}" if name else path.stem)
         yield TensorSource(shown, label, path, name)
-
-
-def _reading(path: Path) -> AbstractContextManager[None]:
-    return reading(path, ValueError, remedy="Save it again, as plain numbers.")
 
 
 # -------------------------------------------------------------------------------------------------- recordings

@@ -40,24 +40,19 @@ def write_device_page(folder: Path | str, found: DeviceComparison, drawn: DrawnT
     for note in found.notes:
         page.text(f"Note: {note}.")
     if drawn is not None:
-        _pictures(page, folder, found, drawn)
+        errors, values = error_picture(found), value_picture(drawn)
+        write(folder / "error_by_layer.png", errors)
+        write(folder / "values.png", values)
+        page.heading("Error by layer")
+        caption = "No point: identical, or not finite. Left, dashed: the limits. Right, grey: the noise bound."
+        page.picture(errors, alt="differences by layer", caption=caption)
+        page.heading(f"Values of {drawn.label}")
+        caption = "A sample of the values; the map is of all."
+        page.picture(values, alt=f"values of {drawn.label} on both devices", caption=caption)
     if found.layers:
         _layers(page, found)
     write(folder / FIGURES, json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
     return page.write(folder / PAGE)
-
-
-def _pictures(page: Document, folder: Path, found: DeviceComparison, drawn: DrawnTensor) -> None:
-    page.heading("Error by layer")
-    errors = error_picture(found)
-    write(folder / "error_by_layer.png", errors)
-    caption = "No point: identical, or not finite. Left, dashed: the limits. Right, grey: the noise bound."
-    page.picture(errors, alt="differences by layer", caption=caption)
-    page.heading(f"Values of {drawn.label}")
-    values = value_picture(drawn)
-    write(folder / "values.png", values)
-    caption = "A sample of the values; the map is of all."
-    page.picture(values, alt=f"values of {drawn.label} on both devices", caption=caption)
 
 
 def _layers(page: Document, found: DeviceComparison) -> None:
@@ -69,21 +64,26 @@ def _layers(page: Document, found: DeviceComparison) -> None:
         "added: the difference in what the layer adds, relative to it; noise: its upper bound between correct devices.",
         bad=[sign in (">", "✗") for sign in marks],
     )
-    worst = enumerate(zip(found.worst_by_max_abs, found.worst_by_cosine, strict=True), 1)
     page.heading("Worst layers")
     page.table(
         [
             {"rank": rank, "by max abs": a.label, "max abs": a.max_abs, "by cosine": b.label, "cosine": b.cosine}
-            for rank, (a, b) in worst
+            for rank, (a, b) in enumerate(zip(found.worst_by_max_abs, found.worst_by_cosine, strict=True), 1)
         ]
     )
 
 
 def device_text(found: DeviceComparison) -> str:
     """Sides and inputs, a line for every tensor, the worst by two rankings, and the verdict with its evidence."""
-    layers = [_layer_lines(found), _worst(found)] if found.layers else []
-    text = "\n\n".join([_sides(found), *layers, verdict_text(found), _result_line(found)])
-    return "\n".join(map(printable, text.split("\n")))  # names and devices come from files
+    sides = [f"A  {found.a}: {found.recipe_a} on {found.device_a}"]
+    sides += [f"B  {found.b}: {found.recipe_b} on {found.device_b}"]
+    if found.reference is not None:
+        sides += [f"R  {found.reference}: float reference of A"]
+    layers = [*_layer_lines(found), "", *_worst(found), ""] if found.layers else []
+    verdict = [f"Verdict: {headline(found)}", *(f"  - {reason}" for reason in found.verdict.evidence)]
+    verdict += [f"  note: {note}" for note in found.notes]
+    lines = [*sides, f"Inputs: {found.inputs.reason}", "", *layers, *verdict, "", _result_line(found)]
+    return "\n".join(map(printable, lines))  # names and devices come from files
 
 
 def headline(found: DeviceComparison) -> str:
@@ -92,12 +92,6 @@ def headline(found: DeviceComparison) -> str:
     where = f" from {verdict.layer} on" if verdict.layer else ""
     cause = f": {verdict.cause}" if verdict.cause else ""
     return f"{verdict.kind}{where} ({verdict.sure}){cause}"
-
-
-def verdict_text(found: DeviceComparison) -> str:
-    """The verdict, and the figures that led to it."""
-    lines = [f"Verdict: {headline(found)}", *(f"  - {reason}" for reason in found.verdict.evidence)]
-    return "\n".join([*lines, *(f"  note: {note}" for note in found.notes)])
 
 
 def limits_text(found: DeviceComparison) -> str:
@@ -116,20 +110,12 @@ def rows(found: DeviceComparison) -> list[dict[str, object]]:
     return [{name: getattr(layer, key) for name, key in keys.items()} for layer in found.layers]
 
 
-def _sides(found: DeviceComparison) -> str:
-    sides = [("A", found.a, found.recipe_a, found.device_a), ("B", found.b, found.recipe_b, found.device_b)]
-    lines = [f"{name}  {folder}: {recipe} on {device}" for name, folder, recipe, device in sides]
-    if found.reference is not None:
-        lines.append(f"R  {found.reference}: float reference of A")
-    return "\n".join([*lines, f"Inputs: {found.inputs.reason}"])
-
-
-def _layer_lines(found: DeviceComparison) -> str:
+def _layer_lines(found: DeviceComparison) -> list[str]:
     texts = [{key: _cell(key, value) for key, value in row.items()} for row in rows(found)]
     signs = [" ", *(mark(layer, found) for layer in found.layers)]
     lines = [f"{sign} {line}".rstrip() for sign, line in zip(signs, columns(texts, left=["layer"]), strict=True)]
     key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: bound between correct devices"
-    return "\n".join([*lines, key])
+    return [*lines, key]
 
 
 def mark(layer: LayerDifference, found: DeviceComparison) -> str:
@@ -140,30 +126,17 @@ def mark(layer: LayerDifference, found: DeviceComparison) -> str:
 
 
 def _cell(key: str, value: object) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, float):
-        if key in ("cosine", "pearson"):
-            return _likeness(value)
-        if key == "within":
-            return f"{100 * value:.4g}%"
-        return "0" if value == 0 else f"{value:.2e}"
-    return str(value)
+    if not isinstance(value, float):
+        return "none" if value is None else str(value)
+    if key in ("cosine", "pearson"):  # a number other than 1 does not read as 1
+        return "1" if value == 1 else f"{value:.6f}" if abs(value) < 0.9999995 else f"1-{1 - value:.0e}"
+    return f"{100 * value:.4g}%" if key == "within" else "0" if value == 0 else f"{value:.2e}"
 
 
-def _likeness(value: float) -> str:
-    """0.999987; a number other than 1 does not read as 1."""
-    return "1" if value == 1 else f"{value:.6f}" if abs(value) < 0.9999995 else f"1-{1 - value:.0e}"
-
-
-def _worst(found: DeviceComparison) -> str:
-    def listed(layers: Sequence[LayerDifference], key: str) -> str:
-        return ", ".join(f"{layer.label} {_cell(key, getattr(layer, key.replace(' ', '_')))}" for layer in layers)
-
-    return (
-        f"Worst by max abs: {listed(found.worst_by_max_abs, 'max abs')}\n"
-        f"Worst by cosine:  {listed(found.worst_by_cosine, 'cosine')}"
-    )
+def _worst(found: DeviceComparison) -> list[str]:
+    largest = ", ".join(f"{layer.label} {_cell('max abs', layer.max_abs)}" for layer in found.worst_by_max_abs)
+    lowest = ", ".join(f"{layer.label} {_cell('cosine', layer.cosine)}" for layer in found.worst_by_cosine)
+    return [f"Worst by max abs: {largest}", f"Worst by cosine:  {lowest}"]
 
 
 def _result_line(found: DeviceComparison) -> str:
@@ -187,10 +160,12 @@ def error_picture(found: DeviceComparison) -> bytes:
         left.set_title("|B - A| by layer")
         keys = {"max abs": "max_abs", "mean abs": "mean_abs"}
         if _curves(left, {name: [getattr(layer, key) for layer in found.layers] for name, key in keys.items()}):
+            place = {"xycoords": ("axes fraction", "data"), "xytext": (-2, 2), "textcoords": "offset points"}
+            style = {"ha": "right", "va": "bottom", "fontsize": 7.5}
             for colour, (name, key) in zip(figure.COLOURS, keys.items(), strict=False):
                 if (limit := getattr(found.limits, key)) > 0:
                     left.axhline(limit, color=colour, linestyle=figure.DASHED, linewidth=1)
-                    _limit_note(left, limit, f"limit of {name}", colour)
+                    left.annotate(f"limit of {name}", (1, limit), color=colour, **style, **place)
             _finish(left, found)
         added: dict[str, list[float | None]] = {"added": [layer.added for layer in found.layers]}
         if found.reference is not None:
@@ -211,7 +186,6 @@ def value_picture(drawn: DrawnTensor) -> bytes:
         left, middle, right = page.panels
         left.set_title(f"B - A of {figure.label(drawn.label, most=28)}")
         middle.set_title("B against A")
-        right.set_title("mean |B - A| by token and channel")
         pairs, found = drawn.pairs, drawn.differences
         if not len(pairs.output):
             for axes in (left, middle):
@@ -228,18 +202,15 @@ def value_picture(drawn: DrawnTensor) -> bytes:
             middle.plot((low, high), (low, high), color=figure.GREY, linewidth=1)
             some = slice(None, None, max(1, len(pairs.output) // MOST_DOTS))
             middle.plot(pairs.reference[some], pairs.output[some], ".", color=figure.BLUE, markersize=3, alpha=0.5)
-            middle.set_xlabel("A")
-            middle.set_ylabel("B")
+            middle.set(xlabel="A", ylabel="B")
         finite = bool(np.isfinite(drawn.errors).all())
+        right.set_title("mean |B - A| by token and channel")
         if drawn.scale is None:
             figure.note(right, "every difference is 0" if finite else "no difference is finite")
             return page.png()
         shown = figure.log_shade_map(right, drawn.errors, drawn.scale, drawn.shape)
-        figure.log_ticks(page.figure.colorbar(shown, ax=right, shrink=0.9, pad=0.02).ax.yaxis)
-        right.set_xlabel("channel")
-        right.set_ylabel("token")
-        if not finite:
-            right.set_title("mean |B - A|; red: not finite")
+        page.log_colour_bar(shown, right, shrink=0.9, pad=0.02)
+        right.set(xlabel="channel", ylabel="token", **({} if finite else {"title": "mean |B - A|; red: not finite"}))
         return page.png()
 
 
@@ -259,18 +230,10 @@ def _curves(axes: Any, values: Mapping[str, Sequence[float | None]]) -> bool:
 def _finish(axes: Any, found: DeviceComparison) -> None:
     """Mark the layer where the difference begins and those that are finite on one device only; name the layers."""
     labels = [layer.label for layer in found.layers]
-    where = found.verdict.layer
-    if where is not None and where in labels and found.verdict.kind != "dtype noise":
-        place = labels.index(where)
-        axes.axvspan(place - 0.5, place + 0.5, color=figure.BAD, alpha=0.12, linewidth=0, label=found.verdict.kind)
+    began = [place for place, layer in enumerate(found.layers) if mark(layer, found) == ">"]
+    figure.shade_layers(axes, began, colour=figure.BAD, alpha=0.12, label=found.verdict.kind)
     lost = [place for place, layer in enumerate(found.layers) if layer.lost]
     if lost:
-        across = axes.get_xaxis_transform()
-        axes.plot(lost, [0.04] * len(lost), "x", color=figure.BAD, transform=across, label="finite on one only")
+        figure.mark_places(axes, lost, "x", height=0.04, label="finite on one only")
     figure.layer_axis(axes, labels)
     axes.legend(loc="best")
-
-
-def _limit_note(axes: Any, height: float, text: str, colour: str) -> None:
-    place = {"xycoords": ("axes fraction", "data"), "xytext": (-2, 2), "textcoords": "offset points"}
-    axes.annotate(text, (1, height), ha="right", va="bottom", fontsize=7.5, color=colour, **place)

@@ -41,9 +41,7 @@ class Document:
         """Add text as in a terminal, line by line."""
         self._parts.append({"kind": "pre", "text": text})
 
-    def table(
-        self, rows: Sequence[Mapping[str, object]], caption: str = "", *, bad: Sequence[bool] | None = None
-    ) -> None:
+    def table(self, rows: Sequence[Mapping[str, object]], caption: str = "", *, bad: Sequence[bool] = ()) -> None:
         """Add a table with the columns of its first row; None is a dash. Rows whose `bad` is true are marked."""
         if not rows:
             raise ValueError("a table needs at least one row. Say in words that there is none.")

@@ -6,7 +6,7 @@ axes have tick labels of their own, in plain text.
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,10 @@ class Sheet:
             if columns == 1 or made.get_window_extent().width <= self.figure.bbox.width:
                 return
             made.remove()
+
+    def log_colour_bar(self, image: Any, axes: Any, **options: Any) -> None:
+        """Put a logarithmic colour bar beside the axes. `options` are those of matplotlib."""
+        log_ticks(self.figure.colorbar(image, ax=axes, **options).ax.yaxis)
 
     def png(self, *, colours: int | None = None) -> bytes:
         """The picture as a PNG. With few `colours` it is about half the size; a map of shades needs them all."""
@@ -160,7 +164,10 @@ def positives(values: Sequence[float | None]) -> Values:
 
 def layer_axis(axes: Any, names: Sequence[str]) -> None:
     """An x axis with the short names of layers, as many as there is room for; upright where they are long."""
-    texts, width = _layer_labels(names), _panel_width(axes)
+    spec = axes.get_subplotspec()
+    ratios = spec.get_gridspec().get_width_ratios()
+    width = float(axes.figure.get_figwidth() * ratios[spec.colspan.start] / sum(ratios))
+    texts = _layer_labels(names)
     longest, upright = max(map(len, texts)), _is_upright(texts, width)
     step = max(1, math.ceil(len(texts) * (2.4 if upright else longest + 2) / (LETTERS * width)))
     axes.set_xticks(range(0, len(texts), step), texts[::step], rotation=90 if upright else 0)
@@ -175,12 +182,6 @@ def layer_axis_height(names: Sequence[str], width: float) -> float:
     return 0.07 * max(map(len, texts)) if _is_upright(texts, width) else 0.0
 
 
-def _panel_width(axes: Any) -> float:
-    figure, place = axes.figure.get_figwidth(), axes.get_subplotspec().get_gridspec()
-    ratios = place.get_width_ratios()
-    return float(figure * ratios[axes.get_subplotspec().colspan.start] / sum(ratios))
-
-
 def _layer_labels(names: Sequence[str]) -> list[str]:
     return short_names([single_line(name) for name in names], most=24)
 
@@ -188,6 +189,18 @@ def _layer_labels(names: Sequence[str]) -> list[str]:
 def _is_upright(texts: Sequence[str], width: float) -> bool:
     longest = max(map(len, texts))
     return longest > 4 and longest * len(texts) > LETTERS * width
+
+
+def shade_layers(axes: Any, places: Sequence[int], *, colour: str, **style: Any) -> None:
+    """Shade the layers at these places of a layer axis."""
+    for place in places:
+        axes.axvspan(place - 0.5, place + 0.5, color=colour, linewidth=0, **style)
+
+
+def mark_places(axes: Any, places: Sequence[int], marker: str, *, height: float, label: str | None = None) -> None:
+    """Red marks at these places of the x axis, at a height that is a part of the panel's."""
+    across = axes.get_xaxis_transform()
+    axes.plot(places, [height] * len(places), marker, color=BAD, transform=across, label=label)
 
 
 def log_axis(axes: Any, values: Sequence[float | None] | None = None, *, floor: float = 1e-6) -> None:
@@ -203,19 +216,17 @@ def log_axis(axes: Any, values: Sequence[float | None] | None = None, *, floor: 
     log_ticks(axes.yaxis)
 
 
-def count_axis(axes: Any) -> None:
-    """A logarithmic y axis of counts, with a place for 0."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+def _plain_ticks(axis: Any) -> None:
+    """Plain numbers at the major ticks, and nothing at the minor ones."""
+    from matplotlib.ticker import NullFormatter
 
-    axes.set_yscale("symlog", linthresh=1)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(plain_number))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(plain_number)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def log_ticks(axis: Any) -> None:
     """A few ticks in plain text on a logarithmic axis; they follow its limits."""
-    from matplotlib.ticker import FuncFormatter, Locator, NullFormatter
+    from matplotlib.ticker import Locator
 
     class LogTicks(Locator):
         def __call__(self) -> Any:
@@ -225,8 +236,7 @@ def log_ticks(axis: Any) -> None:
             return log_tick_places(*sorted((vmin, vmax)))
 
     axis.set_major_locator(LogTicks())
-    axis.set_major_formatter(FuncFormatter(plain_number))
-    axis.set_minor_formatter(NullFormatter())
+    _plain_ticks(axis)
 
 
 def log_tick_places(low: float, high: float) -> list[float]:
@@ -280,11 +290,13 @@ def log_shade_map(axes: Any, values: Values, scale: tuple[float, float], shape: 
 
 
 def histogram(axes: Any, counts: npt.NDArray[Any], edges: Values, *, mean: float | None = None) -> None:
-    """Counts on a logarithmic axis, and a dashed line at the mean."""
+    """Counts on a logarithmic axis, with a place for 0, and a dashed line at the mean."""
     axes.stairs(counts, edges, fill=True, color=BLUE)
     if mean is not None:
         axes.axvline(mean, color=BAD, linewidth=1.2, linestyle=DASHED)
-    count_axis(axes)
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=0)
+    _plain_ticks(axes.yaxis)
     axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
     axes.locator_params(axis="x", nbins=5)
 
@@ -318,13 +330,13 @@ def line(
     axes.plot(middles(parts), middle, color=colour, linewidth=width, label=label)
 
 
-def widths(curves: Sequence[Sequence[float]], *, step: float = 2.6) -> list[float]:
+def widths(curves: Sequence[Iterable[float]], *, step: float = 2.6) -> list[float]:
     """A line width for each curve: `step` wider for each later curve that meets it, so that all of them can be seen.
 
     Two curves meet if they are within 5 % of each other at some point.
     """
 
-    def meet(a: Sequence[float], b: Sequence[float]) -> bool:
+    def meet(a: Iterable[float], b: Iterable[float]) -> bool:
         return any(abs(x - y) < 0.05 * max(x, y) for x, y in zip(a, b, strict=True))  # NaN meets nothing
 
     later = [sum(meet(curve, other) for other in curves[place + 1 :]) for place, curve in enumerate(curves)]

@@ -1,9 +1,7 @@
 """The report of `probe check`: the health of a recipe as text, as pictures and as a page."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -76,16 +74,15 @@ def _row(layer: LayerHealth) -> dict[str, object]:
 def health_by_layer(health: Health) -> bytes:
     """Mean and spread of every tensor; and the change between adjacent layers, with the limit of what is usual."""
     layers = health.layers
-    names = [layer.name for layer in layers]
+    names, suspicious = [layer.name for layer in layers], [i for i, layer in enumerate(layers) if layer.problems]
     with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
         left, right = page.panels
         left.set_title("mean, and one standard deviation around it")
-        means = np.array([math.nan if layer.mean is None else layer.mean for layer in layers])
-        spreads = np.array([math.nan if layer.std is None else layer.std for layer in layers])
+        means, spreads = np.array([(layer.mean, layer.std) for layer in layers], np.float64).T  # None becomes NaN
         band = (means - spreads, means + spreads)
         left.fill_between(range(len(layers)), *band, color=figure.BLUE, alpha=0.18, linewidth=0)
         left.plot(means, color=figure.BLUE, marker="o", markersize=4 if len(layers) <= 32 else 2.5, linewidth=1.3)
-        _mark_suspicious(left, layers)
+        figure.shade_layers(left, suspicious, colour=figure.BAD, alpha=0.15)
         figure.layer_axis(left, names)
         right.set_title("change from the layer before")
         changes = figure.positives([layer.mean_change for layer in layers])
@@ -100,15 +97,9 @@ def health_by_layer(health: Health) -> bytes:
             right.axhline(limit, color=figure.GREY, linestyle=figure.DASHED, label=name)
         figure.log_axis(right)
         right.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
-        _mark_suspicious(right, layers)
+        figure.shade_layers(right, suspicious, colour=figure.BAD, alpha=0.15)
         figure.layer_axis(right, names)
         return page.png()
-
-
-def _mark_suspicious(axes: Any, layers: Sequence[LayerHealth]) -> None:
-    for place, layer in enumerate(layers):
-        if layer.problems:
-            axes.axvspan(place - 0.5, place + 0.5, color=figure.BAD, alpha=0.15, linewidth=0)
 
 
 def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:
@@ -120,31 +111,22 @@ def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:
             figure.note(left, "no value is finite")
         else:
             figure.histogram(left, drawn.counts, drawn.edges)
-            left.set_xlabel("value")
-            left.set_ylabel("frequency")
+            left.set(xlabel="value", ylabel="frequency")
             if layer.nan or layer.inf:
                 figure.corner_note(left, f"left out: {layer.nan} NaN, {layer.inf} Inf", colour=figure.BAD)
-        _first_values(middle, drawn)
+        middle.set(title=f"first {len(drawn.first_values)} values", xlabel="index", ylabel="value")
+        finite = np.isfinite(drawn.first_values)
+        middle.plot(np.where(finite, drawn.first_values, np.nan), color=figure.BLUE, linewidth=0.7)
+        if not finite.all():
+            figure.mark_places(middle, np.flatnonzero(~finite).tolist(), "|", height=0.02, label="not finite")
+            middle.legend()
         right.set_title(f"first {drawn.features.shape[1]} features of the first sample")
         if drawn.feature_scale is None:
             figure.note(right, "no value is finite")
             return page.png()
         low, high = drawn.feature_scale
         shown = figure.shade_map(right, np.ma.masked_invalid(drawn.features), vmin=low, vmax=high)
-        right.set_xlabel("feature" + ("" if np.isfinite(drawn.features).all() else "  (red: not finite)"))
-        right.set_ylabel("position")
+        lost = "" if np.isfinite(drawn.features).all() else "  (red: not finite)"
+        right.set(xlabel=f"feature{lost}", ylabel="position")
         page.figure.colorbar(shown, ax=right, extend="both")
         return page.png()
-
-
-def _first_values(axes: Any, drawn: DrawnLayer) -> None:
-    values = drawn.first_values
-    lost = np.flatnonzero(~np.isfinite(values))
-    axes.set_title(f"first {len(values)} values")
-    axes.plot(np.where(np.isfinite(values), values, np.nan), color=figure.BLUE, linewidth=0.7)
-    if len(lost):
-        across = axes.get_xaxis_transform()
-        axes.plot(lost, [0.02] * len(lost), "|", color=figure.BAD, transform=across, label="not finite")
-        axes.legend()
-    axes.set_xlabel("index")
-    axes.set_ylabel("value")

@@ -24,7 +24,9 @@ def write_modes_page(
     """Write compare.html. `failures` are by mode; `drawn` has the tensors of the pictures by layer and mode."""
     reference = comparisons[0].reference_mode
     modes = ", ".join(one.compared_mode for one in comparisons)
-    page = Document(f"{modes} against {reference}", _lead(comparisons))
+    folders = ", ".join(dict.fromkeys(folder for one in comparisons for folder in one.recordings))
+    notes = "; ".join(dict.fromkeys(note for one in comparisons for note in one.notes))
+    page = Document(f"{modes} against {reference}", folders + (f". {notes}." if notes else ""))
     page.heading("Summary")
     rows = [_summary_row(one) for one in comparisons]
     page.table(rows, bad=[bool(failures.get(one.compared_mode)) for one in comparisons])
@@ -46,31 +48,16 @@ def write_modes_page(
 
 def _pictures(page: Document, label: str, tensors: Mapping[str, DrawnTensor], reference: str) -> None:
     pairs = [one.pairs for one in tensors.values()]
-    lost = sum(one.left_out for one in pairs)
-    spread = f"A sample of {len(pairs[0].output) + pairs[0].left_out} values, evenly spread" + (
-        f"; {lost} of all modes are not finite and left out." if lost else "."
-    )
-    page.picture(
-        difference_histograms(tensors, reference),
-        alt=f"histograms of the differences of {label}",
-        caption=f"{spread} The dashed line is the mean; the axis ends where one in a thousand lies beyond.",
-    )
-    page.picture(
-        value_scatter(tensors, reference),
-        alt=f"{label} of each mode against {reference}",
-        caption="The same sample. On the red line output and reference are equal.",
-    )
-    page.picture(
-        error_maps(tensors),
-        alt=f"mean |difference| of {label} by position and feature",
-        caption="All values, means over samples; neighbours share a cell where there are many. Red is not finite.",
-    )
-
-
-def _lead(comparisons: Sequence[ModeComparison]) -> str:
-    folders = ", ".join(dict.fromkeys(folder for one in comparisons for folder in one.recordings))
-    notes = "; ".join(dict.fromkeys(note for one in comparisons for note in one.notes))
-    return folders + (f". {notes}." if notes else "")
+    left_out = sum(one.left_out for one in pairs)
+    lost = f"; {left_out} of all modes are not finite and left out" if left_out else ""
+    sample = f"A sample of {len(pairs[0].output) + pairs[0].left_out} values, evenly spread{lost}."
+    caption = f"{sample} The dashed line is the mean; the axis ends where one in a thousand lies beyond."
+    histograms = difference_histograms(tensors, reference)
+    page.picture(histograms, alt=f"histograms of the differences of {label}", caption=caption)
+    caption = "The same sample. On the red line output and reference are equal."
+    page.picture(value_scatter(tensors, reference), alt=f"{label} of each mode against {reference}", caption=caption)
+    caption = "All values, means over samples; neighbours share a cell where there are many. Red is not finite."
+    page.picture(error_maps(tensors), alt=f"mean |difference| of {label} by position and feature", caption=caption)
 
 
 def _summary_row(one: ModeComparison) -> dict[str, object]:
@@ -115,9 +102,7 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
     names = list(comparisons[0].layers)
     with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
         for axes, (title, figure_of) in zip(page.panels, FIGURES.items(), strict=True):
-            curves = [
-                [figure.positive(figure_of(layer.metrics)) for layer in one.layers.values()] for one in comparisons
-            ]
+            curves = [figure.positives([figure_of(x.metrics) for x in one.layers.values()]) for one in comparisons]
             wide = figure.widths(curves)
             apart = max(wide) == figure.THIN  # elsewhere the gaps of dashes would hide the thin lines
             size = (4.5 if len(names) <= 32 else 2.5) - figure.THIN
@@ -127,7 +112,7 @@ def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
                 name = figure.label(one.compared_mode, most=20)
                 axes.plot(values, color=colour, marker=marker, markersize=size + width, label=name, **style)
             axes.set_title(title)
-            if not any(math.isfinite(x) for values in curves for x in values):
+            if not np.isfinite(curves).any():
                 figure.note(axes, "nothing to draw: every layer is without loss, or undefined")
                 continue
             figure.log_axis(axes)
@@ -142,10 +127,9 @@ def difference_histograms(drawn: Mapping[str, DrawnTensor], reference: str) -> b
     with _panels(drawn, 2.6, "difference of {}", "values in the sample", sharex=len(ends) == 1, sharey=True) as page:
         for axes, (mode, one) in zip(page.panels, drawn.items(), strict=True):
             axes.set_title(f"{figure.label(mode, most=22)} - {figure.label(reference, most=12)}")
-            found = one.differences
+            found, any_finite = one.differences, len(one.pairs.output)
             if found is None:
-                nothing = "every difference is 0" if len(one.pairs.output) else "no value of the sample is finite"
-                figure.note(axes, nothing)
+                figure.note(axes, "every difference is 0" if any_finite else "no value of the sample is finite")
                 continue
             figure.histogram(axes, found.counts, found.edges, mean=found.mean)
             beyond = f"\n{found.beyond} beyond" if found.beyond else ""
@@ -169,7 +153,8 @@ def value_scatter(drawn: Mapping[str, DrawnTensor], reference: str) -> bytes:
             style = {"extent": (low, high, low, high), "cmap": "viridis", "linewidths": 0.1}
             shown = axes.hexbin(pairs.reference, pairs.output, gridsize=48, bins="log", mincnt=1, **style)
             axes.locator_params(nbins=5)
-        _colour_bar(page, shown, "values")
+        if shown is not None:
+            page.log_colour_bar(shown, page.panels, label="values", shrink=0.85, pad=0.01)
         return page.png()
 
 
@@ -185,7 +170,8 @@ def error_maps(drawn: Mapping[str, DrawnTensor]) -> bytes:
                 continue
             shown = figure.log_shade_map(axes, one.errors, one.scale, one.shape)
             axes.locator_params(nbins=5)
-        _colour_bar(page, shown, "mean |difference|")
+        if shown is not None:
+            page.log_colour_bar(shown, page.panels, label="mean |difference|", shrink=0.85, pad=0.01)
         return page.png()
 
 
@@ -199,9 +185,3 @@ def _panels(
         page.figure.supxlabel(across.format(layer), fontsize=9, color=figure.GREY)
         page.figure.supylabel(down, fontsize=9, color=figure.GREY)
         yield page
-
-
-def _colour_bar(page: figure.Sheet, shown: Any, name: str) -> None:
-    if shown is not None:
-        bar = page.figure.colorbar(shown, ax=page.panels, label=name, shrink=0.85, pad=0.01)
-        figure.log_ticks(bar.ax.yaxis)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.formats import Format
+from probe.metrics import Metrics
 from probe.scaling.advice import Recommendation
 from probe.scaling.results import Level, ScalingResult
 from probe.words import printable
@@ -24,8 +25,6 @@ def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
     """The figures of one layer as the users' own script prints them, with cosine and label added."""
     m = layer.metrics
     reference = printable(comparison.reference_mode.upper())
-    of_reference = (m.mean_reference, m.std_reference, m.min_reference, m.max_reference)
-    of_output = (m.mean_output, m.std_output, m.min_output, m.max_output)
     differences = {"Mean Diff": m.mean_difference, "Std Diff": m.std_difference}
     differences |= {"Mean Abs Diff": m.mae, "Max Abs Diff": m.max_abs}
     relative = {"Relative MSE": _relative(m.relative_mse), "Relative MAE": _relative(m.relative_mae)}
@@ -33,8 +32,8 @@ def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
     percentiles = {"50th (Median)": m.p50, "90th": m.p90, "95th": m.p95, "99th": m.p99}
     lines = [
         *(DOUBLE, f"{printable(_layer_title(layer.name))} - Comparison Results", DOUBLE),
-        *("", f"📊 {reference} Reference Statistics:", *_statistics(*of_reference)),
-        *("", "📊 Mode Output Statistics:", *_statistics(*of_output)),
+        *("", f"📊 {reference} Reference Statistics:", *_statistics(m, "reference")),
+        *("", "📊 Mode Output Statistics:", *_statistics(m, "output")),
         *("", f"📏 Difference (Mode - {reference}):"),
         *(_line(name, _fixed(value)) for name, value in differences.items()),
         *("", "❌ Error Metrics:", _line("MSE", _exponent(m.mse)), _line("RMSE", _fixed(m.rmse))),
@@ -65,8 +64,7 @@ def summary_table(comparisons: Sequence[ModeComparison]) -> str:
 def comparison_heading(comparison: ModeComparison) -> str:
     """The mode, its reference, and the folders of their recordings."""
     mode, reference = printable(comparison.compared_mode), printable(comparison.reference_mode)
-    folders = dict.fromkeys(comparison.recordings)
-    return f"Mode {mode} vs {reference} ({', '.join(map(printable, folders))})"
+    return f"Mode {mode} vs {reference} ({', '.join(map(printable, dict.fromkeys(comparison.recordings)))})"
 
 
 def failure_lines(comparison: ModeComparison, failures: Sequence[str]) -> str:
@@ -80,12 +78,9 @@ def _layer_title(name: str) -> str:
     return f"Layer {number}" if head == "layer" and number.isdecimal() else name
 
 
-def _statistics(mean: float | None, std: float | None, low: float | None, high: float | None) -> list[str]:
-    return [
-        f"  Mean:      {_fixed(mean, width=9)}",
-        f"  Std:       {_fixed(std, width=9)}",
-        f"  Range:     [{_fixed(low, width=9)}, {_fixed(high, width=9)}]",
-    ]
+def _statistics(m: Metrics, side: str) -> list[str]:
+    mean, std, low, high = (_fixed(getattr(m, f"{name}_{side}"), width=9) for name in ("mean", "std", "min", "max"))
+    return [f"  Mean:      {mean}", f"  Std:       {std}", f"  Range:     [{low}, {high}]"]
 
 
 def _line(name: str, value: str) -> str:
@@ -122,13 +117,12 @@ def overflow_block(result: ScalingResult, found: Recommendation) -> list[str]:
     significant = sum(level.significant for level in levels)
     over = [level for level in levels if level.overflow_severity != "none"]
     under = [level for level in levels if level.underflow_severity != "none"]
+    found_any, where = ("Significant", f"{significant} levels") if significant else ("No significant", "any level")
     lines = [
         *(DOUBLE, "OVERFLOW/UNDERFLOW ANALYSIS SUMMARY", DOUBLE),
         f"Format: {result.format}",
         f"Analyzed {len(levels)} scaling levels",
-        f"Significant overflow/underflow detected in {significant} levels"
-        if significant
-        else "No significant overflow/underflow detected in any level",
+        f"{found_any} overflow/underflow detected in {where}",
         SINGLE,
     ]
     if over:
@@ -140,13 +134,11 @@ def overflow_block(result: ScalingResult, found: Recommendation) -> list[str]:
     return [*lines, *_avoid(found, over, under), DOUBLE]
 
 
-def _head(level: Level) -> str:
-    return f"  Scale Exp: {at(level)} (Factor: {factor(level.scale)})"
-
-
-def _ranges(result: ScalingResult, level: Level) -> str:
-    before = f"[{result.minimum:.2e}, {result.maximum:.2e}]"
-    return f"    Tensor Range: {before} -> [{level.min_output:.2e}, {level.max_output:.2e}]"
+def _issue(result: ScalingResult, level: Level, figures: dict[str, str], severity: str) -> list[str]:
+    before, after = f"[{result.minimum:.2e}, {result.maximum:.2e}]", f"[{level.min_output:.2e}, {level.max_output:.2e}]"
+    figures |= {"Tensor Range": f"{before} -> {after}", "Severity": severity.upper()}
+    head = f"  Scale Exp: {at(level)} (Factor: {factor(level.scale)})"
+    return [head, *(f"    {name}: {text}" for name, text in figures.items()), ""]
 
 
 def _share(level: Level, count: int) -> str:
@@ -154,51 +146,29 @@ def _share(level: Level, count: int) -> str:
 
 
 def _overflow(result: ScalingResult, level: Level) -> list[str]:
-    return [
-        _head(level),
-        f"    Overflow: {_share(level, level.overflow)}",
-        f"    Max Normal: {result.element.max:.2e}",
-        _ranges(result, level),
-        f"    Severity: {level.overflow_severity.upper()}",
-        "",
-    ]
+    figures = {"Overflow": _share(level, level.overflow), "Max Normal": f"{result.element.max:.2e}"}
+    return _issue(result, level, figures, level.overflow_severity)
 
 
 def _underflow(result: ScalingResult, level: Level) -> list[str]:
     fmt = result.element
-    subnormal = f"    Subnormal: {_share(level, level.subnormal)}"
-    return [
-        _head(level),
-        f"    Underflow: {_share(level, level.underflow)}",
-        f"    Flush to Zero: {_share(level, level.flushed)}",
-        *([] if fmt.min_normal is None else [subnormal, f"    Min Normal: {fmt.min_normal:.2e}"]),
-        f"    Min Subnormal: {fmt.min_subnormal:.2e}",
-        _ranges(result, level),
-        f"    Severity: {level.underflow_severity.upper()}",
-        "",
-    ]
+    figures = {"Underflow": _share(level, level.underflow), "Flush to Zero": _share(level, level.flushed)}
+    if fmt.min_normal is not None:
+        figures |= {"Subnormal": _share(level, level.subnormal), "Min Normal": f"{fmt.min_normal:.2e}"}
+    figures["Min Subnormal"] = f"{fmt.min_subnormal:.2e}"
+    return _issue(result, level, figures, level.underflow_severity)
 
 
 def _extremes(levels: Sequence[Level]) -> list[str]:
     most = max(levels, key=lambda level: level.overflow)
-    worst = max(levels, key=lambda level: (level.underflow, level.flushed))
-    best = min(levels, key=lambda level: (level.underflow, level.flushed))
-
-    def underflow(level: Level) -> str:
-        flushed = level.percent(level.flushed)
-        return f"  {level.percent(level.underflow):.2f}% underflow, {flushed:.2f}% flushed to zero"
-
-    return [
-        *("OVERFLOW EXTREMES:", SHORT),
-        f"Worst Overflow: Scale Exp {at(most)}",
-        f"  {most.percent(most.overflow):.2f}% overflow",
-        "",
-        *("UNDERFLOW EXTREMES:", SHORT),
-        f"Worst Underflow: Scale Exp {at(worst)}",
-        underflow(worst),
-        f"Best Underflow: Scale Exp {at(best)}",
-        underflow(best),
-    ]
+    lines = ["OVERFLOW EXTREMES:", SHORT, f"Worst Overflow: Scale Exp {at(most)}"]
+    lines += [f"  {most.percent(most.overflow):.2f}% overflow", "", "UNDERFLOW EXTREMES:", SHORT]
+    for name, extreme in (("Worst", max), ("Best", min)):
+        level = extreme(levels, key=lambda level: (level.underflow, level.flushed))
+        flushed = f"{level.percent(level.flushed):.2f}% flushed to zero"
+        lines += [f"{name} Underflow: Scale Exp {at(level)}"]
+        lines += [f"  {level.percent(level.underflow):.2f}% underflow, {flushed}"]
+    return lines
 
 
 def _avoid(found: Recommendation, over: Sequence[Level], under: Sequence[Level]) -> list[str]:

@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 
 from probe.files.atomic import write
+from probe.report import figure
 from probe.report.document import Document
-from probe.report.figure import BAD, BLUE, GREY, VERMILION, layer_axis, log_axis, log_ticks, positive, sheet
 from probe.sensitivity.results import Effect, Sensitivity
 
 #: The background of the layers to keep.
 KEPT = "#fbe9cf"
 #: The two figures of every layer or site: colour, marker and legend.
-SIDES = {"alone": (BLUE, "o", "only this {} quantized"), "without": (VERMILION, "s", "all but this {} quantized")}
+SIDES = {
+    "alone": (figure.BLUE, "o", "only this {} quantized"),
+    "without": (figure.VERMILION, "s", "all but this {} quantized"),
+}
 #: The format of each figure in the terminal, and the text of a missing one.
 FORMS = {
     **dict.fromkeys(("kl alone", "mse alone", "kl without"), (".3e", "not finite")),
@@ -49,10 +52,8 @@ def table_rows(found: Sensitivity, *, top: int | None = None) -> list[dict[str, 
 
 
 def _text(name: str, value: Any) -> object:
-    if name not in FORMS:
-        return value
-    form, none = FORMS[name]
-    return none if value is None else format(value, form)
+    form, none = FORMS.get(name, ("", ""))
+    return value if not form else none if value is None else format(value, form)
 
 
 def _rows(found: Sensitivity) -> list[dict[str, object]]:
@@ -108,35 +109,31 @@ def _caption(found: Sensitivity) -> str:
 def picture(found: Sensitivity) -> bytes:
     """A PNG: curves over the layers, bars of sites, or a map of layers and sites."""
     draw = {"layers": _curves, "sites": _bars, "layer sites": _map}[found.kind]
-    with sheet(1, columns=1, size=(12, _height(found))) as page:
-        draw(page.panels[0], found)
-        return page.png()
-
-
-def _height(found: Sensitivity) -> float:
-    if found.kind == "layers":
-        return 4.4
     rows = len({effect.layer for effect in found.effects}) if found.kind == "layer sites" else len(found.effects)
-    return 1.8 + 0.28 * min(rows, MOST)
+    height = 4.4 if found.kind == "layers" else 1.8 + 0.28 * min(rows, MOST)
+    with figure.sheet(1, columns=1, size=(12, height)) as page:
+        axes = page.panels[0]
+        draw(axes, found)
+        if found.kind != "layer sites":
+            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
+        return page.png()
 
 
 def _curves(axes: Any, found: Sensitivity) -> None:
     """KL alone and KL without, over the layers, on one logarithmic axis."""
     effects = found.effects
-    for place, effect in enumerate(effects):
-        if effect.name in found.advice.keep:
-            axes.axvspan(place - 0.5, place + 0.5, color=KEPT, linewidth=0, zorder=0)
+    kept = [place for place, effect in enumerate(effects) if effect.name in found.advice.keep]
+    figure.shade_layers(axes, kept, colour=KEPT, zorder=0)
     size = 5 if len(effects) <= 48 else 2
     for side, (colour, marker, name) in SIDES.items():
-        values = [positive(getattr(effect, side).kl) for effect in effects]
+        values = [figure.positive(getattr(effect, side).kl) for effect in effects]
         axes.plot(values, color=colour, marker=marker, markersize=size, linewidth=1.2, label=name.format("layer"))
-    if positive(found.everything.kl) > 0:
-        axes.axhline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
-    log_axis(axes)
+    if figure.positive(found.everything.kl) > 0:
+        axes.axhline(found.everything.kl, color=figure.GREY, linestyle="--", linewidth=1, label="everything quantized")
+    figure.log_axis(axes)
     axes.grid(visible=False, axis="x")
     axes.set_ylabel("KL from the float model, nats")
-    layer_axis(axes, [effect.name for effect in effects])
-    _legend(axes)
+    figure.layer_axis(axes, [effect.name for effect in effects])
 
 
 def _bars(axes: Any, found: Sensitivity) -> None:
@@ -144,39 +141,33 @@ def _bars(axes: Any, found: Sensitivity) -> None:
     shown = found.by_kl()[:MOST]
     places = np.arange(len(shown))
     for shift, (side, (colour, _, name)) in zip((-0.19, 0.19), SIDES.items(), strict=True):
-        values = [positive(getattr(effect, side).kl) for effect in shown]
+        values = [figure.positive(getattr(effect, side).kl) for effect in shown]
         axes.barh(places + shift, values, height=0.36, color=colour, label=name.format("site"))
-    if positive(found.everything.kl) > 0:
-        axes.axvline(found.everything.kl, color=GREY, linestyle="--", linewidth=1, label="everything quantized")
+    if figure.positive(found.everything.kl) > 0:
+        axes.axvline(found.everything.kl, color=figure.GREY, linestyle="--", linewidth=1, label="everything quantized")
     kept = set(found.advice.keep)
     axes.set_yticks(places, [f"{one.name} (keep)" if one.name in kept else one.name for one in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
-    axes.set_xscale("log")
-    log_ticks(axes.xaxis)
-    axes.set_xlabel("KL from the float model, nats")
-    _legend(axes)
-
-
-def _legend(axes: Any) -> None:
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
+    axes.set(xscale="log", xlabel="KL from the float model, nats")
+    figure.log_ticks(axes.xaxis)
 
 
 def _map(axes: Any, found: Sensitivity) -> None:
     """Layers down, sites across, coloured by the KL alone; of many layers, those with the most sensitive sites."""
     from matplotlib.patches import Rectangle
 
-    layers = list(dict.fromkeys(effect.layer for effect in found.by_kl()))[:MOST]
-    layers = [name for name in dict.fromkeys(effect.layer for effect in found.effects) if name in layers]
+    most = list(dict.fromkeys(effect.layer for effect in found.by_kl()))[:MOST]
+    layers = [name for name in dict.fromkeys(effect.layer for effect in found.effects) if name in most]
     sites = list(dict.fromkeys(_site(effect) for effect in found.effects))
     values = np.full((len(layers), len(sites)), np.nan)
     for effect in found.effects:
         if effect.layer in layers:
             row, column = layers.index(effect.layer), sites.index(_site(effect))
-            values[row, column] = np.log10(positive(effect.alone.kl))
+            values[row, column] = np.log10(figure.positive(effect.alone.kl))
             if effect.name in found.advice.keep:
                 corner = (column - 0.47, row - 0.47)
-                axes.add_patch(Rectangle(corner, 0.94, 0.94, fill=False, edgecolor=BAD, linewidth=2))
+                axes.add_patch(Rectangle(corner, 0.94, 0.94, fill=False, edgecolor=figure.BAD, linewidth=2))
     axes.grid(visible=False)
     shown = axes.imshow(values, aspect="auto", cmap="cividis")
     middle = (np.nanmin(values) + np.nanmax(values)) / 2 if np.isfinite(values).any() else 0.0

@@ -80,9 +80,8 @@ def load_calibration(path: Path | str, *, model: str, data: str | None = None) -
     with reading(Path(path), ValueError, remedy="Make it again."), parsing("a calibration"):
         facts, stored = json.loads(facts_file.read_bytes()), figures_file.read_bytes()
         figures = {name: float(value) for name, value in load(stored).items()}
-        calibration = Calibration(
-            figures, facts["model"], facts["data"], float(facts["percentile"]), int(facts["tokens"])
-        )
+        percentile, tokens = float(facts["percentile"]), int(facts["tokens"])
+        calibration = Calibration(figures, facts["model"], facts["data"], percentile, tokens)
         version = facts["version"]
         if facts.get("figures", digest := hashlib.sha256(stored).hexdigest()) != digest:  # older ones have no digest
             raise DefectError("its two files are not of one calibration")
@@ -126,11 +125,11 @@ def calibrate(
                     site = name.replace(".sites.", ".")
                     quantile = site.endswith(PERCENTILE_SITES)
                     observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
-                    hooks.callback(module.register_forward_hook(partial(_observe_output, observers[site])).remove)
+                    hooks.callback(module.register_forward_hook(partial(_observe, observers[site])).remove)
         for name, linear in linears(runs[0][0]).items():
             if not name.endswith(NEVER_CALLED):
                 observer = observers[linear_key(name)] = MinMaxObserver()
-                hooks.callback(linear.register_forward_pre_hook(partial(_observe_input, observer)).remove)
+                hooks.callback(linear.register_forward_pre_hook(partial(_observe, observer)).remove)
         for done, batch in enumerate(batches):
             for running, options in runs:
                 running(batch, **options)
@@ -144,12 +143,9 @@ def calibrate(
     return Calibration(amax, model_fingerprint, data_fingerprint, percentile, tokens)
 
 
-def _observe_output(observer: Observer, module: nn.Module, inputs: Any, output: Tensor) -> None:
-    observer.update(output)
-
-
-def _observe_input(observer: Observer, module: nn.Module, inputs: Any) -> None:
-    observer.update(inputs[0])
+def _observe(observer: Observer, module: nn.Module, inputs: Any, output: Tensor | None = None) -> None:
+    """A hook: after a call it observes the output, before it the first input."""
+    observer.update(inputs[0] if output is None else output)
 
 
 def calibrate_on(

@@ -72,7 +72,6 @@ def linear_amax(calibration: Calibration | None, format: Format, name: str) -> f
 
 
 def _width(mixer: SiteMixer, site: str) -> int:
-    parts = mixer.time_step_rank + 2 * mixer.state_size
-    hidden, inner = mixer.in_proj.weight.shape[1], mixer.intermediate_size
-    widths = {"in_proj.input": hidden, "in_proj.output": 2 * inner, "x_proj.output": parts}
-    return {**widths, "scan.state": mixer.state_size}.get(site, inner)
+    inner, state = mixer.intermediate_size, mixer.state_size
+    widths = {"in_proj.input": mixer.in_proj.weight.shape[1], "in_proj.output": 2 * inner, "scan.state": state}
+    return {**widths, "x_proj.output": mixer.time_step_rank + 2 * state}.get(site, inner)

@@ -77,6 +77,11 @@ def measure(
     return Measured(recipe, {label: layer.metrics() for label, layer in layers.items()}, whole.metrics())
 
 
+def is_float_output(metrics: Metrics) -> bool:
+    """Whether an output is that of the float layer, to the bit or up to the order of sums."""
+    return metrics.identical or (metrics.relative_mse is not None and metrics.relative_mse < NOISE)
+
+
 def check_applied(
     model: nn.Module, recipe: Recipe, reference: Reference, calibration: Calibration | None = None
 ) -> Measured:
@@ -85,11 +90,7 @@ def check_applied(
     broken = [label for label, metrics in measured.layers.items() if not metrics.finite]
     if broken:
         raise ValueError(f"{recipe} gives NaN or Inf in {', '.join(broken)}, given the finite input of the reference.")
-    untouched = [
-        label
-        for label, metrics in measured.layers.items()
-        if metrics.identical or (metrics.relative_mse is not None and metrics.relative_mse < NOISE)
-    ]
+    untouched = [label for label, metrics in measured.layers.items() if is_float_output(metrics)]
     if untouched and not find_mode(recipe.mode).is_reference:
         raise NotAppliedError(
             f"{recipe} was not applied to {', '.join(untouched)}: given the reference's input, the output is "

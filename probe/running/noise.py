@@ -10,7 +10,7 @@ left alone, because it is a real change, which must be seen.
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -50,21 +50,16 @@ def variations() -> tuple[Variation, ...]:
 @contextmanager
 def under(variation: Variation, model: nn.Module) -> Iterator[None]:
     """While the block runs, torch and every copy made of `model` behave as the variation says."""
-    threads = torch.get_num_threads()
-    onednn = bool(torch.backends.mkldnn.enabled)
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    handle = None
-    if variation.jitter and embedding is not None:
-        handle = embedding.register_forward_hook(lambda module, args, output: jittered(output, variation.jitter))
-    try:
+    with ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.callback(torch.backends.mkldnn.set_flags, bool(torch.backends.mkldnn.enabled))
+        if variation.jitter and embedding is not None:
+            handle = embedding.register_forward_hook(lambda module, args, output: jittered(output, variation.jitter))
+            undo.callback(handle.remove)
         torch.set_num_threads(variation.threads)
         torch.backends.mkldnn.set_flags(variation.onednn)  # type: ignore[no-untyped-call]
         yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.mkldnn.set_flags(onednn)  # type: ignore[no-untyped-call]
-        if handle is not None:
-            handle.remove()
 
 
 def jittered(x: Tensor, seed: int) -> Tensor:

@@ -54,12 +54,11 @@ def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Reci
     """The cross product: float modes once, every other mode with every format; every name is checked."""
     for format in formats or ():
         look_up("format", format, FORMATS)
-    recipes = []
-    for mode in expand_modes(list(modes)):
-        if mode.is_quantized:
-            recipes += [Recipe(mode.name, format) for format in formats or mode.formats or GATE_FORMATS]
-        else:
-            recipes.append(Recipe(mode.name))
+    recipes = [
+        Recipe(mode.name, format)
+        for mode in expand_modes(list(modes))
+        for format in ((formats or mode.formats or GATE_FORMATS) if mode.is_quantized else (None,))
+    ]
     return list(dict.fromkeys(recipes))
 
 

@@ -203,7 +203,8 @@ def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
 def save_reference(reference: Reference, file: Path) -> None:
     """Write a reference as one file, for `load_reference`."""
     buffer = io.BytesIO()
-    torch.save(vars(reference), buffer)
+    batches = tuple(batch.clone() for batch in reference.batches)  # views of the tokens of a whole text
+    torch.save({**vars(reference), "batches": batches}, buffer)
     atomic.write(file, buffer.getvalue())
 
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,20 +24,19 @@ from probe.scaling.results import Level, ScalingResult
 
 @dataclass(frozen=True)
 class Criterion:
-    """A figure that counts in the score, and whether more of it is better."""
+    """How much a figure counts in the score, and whether more of it is better."""
 
     weight: float
-    value: Callable[[Level], float]
     more_is_better: bool = False
 
 
-#: The score of a level is the weighted sum of these, each brought to 0 (worst level) .. 1 (best level).
+#: The score of a level is the weighted sum of these figures of it, each brought to 0 (worst level) .. 1 (best level).
 CRITERIA: dict[str, Criterion] = {
-    "mse": Criterion(0.3, lambda level: level.mse),
-    "cosine": Criterion(0.3, lambda level: level.cosine, more_is_better=True),
-    "psnr": Criterion(0.2, lambda level: level.psnr, more_is_better=True),
-    "mae": Criterion(0.1, lambda level: level.mae),
-    "relative_error": Criterion(0.1, lambda level: level.relative_error),
+    "mse": Criterion(0.3),
+    "cosine": Criterion(0.3, more_is_better=True),
+    "psnr": Criterion(0.2, more_is_better=True),
+    "mae": Criterion(0.1),
+    "relative_error": Criterion(0.1),
 }
 #: The thresholds of the advice: on range / smallest for mse, on the range for cosine, on the range in dB for psnr.
 MSE_VARIES, COSINE_STABLE, PSNR_CRITICAL, PSNR_MODERATE = 0.1, 0.01, 20.0, 10.0
@@ -63,17 +62,14 @@ class Recommendation:
 
     level: Level
     score: float
-    scores: tuple[float, ...]
-    """Of every level, in order."""
-    best: dict[str, Level]
-    """By figure, the best level; the first of equals, which is nearest to maximum alignment."""
+    scores: tuple[float, ...]  # of every level, in order
+    best: dict[str, Level]  # by figure, the best level; the first of equals, which is nearest to maximum alignment
     spreads: dict[str, Spread]
     advice: tuple[tuple[str, str], ...]
     """Kind (good, fair, poor) and sentence: whether mse, cosine and psnr depend on the scale."""
     range: tuple[float, float] | None
     """The exponents from the first to the last level without significant overflow or underflow; None if all have it."""
-    least_bad: Level | None
-    """Where there is no such range: the level that loses least to overflow and underflow."""
+    least_bad: Level | None  # where there is no such range: the level that loses least to overflow and underflow
     range_reason: str
     position: str
 
@@ -123,20 +119,18 @@ def recommend(result: ScalingResult) -> Recommendation:
     Of equal scores the first is taken, which is nearest to maximum alignment.
     """
     levels = result.levels
-    parts = {
-        name: normalised([one.value(level) for level in levels], one.more_is_better) for name, one in CRITERIA.items()
-    }
-    scores = tuple(
-        math.fsum(CRITERIA[name].weight * part[index] for name, part in parts.items()) for index in range(len(levels))
-    )
+    figures = {name: [getattr(level, name) for level in levels] for name in CRITERIA}
+    parts = [[one.weight * x for x in normalised(figures[name], one.more_is_better)] for name, one in CRITERIA.items()]
+    scores = tuple(map(math.fsum, zip(*parts, strict=True)))
     chosen = levels[scores.index(max(scores))]
-    spreads = {name: _spread([CRITERIA[name].value(level) for level in levels]) for name in CRITERIA}
+    spreads = {name: _spread(values) for name, values in figures.items()}
+    best = {name: (max if one.more_is_better else min)(figures[name]) for name, one in CRITERIA.items()}
     hull, least_bad, reason = _safe_range(result, chosen)
     return Recommendation(
         level=chosen,
         score=max(scores),
         scores=scores,
-        best={name: _best(levels, one) for name, one in CRITERIA.items()},
+        best={name: levels[figures[name].index(value)] for name, value in best.items()},
         spreads=spreads,
         advice=_advice(spreads),
         range=hull,
@@ -155,11 +149,6 @@ def normalised(values: Sequence[float], more_is_better: bool) -> list[float]:
         return [float(value == high) for value in values]
     shares = [(value - low) / (high - low) for value in values]
     return shares if more_is_better else [1 - share for share in shares]
-
-
-def _best(levels: Sequence[Level], criterion: Criterion) -> Level:
-    sign = -1 if criterion.more_is_better else 1
-    return min(levels, key=lambda level: sign * criterion.value(level))
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -46,8 +46,7 @@ class Extent:
     zeros: int
     minimum: float
     maximum: float
-    smallest: float
-    """The smallest magnitude above zero."""
+    smallest: float  # the smallest magnitude above zero
     mean_abs: float
     sum_squares: float
 

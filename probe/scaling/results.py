@@ -35,12 +35,9 @@ class Level:
     """
 
     level: int
-    scale_exponent: float
-    """log2 of the scale; with blocks, what is added to the exponent of every block."""
-    scale: float
-    """The float32 nearest to 2^scale_exponent."""
-    rule: str | None
-    """How the exponent of a block is chosen; None for one scale for the tensor."""
+    scale_exponent: float  # log2 of the scale; with blocks, what is added to the exponent of every block
+    scale: float  # the float32 nearest to 2^scale_exponent
+    rule: str | None  # how the exponent of a block is chosen; None for one scale for the tensor
     mse: float
     rmse: float
     cosine: float
@@ -124,16 +121,12 @@ class ScalingResult:
     zeros: int
     minimum: float
     maximum: float
-    smallest: float
-    """The smallest magnitude above zero."""
+    smallest: float  # the smallest magnitude above zero
     mean_abs: float
-    max_scale_exp: float
-    """The exponent of the first level."""
-    min_scale_exp: float
-    """The exponent of the last level."""
+    max_scale_exp: float  # the exponent of the first level
+    min_scale_exp: float  # the exponent of the last level
     scale_bits: int
-    block_size: int | None
-    """Elements that share a scale; None for all of them."""
+    block_size: int | None  # elements that share a scale; None for all of them
     axis: int | None
     levels: tuple[Level, ...]
 

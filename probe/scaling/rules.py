@@ -31,16 +31,13 @@ class RuleResult:
     blocks: int
     zero_blocks: int
     level: Level
-    overflowing_blocks: int
-    """With at least one value beyond the largest number; the next two likewise."""
+    overflowing_blocks: int  # with at least one value beyond the largest number; the next two likewise
     underflowing_blocks: int
     flushing_blocks: int
-    worst_overflow: float
-    """The largest share of one block that overflows; the next two likewise."""
+    worst_overflow: float  # the largest share of one block that overflows; the next two likewise
     worst_underflow: float
     worst_flush: float
-    mean_exponent: float
-    """Over the scales of blocks that are not all zeros; the next three likewise."""
+    mean_exponent: float  # over the scales of blocks that are not all zeros; the next three likewise
     std_exponent: float
     min_exponent: int
     max_exponent: int

@@ -124,10 +124,8 @@ def _tensor_levels(given: Prepared, fmt: Format, exponents: Sequence[float], imp
         sums = fast.tensor_levels(given.runs, exponents, fmt)
     else:
         sums = reference.tensor_levels(given.x, exponents, fmt)
-    scales = [reference.scale_of(exponent) for exponent in exponents]
-    return [
-        level_of(i, e, s, None, sums[i], given.extent) for i, (e, s) in enumerate(zip(exponents, scales, strict=True))
-    ]
+    pairs = enumerate(zip(exponents, sums, strict=True))
+    return [level_of(i, e, reference.scale_of(e), None, one, given.extent) for i, (e, one) in pairs]
 
 
 def _checked_rules(rules: Sequence[str]) -> tuple[str, ...]:

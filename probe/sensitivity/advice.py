@@ -1,6 +1,7 @@
 """Which units to keep in higher precision: a stated rule, and the runs that check it."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from probe.sensitivity.results import Advice, Effect, Sensitivity
 from probe.words import first_few
@@ -47,12 +48,8 @@ def advise(found: Sensitivity, kl_keeping: Callable[[Sequence[str]], float | Non
 
 def _guess(found: Sensitivity, effects: Sequence[Effect]) -> int:
     """How many units it takes if their gains add up; between 1 and all."""
-    total = 0.0
-    for count, effect in enumerate(effects, 1):
-        total += found.gain(effect) or 0.0
-        if total >= 1 - AIM:
-            return count
-    return len(effects)
+    totals = accumulate(found.gain(effect) or 0.0 for effect in effects)
+    return next((count for count, total in enumerate(totals, 1) if total >= 1 - AIM), len(effects))
 
 
 def _shortest(count: int, guess: int, enough: Callable[[int], bool]) -> int | None:

@@ -97,8 +97,8 @@ class Sensitivity:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
         """The inverse of `as_dict`."""
-        if not isinstance(found, Mapping) or found.get("version") != VERSION:
-            version = found.get("version") if isinstance(found, Mapping) else None
+        version = found.get("version") if isinstance(found, Mapping) else None
+        if version != VERSION:
             raise ValueError(
                 f"this is not a sensitivity of version {VERSION} (version: {version!r}). "
                 "Make it again with: probe sensitivity --json FILE"

@@ -238,6 +238,12 @@ def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path, hub: Path, layout: st
         documents_of(f"hf:{tmp_path}/nowhere")
 
 
+def test_a_null_in_a_dataset_of_the_hub_is_refused(tmp_path: Path, hub: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "one"}\n{"text": null}\n')
+    with pytest.raises(ValueError, match=r"^data 'hf:.*', row 2: column 'text' holds NoneType; expected text\.$"):
+        list(documents_of(f"hf:{tmp_path}").texts)
+
+
 def test_without_datasets_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(

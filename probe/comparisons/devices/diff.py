@@ -10,6 +10,7 @@ from probe.comparisons.devices.examination import Suspect, examine
 from probe.comparisons.devices.pairs import Inputs, Pair, Progress, compare_inputs, reference_errors
 from probe.comparisons.devices.verdict import DeviceVerdict, judge_figures, judge_values, mismatched
 from probe.comparisons.selection import Side, find_side, label_of, match_names, opened
+from probe.files.checked_json import finite
 from probe.recordings import Recording, RecordingError
 
 Recorded = Recording | Path | str
@@ -55,27 +56,17 @@ class DeviceComparison:
         """The five lowest cosines; tensors that differ and have no cosine come first."""
 
         def rank(layer: LayerDifference) -> float:
-            if layer.cosine is None:
-                return 1.0 if layer.identical else -2.0
-            return layer.cosine
+            return layer.cosine if layer.cosine is not None else 1.0 if layer.identical else -2.0
 
         return tuple(sorted(self.layers, key=rank)[:WORST])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: no NaN and no Inf."""
-        sides = ("a", "b", "reference", "recipe_a", "recipe_b", "device_a", "device_b")
-        return {
-            **{name: getattr(self, name) for name in sides},
-            "passed": self.passed,
-            "verdict": self.verdict.as_dict(),
+        return {"passed": self.passed, **asdict(self)} | {
             "inputs": {"status": self.inputs.status, "said": self.inputs.reason},
-            "limits": asdict(self.limits),
-            "rtol": self.rtol,
-            "atol": self.atol,
-            "layers": {layer.label: layer.as_dict() for layer in self.layers},
+            "layers": {layer.label: finite(asdict(layer)) for layer in self.layers},
             "worst_by_max_abs": [layer.label for layer in self.worst_by_max_abs],
             "worst_by_cosine": [layer.label for layer in self.worst_by_cosine],
-            "notes": list(self.notes),
         }
 
 
@@ -163,10 +154,9 @@ def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, f
 
 def _reference(recording: Recording, recipe: str) -> Side:
     """The float recipe of the reference."""
-    if len(recording.recipes) == 1 and recording.recipes[0] != recipe:
-        return Side(recording, recording.recipes[0])
-    if FLOAT in recording.recipes and recipe != FLOAT:
-        return Side(recording, FLOAT)
+    expected = recording.recipes[0] if len(recording.recipes) == 1 else FLOAT
+    if expected in recording.recipes and expected != recipe:
+        return Side(recording, expected)
     raise RecordingError(
         f"{recording.folder} has {', '.join(recording.recipes)} and {recipe} is compared: there is no float reference "
         f"of it. Record {FLOAT} into the reference."

@@ -13,7 +13,6 @@ Rows with NaN or Inf on any side are left out.
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -244,10 +243,6 @@ class LayerDifference:
         """added / noise: above 1, the difference is more than noise."""
         return self.added / self.noise if self.noise else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dict(finite(asdict(self)))
-
 
 @dataclass(frozen=True)
 class ReferenceErrors:
@@ -286,25 +281,20 @@ def measure_difference(
         relative.take(part)
         count, total = count + part.size, total + float(part.sum())
         largest = max(largest, float(part.max(initial=0.0)))
+    counts = ((kind, side, of) for kind in ("nan", "inf") for side, of in (("a", "reference"), ("b", "output")))
     return LayerDifference(
         name=name,
         shape=tuple(a.shape),
         dtype_a=dtypes[0],
         dtype_b=dtypes[1],
-        identical=metrics.identical,
-        max_abs=metrics.max_abs,
+        **{figure: getattr(metrics, figure) for figure in ("identical", "max_abs", "cosine", "correlation")},
+        **{f"{kind}_{side}": getattr(metrics, f"{kind}_{of}") for kind, side, of in counts},
         mean_abs=metrics.mae,
         median_abs=metrics.p50,
         max_relative=finite(largest) if count else None,
         mean_relative=finite(total / count) if count else None,
         median_relative=finite(relative.quantiles((0.5,), largest=largest)[0]) if count else None,
         within=within / a.numel(),
-        cosine=metrics.cosine,
-        correlation=metrics.correlation,
-        nan_a=metrics.nan_reference,
-        inf_a=metrics.inf_reference,
-        nan_b=metrics.nan_output,
-        inf_b=metrics.inf_output,
         lost=lost,
         error=structure.error,
         added=structure.added,

@@ -84,8 +84,7 @@ def _renamed(pair: Pair, name: str) -> str:
     stream = [one for one in pair.names if is_in_stream(one)]
     if name not in stream:
         return ""
-    place = stream.index(name)
-    noise = max(64 * pair.unit, 0.1 * pair.recipe_error)
+    place, noise = stream.index(name), max(64 * pair.unit, 0.1 * pair.recipe_error)
     others = {one: sample_rows(pair.a.tensor(one)) for one in stream}
     found = same_elsewhere(name, sample_rows(pair.b.tensor(name)), others, noise=noise)
     if not found:
@@ -118,10 +117,8 @@ def same_elsewhere(name: str, b: Array, others: Mapping[str, Array], *, noise: f
     """The name under which A (`others`) has the values that B calls `name`; empty if it has them nowhere else."""
     here = distance(others[name], b)
     found = {other: distance(a, b) for other, a in others.items() if other != name and a.shape == b.shape}
-    if not found:
-        return ""
-    nearest = min(found, key=found.__getitem__)
-    return nearest if found[nearest] < min(noise, SAME * here) else ""
+    nearest = min(found, key=found.__getitem__, default="")
+    return nearest if nearest and found[nearest] < min(noise, SAME * here) else ""
 
 
 def sample_order(rows: SampledRows) -> tuple[str, bool]:
@@ -173,8 +170,7 @@ def other_prompt(rows: SampledRows) -> str:
     places = np.linspace(0, len(b) - 1, min(len(b), 256)).round().astype(int)
     places = places[apart[places] > 0.3]
     if len(places) >= 4:
-        wanted = b[places]
-        found = np.sqrt(np.maximum(squared_distances(wanted, a).min(1), 0) / a.shape[1]) / size.mean()
+        found = np.sqrt(np.maximum(squared_distances(b[places], a).min(1), 0) / a.shape[1]) / size.mean()
         elsewhere = float((found < max(noise, 1e-5)).mean())
         if elsewhere > 0.3:
             return f"{elsewhere:.0%} of B's unlike tokens are found at other places of A: another text"
@@ -235,9 +231,7 @@ def head_error(pair: Pair) -> float | None:
 
     logits = W y: W is found from A by least squares over its tokens, and applied to B's y.
     """
-    if LOGITS not in pair.names:
-        return None
-    before = pair.given(LOGITS)
+    before = pair.given(LOGITS) if LOGITS in pair.names else None
     if before is None:
         return None
     for normed in (None, "rms", "spread") if before != "final_norm.output" else (None,):
@@ -249,8 +243,7 @@ def head_error(pair: Pair) -> float | None:
             return None
         head = np.linalg.lstsq(x, out, rcond=None)[0]
         size = float(np.sqrt(np.square(out).mean()))
-        own = float(np.sqrt(np.square(x @ head - out).mean())) / size
-        if own < 1e-5:
+        if float(np.sqrt(np.square(x @ head - out).mean())) / size < 1e-5:
             return float(np.sqrt(np.square(y @ head - other).mean())) / size
     return None
 

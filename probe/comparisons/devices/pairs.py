@@ -67,10 +67,7 @@ class Inputs:
 def compare_inputs(a: Recording, b: Recording, *, names: tuple[str, str] = ("A", "B")) -> Inputs:
     """By the number of samples, their length, and the token ids or their fingerprint. Nothing is cropped."""
     first, second = a.manifest.tokens, b.manifest.tokens
-    for what, x, y in (
-        ("samples", first.samples, second.samples),
-        ("tokens in a sample", first.seqlen, second.seqlen),
-    ):
+    for what, x, y in (("samples", first.samples, second.samples), ("tokens in a sample", first.seqlen, second.seqlen)):
         if x != y:
             return Inputs("different", f"{names[0]} has {x} {what}, {names[1]} has {y}")
     ids, others = a.input_ids(), b.input_ids()
@@ -93,9 +90,8 @@ def _compare_ids(ids: Tensor, others: Tensor, names: tuple[str, str]) -> Inputs:
     if not len(differ):
         return Inputs("same", f"the token ids agree: {ids.shape[0]} samples of {ids.shape[1]}")
     sample, position = (int(x) for x in differ[0])
-    order = ""
-    if torch.equal(torch.unique(ids, dim=0), torch.unique(others, dim=0)):
-        order = "; the samples are the same ones in another order"
+    same = torch.equal(torch.unique(ids, dim=0), torch.unique(others, dim=0))
+    order = "; the samples are the same ones in another order" if same else ""
     return Inputs(
         "different",
         f"{len(differ)} of {ids.numel()} token ids differ, the first in sample {sample} at position {position}: "
@@ -190,15 +186,10 @@ class Pair:
             given, bases = self.given(name), self.bases(name, a)
             if given is not None and given not in errors:
                 errors[given] = measure_structure(*self.tensors(given), None).error
-            structure = measure_structure(a, b, bases)
-            against = reference.get(name)
-            noise = noise_bound(
-                self.unit,
-                given=self._error_given(name, given, errors),
-                part=structure.part,
-                channels=a.shape[-1],
-                at_least=against.recipe_added if against else self.recipe_error,
-            )
+            structure, against = measure_structure(a, b, bases), reference.get(name)
+            error = self._error_given(name, given, errors)
+            least = against.recipe_added if against else self.recipe_error
+            noise = noise_bound(self.unit, given=error, part=structure.part, channels=a.shape[-1], at_least=least)
             dtypes = (self.a.dtype(name), self.b.dtype(name))
             difference = measure_difference(
                 name, a, b, structure, dtypes=dtypes, tolerances=tolerances, noise=noise, errors=against

@@ -227,11 +227,9 @@ def _factor(rows: SampledRows) -> str:
 
 def _local(rows: SampledRows) -> str:
     """Most of the difference is in one channel, one token or one sample."""
-    for energy, name in (
-        (rows.structure.channels[0], "channel"),
-        (np.nan_to_num(rows.structure.tokens[0]), "token"),
-        (rows.structure.samples(), "sample"),
-    ):
+    shares = rows.structure
+    tokens = np.nan_to_num(shares.tokens[0])
+    for energy, name in ((shares.channels[0], "channel"), (tokens, "token"), (shares.samples(), "sample")):
         total = float(energy.sum())
         if len(energy) > 2 and total > 0 and float(energy.max()) > 0.8 * total:
             return f"{float(energy.max()) / total:.0%} of the squared difference is in one {name} ({energy.argmax()})"
@@ -242,13 +240,12 @@ def _shrunk(rows: SampledRows) -> str:
     """A little less, or a little more, in nearly every token."""
     _, u, products, _, _ = rows.structure.tokens
     slopes = products[u > 0] / u[u > 0]
-    if len(slopes) < 16 or abs(float(np.median(slopes))) > 0.05:
+    if len(slopes) < 16:
         return ""
-    less = float((slopes < 0).mean())
-    if 0.05 < less < 0.95:
+    by, less = abs(float(np.median(slopes))), float((slopes < 0).mean())
+    if by > 0.05 or 0.05 < less < 0.95:
         return ""
     side, share = ("smaller", less) if less > 0.5 else ("larger", 1 - less)
-    by = abs(float(np.median(slopes)))
     return f"what it adds is {side} in {share:.0%} of the tokens, by {by:.2g}: the epsilon of a norm, or a scale"
 
 

@@ -7,8 +7,8 @@ mismatched capture   the recordings are of different things: other inputs, other
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from probe.comparisons.devices.examination import UNSTRUCTURED, Examination, Suspect
 from probe.comparisons.devices.pairs import ROUNDINGS, Inputs, MeasuredTensor
@@ -34,10 +34,6 @@ class DeviceVerdict:
     cause: str
     sure: Sure
     evidence: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "evidence": list(self.evidence)}
 
 
 def mismatched(cause: str, layer: str | None, *evidence: str, sure: Sure = "certain") -> DeviceVerdict:
@@ -91,9 +87,8 @@ def judge_values(found: Examination, tensors: Sequence[MeasuredTensor], inputs: 
         later = "later" if found.token_shift > 0 else "earlier"
         if not found.is_first:
             return _fault(tensor, f"what it adds comes one token {later} than on A", evidence)
-        return mismatched(
-            f"the tokens of B come one place {later} than A's: padding or a begin token", label, *evidence
-        )
+        cause = f"the tokens of B come one place {later} than A's: padding or a begin token"
+        return mismatched(cause, label, *evidence)
     if inputs.status != "same" and found.other_prompt:
         return mismatched("the inputs differ: another prompt", label, found.other_prompt, *evidence, sure="likely")
     if found.precision is not None:

@@ -1,7 +1,7 @@
 """Two runs compared: a table in the terminal, CSV, a picture and a page."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ FIGURE = "max_to_median"
 #: Rows in the terminal at most.
 MOST_LINES = 12
 
+#: The rows of each family of modules, by family and kind.
+Panels = dict[tuple[str, str], list[dict[str, Any]]]
+
 
 def write_comparison(a: str, b: str, *, folder: str | None = None) -> tuple[str, list[Path]]:
     """Compare the folders of two runs and write the files; returns the text for the terminal and the paths."""
@@ -39,23 +42,20 @@ def comparison_text(comparison: Comparison) -> str:
     lines = [f"A {_run_line(comparison.a)}", f"B {_run_line(comparison.b)}", *_note_lines(comparison), ""]
     rows = ranked(comparison, FIGURE)
     if rows:
-        lines += _changes(rows[:MOST_LINES])
+        keys = {"max/median A": f"{FIGURE} A", "B": f"{FIGURE} B", "B/A": f"{FIGURE} B/A"}
+        keys |= {"kurtosis A": "kurtosis A", "kurtosis B": "kurtosis B"}
+        texts = []
+        for row in rows[:MOST_LINES]:
+            values = {name: row.get(key) for name, key in keys.items()}
+            cells = {name: "-" if value is None else f"{value:.4g}" for name, value in values.items()}
+            texts.append({"tensor": f"{row['module']} {row['kind']}", **cells})
+        lines += columns(texts, left=["tensor"])
     if len(rows) < len(comparison.rows):
         lines.append(_same(comparison, len(rows)))
     if "outliers" in comparison.figures:
         a, b = (sum(row.get(f"outliers {side}") or 0 for row in comparison.rows) for side in "AB")
         lines.append(f"outlier tokens: {a} in A, {b} in B")
     return "\n".join(lines)
-
-
-def _changes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    keys = {"max/median A": f"{FIGURE} A", "B": f"{FIGURE} B", "B/A": f"{FIGURE} B/A"}
-    keys |= {"kurtosis A": "kurtosis A", "kurtosis B": "kurtosis B"}
-    texts = [
-        {"tensor": f"{row['module']} {row['kind']}", **{name: _cell(row.get(key)) for name, key in keys.items()}}
-        for row in rows
-    ]
-    return columns(texts, left=["tensor"])
 
 
 def _same(comparison: Comparison, changed: int) -> str:
@@ -66,10 +66,6 @@ def _same(comparison: Comparison, changed: int) -> str:
     others = [name for name in comparison.figures if name != FIGURE and ranked(comparison, name)]
     also = f" What changed otherwise: {', '.join(others)}." if others and not changed else ""
     return f"max / median is the same in {every - changed} of {every} tensors.{also}"
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _run_line(run: Any) -> str:
@@ -86,12 +82,13 @@ def _note_lines(comparison: Comparison) -> list[str]:
 
 def change_pictures(comparison: Comparison, figure: str) -> list[Picture]:
     """A statistic of both runs by layer: a panel for each family of modules and kind, or a picture for each kind."""
-    kinds: dict[str, list[Panel]] = {}
+    kinds: dict[str, Panels] = {}
     for kind in ("input", "output", "weight"):
-        rows = {row["module"]: row for row in comparison.rows if row["kind"] == kind and _has(row, figure)}
+        some = [row for row in comparison.rows if row["kind"] == kind]
+        rows = {row["module"]: row for row in some if any(row.get(f"{figure} {side}") is not None for side in "AB")}
         for family, modules in families(list(rows)).items() if rows else ():
-            kinds.setdefault(kind, []).append(Panel(family, kind, [rows[module] for module in modules]))
-    panels = [panel for some in kinds.values() for panel in some]
+            kinds.setdefault(kind, {})[family, kind] = [rows[module] for module in modules]
+    panels = {key: rows for some in kinds.values() for key, rows in some.items()}
     file = figure.replace(" ", "_")
     caption = "A grey and wide, B orange. A triangle on the lower edge is 0, or too small to be seen."
     if len(panels) <= MOST_PANELS:
@@ -102,34 +99,20 @@ def change_pictures(comparison: Comparison, figure: str) -> list[Picture]:
     ]
 
 
-@dataclass(frozen=True)
-class Panel:
-    """The rows of a family of modules, all of one kind."""
-
-    family: str
-    kind: str
-    rows: list[dict[str, Any]]
-
-
-def _drawn(panels: Sequence[Panel], figure: str) -> bytes:
-    groups = {f"{panel.family} {panel.kind}": [row["module"] for row in panel.rows] for panel in panels}
+def _drawn(panels: Panels, figure: str) -> bytes:
+    groups = {f"{family} {kind}": [row["module"] for row in rows] for (family, kind), rows in panels.items()}
     with family_sheet(groups, dpi=_DPI) as page:
-        for axes, panel, (title, names) in zip(page.panels, panels, groups.items(), strict=True):
-            a, b = ([row[f"{figure} {side}"] for row in panel.rows] for side in "AB")
+        for axes, ((family, kind), rows) in zip(page.panels, panels.items(), strict=True):
+            a, b = ([row[f"{figure} {side}"] for row in rows] for side in "AB")
             for values, colour, name, width in ((a, GREY, "A", 3.5), (b, VERMILION, "B", 1.2)):
-                line(axes, values, colour=colour, label=name, width=width, joined=panel.family != MIXED)
+                line(axes, values, colour=colour, label=name, width=width, joined=family != MIXED)
             log_axis(axes, [*a, *b])
             mark_below(axes, a, colour=GREY, size=8)
             mark_below(axes, b, colour=VERMILION, size=4)
-            layer_axis(axes, names)
-            axes.set_title(label(title, most=44))
-            axes.set_ylabel(figure)
+            layer_axis(axes, [row["module"] for row in rows])
+            axes.set(title=label(f"{family} {kind}", most=44), ylabel=figure)
         page.legend()
         return page.png()
-
-
-def _has(row: dict[str, Any], figure: str) -> bool:
-    return any(row.get(f"{figure} {side}") is not None for side in "AB")
 
 
 def comparison_page(comparison: Comparison, pictures: Sequence[Picture]) -> Document:
@@ -143,11 +126,10 @@ def comparison_page(comparison: Comparison, pictures: Sequence[Picture]) -> Docu
         page.table(rows[:15], caption="By the change of max |x| / median |x|.")
     if len(rows) < len(comparison.rows):
         page.text(_same(comparison, len(rows)))
-    for name in dict.fromkeys(one.section for one in pictures):
-        page.heading(name)
-        for one in pictures:
-            if one.section == name:
-                page.picture(one.png, alt=f"{one.file} of both runs by layer", caption=one.caption)
+    for section, some in groupby(pictures, key=lambda one: one.section):
+        page.heading(section)
+        for one in some:
+            page.picture(one.png, alt=f"{one.file} of both runs by layer", caption=one.caption)
     page.heading("All tensors")
     shown = list(comparison.rows[:MOST_ROWS])
     page.table(shown, caption=f"Both runs and their ratio{shown_rows(len(comparison.rows), 'comparison')}.")

@@ -14,8 +14,7 @@ from probe.activations.settings import Settings
 from probe.files.atomic import write
 from probe.files.checked_json import finite
 from probe.files.paths import replacing_earlier_files
-from probe.report.activations import layer_plots, tensor_plots
-from probe.report.activations.page import BANDS, DISTRIBUTIONS, HEAT, MAGNITUDES, OUTLIERS, PREDICTED, Picture, page_of
+from probe.report.activations import layer_plots, page, tensor_plots
 from probe.report.numbers import csv_text
 
 #: Added to the name of a planned file that is written only if there are data for it.
@@ -41,46 +40,42 @@ def write_analysis(analysis: Analysis, *, progress: Callable[[str], Any] = print
             if "png" in formats:
                 written += [write(folder / f"{picture.file}.png", picture.png) for picture in pictures]
             if "html" in formats:
-                written.append(page_of(analysis, rows, pictures).write(folder / "analysis_report.html"))
+                written.append(page.page_of(analysis, rows, pictures).write(folder / "analysis_report.html"))
     return written
 
 
-def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) -> Iterator[Picture]:
+def pictures_of(analysis: Analysis, tables: Mapping[str, list[dict[str, Any]]]) -> Iterator[page.Picture]:
     """The pictures of everything that is enabled and has data."""
     drawing = analysis.settings.visualization
     dpi = drawing.dpi
     magnitudes = partial(layer_plots.magnitude_picture, reduce_dim=drawing.magnitude.reduce_dim)
     outliers = partial(layer_plots.outlier_picture, threshold=drawing.outlier.threshold)
     positions = partial(tensor_plots.position_picture, layers=list(analysis.outliers), length=analysis.facts["longest"])
+    kinds = ("input", "output", "weight")
     drawings: tuple[tuple[str, str, str, Callable[..., bytes]], ...] = (
-        (
-            "predicted_error",
-            PREDICTED,
-            "Predicted noise / signal of every layer in each format.",
-            layer_plots.noise_picture,
-        ),
-        *((f"magnitude_{x}", MAGNITUDES, f"Magnitudes of {x}s.", magnitudes) for x in ("input", "output", "weight")),
-        ("outlier_layer_wise", OUTLIERS, "Outliers by layer.", outliers),
-        ("outlier_position", OUTLIERS, "Outliers by position.", positions),
-        ("outlier_token", OUTLIERS, "Outliers by token.", tensor_plots.token_picture),
-        ("distribution_boxplot", DISTRIBUTIONS, "|x| of {kind}s.", layer_plots.box_picture),
-        ("distribution_histogram", DISTRIBUTIONS, "|x| of {kind}s, histograms.", tensor_plots.histogram_picture),
+        ("predicted_error", page.PREDICTED, f"{page.CAPTIONS['predicted_error']}.", layer_plots.noise_picture),
+        *((f"magnitude_{kind}", page.MAGNITUDES, f"Magnitudes of {kind}s.", magnitudes) for kind in kinds),
+        ("outlier_layer_wise", page.OUTLIERS, "Outliers by layer.", outliers),
+        ("outlier_position", page.OUTLIERS, "Outliers by position.", positions),
+        ("outlier_token", page.OUTLIERS, "Outliers by token.", tensor_plots.token_picture),
+        ("distribution_boxplot", page.DISTRIBUTIONS, "|x| of {kind}s.", layer_plots.box_picture),
+        ("distribution_histogram", page.DISTRIBUTIONS, "|x| of {kind}s, histograms.", tensor_plots.histogram_picture),
     )
     for name, section, caption, draw in drawings:
         if rows := tables.get(name):
-            yield Picture(name, section, caption.format(kind=rows[0].get("kind")), draw(rows, dpi=dpi))
+            yield page.Picture(name, section, caption.format(kind=rows[0].get("kind")), draw(rows, dpi=dpi))
     heats = drawn_heat(analysis)
     for index, heat in enumerate(heats):
         png = tensor_plots.heat_picture(heat, view_angle=drawing.heatmap_3d.view_angle, dpi=dpi)
         caption = f"{heat.module}."
         if index == 0 and len(heats) < len(analysis.heat):
             caption += f" {len(heats)} of {len(analysis.heat)} layers are drawn: largest max / median."
-        yield Picture(heat_file(index, heat.module), HEAT, caption, png)
+        yield page.Picture(heat_file(index, heat.module), page.HEAT, caption, png)
     if analysis.bands:
         png = tensor_plots.band_picture(list(analysis.bands.values()), dpi=dpi)
         of = analysis.plan.bands_of
         some = f" {len(analysis.bands)} of {of} layers, evenly spaced." * (len(analysis.bands) < of)
-        yield Picture("percentile_range", BANDS, f"Percentiles of every channel.{some}", png)
+        yield page.Picture("percentile_range", page.BANDS, f"Percentiles of every channel.{some}", png)
 
 
 def heat_file(index: int, module: str) -> str:

@@ -36,7 +36,7 @@ def page_of(analysis: Analysis, tables: Mapping[str, Rows], pictures: Sequence[P
     """The page of an analysis."""
     facts, modules = analysis.facts, len({name for name, _ in analysis.statistics})
     lead = f"{facts['samples']} samples, {facts['tokens']} tokens of {facts['data']}; {modules} modules."
-    page = Document(f"Activations of {analysis.name}", lead)
+    page = Document(f"Activations of {analysis.facts['model']}", lead)
     page.heading("What stands out")
     for note in analysis.notes:
         page.text(f"Note: {note}")
@@ -120,7 +120,7 @@ def _standing_out(page: Document, analysis: Analysis) -> None:
 
 
 #: The caption of the table of each file.
-_CAPTIONS = {
+CAPTIONS = {
     "keep_in_higher_precision": "The layers that hold half of the predicted noise of each format, the noisiest first",
     "predicted_error": "Predicted noise / signal of every layer in each format",
     **{f"magnitude_{kind}": f"Magnitudes of the {kind}s" for kind in ("input", "output", "weight")},
@@ -134,9 +134,11 @@ _CAPTIONS = {
 
 
 def _table(page: Document, name: str, rows: Rows, *, csv: bool) -> None:
+    """The first rows, with texts as Python writes them, so that spaces and line ends can be seen."""
     if rows:
-        caption = f"{_CAPTIONS[name]}{shown_rows(len(rows), name if csv else None)}."
-        page.table([_shown(row) for row in rows[:MOST_ROWS]], caption=caption)
+        caption = f"{CAPTIONS[name]}{shown_rows(len(rows), name if csv else None)}."
+        texts = ({key: repr(row[key]) for key in ("text", "around") if row.get(key) is not None} for row in rows)
+        page.table([row | text for row, text in zip(rows[:MOST_ROWS], texts, strict=False)], caption=caption)
 
 
 def shown_rows(count: int, file: str | None) -> str:
@@ -144,9 +146,3 @@ def shown_rows(count: int, file: str | None) -> str:
     if count <= MOST_ROWS:
         return f" ({file}.csv)" if file else ""
     return f": the first {MOST_ROWS} of {count} rows" + (f"; all are in {file}.csv" if file else "")
-
-
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its texts as Python writes them, so that spaces and line ends can be seen."""
-    texts = {key: repr(row[key]) for key in ("text", "around") if row.get(key) is not None}
-    return {**row, **texts}

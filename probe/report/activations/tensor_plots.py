@@ -42,13 +42,10 @@ def heat_picture(heat: HeatGrid, *, view_angle: tuple[float, float], dpi: int) -
         else:
             surface.plot(across.reshape(-1), down.reshape(-1), coarse.reshape(-1), color=figure.BLUE)
         surface.view_init(*view_angle)
-        surface.set_xlabel("channel")
-        surface.set_ylabel("token")
-        surface.set_zlabel("|x|")
+        surface.set(xlabel="channel", ylabel="token", zlabel="|x|")
         edges = (-0.5, heat.channels - 0.5, heat.tokens - 0.5, -0.5)
         image = figure.shade_map(right, heat.values, norm=_norm(heat.values), extent=edges)
-        right.set_xlabel("channel")
-        right.set_ylabel("token")
+        right.set(xlabel="channel", ylabel="token")
         bar = page.figure.colorbar(image, ax=right, label="|x|")
         if bar.ax.get_yscale() == "log":
             figure.log_ticks(bar.ax.yaxis)
@@ -71,9 +68,8 @@ def band_picture(bands: Sequence[ChannelBands], *, dpi: int) -> bytes:
             medians = [np.median(found[BANDS.index(50.0), part]) for part in parts]
             axes.plot(x, medians, color=figure.VERMILION, linewidth=0.8, label="median")
             _outliers_beside_the_rest(axes, found)
-            axes.set_xlim(-0.5, found.shape[1] - 0.5)
-            axes.set_xlabel("channel" + (f", {parts[0].stop} at a time" if len(parts) < found.shape[1] else ""))
-            axes.set_ylabel("x")
+            some = f", {parts[0].stop} at a time" if len(parts) < found.shape[1] else ""
+            axes.set(xlim=(-0.5, found.shape[1] - 0.5), xlabel=f"channel{some}", ylabel="x")
             axes.set_title(figure.label(f"{band.module} {band.kind}", most=60))
         page.legend()
         return page.png()
@@ -122,9 +118,7 @@ def histogram_picture(rows: Rows, *, dpi: int) -> bytes:
             axes.set_yscale("log")
             octave_ticks(axes.xaxis)
             figure.log_ticks(axes.yaxis)
-            axes.set_xlim(max(ends[0], ends[-1] * 2.0**-30), ends[-1])
-            axes.set_ylim(0.5 / total, 1)
-            axes.set_ylabel("share")
+            axes.set(xlim=(max(ends[0], ends[-1] * 2.0**-30), ends[-1]), ylim=(0.5 / total, 1), ylabel="share")
             axes.set_xlabel(f"|x|, {zeros / total:.2%} zeros" if zeros else "|x|")
         return page.png()
 
@@ -149,13 +143,17 @@ def _histogram_map(by_name: Mapping[str, Sequence[Mapping[str, Any]]], dpi: int)
         axes = page.panels[0]
         values, edges = np.where(drawn > 0, drawn, np.nan), (low, high, len(parts) - 0.5, -0.5)
         image = figure.shade_map(axes, values, empty="none", norm="log", extent=edges)
-        figure.log_ticks(page.figure.colorbar(image, ax=axes, label="share of the elements", shrink=0.9).ax.yaxis)
-        step = -(-len(parts) // 50)
-        texts = short_names(names, most=40)
-        axes.set_yticks(range(0, len(parts), step), [texts[parts[i].start] for i in range(0, len(parts), step)])
-        axes.set_xlabel("log2 |x|")
-        axes.set_title(f"{len(names)} tensors" + (f", {parts[0].stop} in a line" if len(parts) < len(names) else ""))
+        page.log_colour_bar(image, axes, label="share of the elements", shrink=0.9)
+        _name_lines(axes, short_names(names, most=40), parts, most=50)
+        some = f", {parts[0].stop} in a line" if len(parts) < len(names) else ""
+        axes.set(xlabel="log2 |x|", title=f"{len(names)} tensors{some}")
         return page.png()
+
+
+def _name_lines(axes: Any, names: Sequence[str], parts: Sequence[slice], *, most: int) -> None:
+    """The y ticks of a map whose lines are bins of names: the first name of at most `most` lines, evenly spaced."""
+    step = math.ceil(len(parts) / most)
+    axes.set_yticks(range(0, len(parts), step), [names[part.start] for part in parts[::step]])
 
 
 def octave_ticks(axis: Any) -> None:
@@ -180,21 +178,19 @@ def position_picture(rows: Rows, *, layers: Sequence[str], length: int, dpi: int
         by_place = [int(counts[:, part].sum()) for part in across]
         ends = [part.start - 0.5 for part in across] + [length - 0.5]
         upper.stairs(by_place, ends, fill=True, color=figure.VERMILION)
-        upper.set_xlim(-0.5, length - 0.5)
-        upper.set_ylim(0, max(1.0, 1.1 * max(by_place)))
+        some = f", {across[0].stop} positions in a column" if across[0].stop > 1 else ""
+        upper.set(xlim=(-0.5, length - 0.5), ylim=(0, max(1.0, 1.1 * max(by_place))))
+        upper.set_title(f"outliers by position, all layers{some}")
         figure.count_ticks(upper.yaxis)
-        width = across[0].stop
-        upper.set_title("outliers by position, all layers" + (f", {width} positions in a column" if width > 1 else ""))
         grid = np.stack([np.stack([counts[d, a].sum() for a in across]) for d in down])
         values, edges = np.where(grid > 0, grid, np.nan), (-0.5, length - 0.5, len(down) - 0.5, -0.5)
         scale = {"vmin": 0, "vmax": max(2, int(grid.max()))}
         image = figure.shade_map(lower, values, colours="viridis_r", empty="none", extent=edges, **scale)
         bar = page.figure.colorbar(image, ax=lower, label="outliers", shrink=0.9)
         figure.count_ticks(bar.ax.yaxis)
-        texts, step = short_names(layers, most=24), -(-len(down) // 16)
-        lower.set_yticks(range(0, len(down), step), [texts[down[i].start] for i in range(0, len(down), step)])
-        lower.set_xlabel("position in the sample")
-        lower.set_title("layer by layer" + (f", {down[0].stop} layers in a line" if down[0].stop > 1 else ""))
+        _name_lines(lower, short_names(layers, most=24), down, most=16)
+        some = f", {down[0].stop} layers in a line" if down[0].stop > 1 else ""
+        lower.set(xlabel="position in the sample", title=f"layer by layer{some}")
         return page.png()
 
 
@@ -209,11 +205,10 @@ def token_picture(rows: Rows, *, dpi: int) -> bytes:
         axes.barh(range(len(labels)), counts, color=colours, height=0.75)
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.12 * max(counts))
+        axes.set(xlim=(0, 1.12 * max(counts)), title="outliers by token, all layers")
         figure.count_ticks(axes.xaxis)
         for place, count in enumerate(counts):
             axes.text(count, place, f" {count}", va="center", color=figure.GREY)
-        axes.set_title("outliers by token, all layers")
         return page.png()
 
 

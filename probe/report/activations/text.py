@@ -70,7 +70,7 @@ def summary_text(analysis: Analysis, written: Sequence[Path], *, printed: Collec
     """The tensors that stand out, the notes that are not in `printed`, and the path of the report."""
     facts = analysis.facts
     samples, tokens = _counted(facts["samples"], "sample"), _counted(facts["tokens"], "token")
-    lines = [f"{analysis.name}: {samples}, {tokens} of {facts['data']}"]
+    lines = [f"{facts['model']}: {samples}, {tokens} of {facts['data']}"]
     lines += [f"  {s.module} {s.kind}: {_sizes(s)}" for s in analysis.hardest()[:5]]
     if analysis.outliers:
         counts = [tokens.count for tokens in analysis.outliers.values()]

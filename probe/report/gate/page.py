@@ -30,7 +30,7 @@ def front(
         stories=_stories(found, changed),
         **_maps(heat_maps(outcomes)),
         recipes=_recipes(found),
-        environment=_environment(environment, baseline_environment or {}, known=baseline_environment is not None),
+        environment=_environment(environment, baseline_environment),
     )
 
 
@@ -171,13 +171,7 @@ def _worst(run: Run, injected_name: str) -> list[dict[str, str]]:
     ]
 
 
-def _environment(now: Mapping[str, str], then: Mapping[str, str], *, known: bool) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "now": now.get(name, ""),
-            "then": then.get(name, ""),
-            "moved": known and now.get(name, "") != then.get(name, ""),
-        }
-        for name in dict.fromkeys([*now, *then])
-    ]
+def _environment(now: Mapping[str, str], baseline: Mapping[str, str] | None) -> list[dict[str, Any]]:
+    then = now if baseline is None else baseline
+    rows = [(name, now.get(name, ""), then.get(name, "")) for name in dict.fromkeys([*now, *then])]
+    return [{"name": name, "now": x, "then": "" if baseline is None else y, "moved": x != y} for name, x, y in rows]

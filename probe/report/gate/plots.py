@@ -49,7 +49,7 @@ def _errors(axes: Any, run: Run) -> None:
     if failing:
         bands = [(place - 0.5, 1) for place in failing]
         axes.broken_barh(bands, (0, 1), transform=across, color=BAND, linewidth=0, zorder=0.1, label="failed")
-    size = 4.5 if len(layers) <= 24 else 3
+    size, lost = 4.5 if len(layers) <= 24 else 3, []
     for name, (colour, marker) in CURVES.items():
         figures = [outcome.figures.get(name) for outcome in layers]
         old = [figure.positive(one.old if one else None) for one in figures]
@@ -59,25 +59,18 @@ def _errors(axes: Any, run: Run) -> None:
         for place, one in enumerate(figures):
             if one and one.new == 0:
                 axes.text(place, 0.02, "0", transform=across, color=colour, ha="center")
+        lost += [place for place, one in enumerate(figures) if one and not math.isfinite(one.new or 0)]
     axes.plot([], color=figure.GREY, linestyle=figure.DASHED, linewidth=1.1, label="baseline")
-    lost = [place for place, outcome in enumerate(layers) if _is_lost(outcome)]
     if lost:
-        axes.plot(lost, [0.05] * len(lost), "x", color=figure.BAD, transform=across)
-        axes.text(lost[0], 0.09, "not finite", transform=across, color=figure.BAD, ha="center")
+        figure.mark_places(axes, sorted(set(lost)), "x", height=0.05)
+        axes.text(min(lost), 0.09, "not finite", transform=across, color=figure.BAD, ha="center")
     figure.layer_axis(axes, [outcome.case.layer for outcome in layers])
     axes.set_xlabel("")
     margin = max(1.5, (max(drawn) / min(drawn)) ** 0.06)  # at least 1.5, so that there is a tick between the limits
-    axes.set_yscale("log")
-    axes.set_ylim(min(drawn) / margin, max(drawn) * margin)
+    axes.set(yscale="log", ylim=(min(drawn) / margin, max(drawn) * margin))
     figure.log_ticks(axes.yaxis)
     axes.minorticks_off()
     axes.legend(loc="lower right", bbox_to_anchor=(1.02, 0.98), ncols=4, handlelength=1.6, columnspacing=1.2)
-
-
-def _is_lost(outcome: Outcome) -> bool:
-    """Whether a curve has a value there that is not finite."""
-    values = [one.new for name, one in outcome.figures.items() if name in CURVES]
-    return any(x is not None and not math.isfinite(x) for x in values)
 
 
 def _differences(axes: Any, shown: Outcome) -> None:

@@ -87,10 +87,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     failing = run.failing
     return {
         "model": run.model,
-        "device": run.case.device,
-        "mode": run.case.mode,
-        "format": run.case.format,
-        "recipe": run.case.recipe,
+        **{name: getattr(run.case, name) for name in ("device", "mode", "format", "recipe")},
         "totals": totals(run.outcomes),
         "first_failing_layer": failing[0].case.layer if failing else None,
         "verdict": failing[0].verdict if failing else None,
@@ -102,9 +99,8 @@ def _recipe(run: Run) -> dict[str, Any]:
 
 def _case(outcome: Outcome) -> dict[str, Any]:
     facts = outcome.as_dict()
-    known = {key: value for key, value in facts.items() if key not in ("points", "case")}
-    found: dict[str, Any] = finite({"id": str(outcome.case), **facts["case"], **known})
-    return found
+    del facts["points"]
+    return dict(finite({"id": str(outcome.case), **facts.pop("case"), **facts}))
 
 
 def _row(run: Run) -> str:
@@ -123,19 +119,14 @@ def _row(run: Run) -> str:
 
 
 def _heat_table(heat: HeatMap) -> str:
+
+    def text(cell: Outcome | None) -> str:
+        return "" if cell is None else f"**✗ {cell_text(cell)}**" if cell.status == "failed" else cell_text(cell)
+
     labels = [harmless(label, most=30) for label in heat.labels]
-    lines = [
-        f"**{harmless(heat.title)}**: propagated mse\n",
-        f"| layer | {' | '.join(labels)} |",
-        "|---" * (len(labels) + 1) + "|",
-    ]
-    for label, cells in heat.rows:
-        texts = [
-            "" if cell is None else f"**✗ {cell_text(cell)}**" if cell.status == "failed" else cell_text(cell)
-            for cell in cells
-        ]
-        lines.append(f"| {code(label)} | {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n\n"
+    head = f"**{harmless(heat.title)}**: propagated mse\n\n| layer | {' | '.join(labels)} |"
+    rows = [f"| {code(label)} | {' | '.join(map(text, cells))} |" for label, cells in heat.rows]
+    return "\n".join([head, "|---" * (len(labels) + 1) + "|", *rows]) + "\n\n"
 
 
 def _as_fits(parts: Sequence[str], room: int, name: str) -> str:

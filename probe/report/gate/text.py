@@ -8,7 +8,7 @@ from itertools import pairwise
 from urllib.parse import quote
 
 from probe.formats import FORMATS
-from probe.gate.cases import HEADINGS, NEXT, Figure, Outcome
+from probe.gate.cases import HEADINGS, NEXT, Outcome
 from probe.report.gate.recipes import Run, got_worse, is_inherited
 from probe.report.numbers import change, number, ranked, tolerance
 from probe.words import single_line
@@ -39,13 +39,12 @@ def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Seque
         *_failing_layers(run, room),
         *_whole_model(run),
         *([("baseline", first.baseline_file)] if first.baseline_file else []),
-        *_environment(environment, room),
+        *_labelled("environment", _first_lines(environment, 2, room)),
         *([("look", f"{report}#{quote(run.case.recipe)}")] if report else []),
-        *_commands(run.failing, selection(run.failing[0])),
+        *_commands(run.failing, selection(first)),
     ]
     left = min(3, MOST_LINES - 1 - len(before) - len(after))
-    details = [("", text) for text in _first_lines(first.details, left, room)]
-    return [single_line(heading(first), most=MOST_COLUMNS), *_table([*before, *details, *after])]
+    return _lines(first, [*before, *_labelled("", _first_lines(first.details, left, room)), *after])
 
 
 def case_text(outcome: Outcome) -> list[str]:
@@ -53,7 +52,7 @@ def case_text(outcome: Outcome) -> list[str]:
     figures = _figure_rows(outcome)
     room = _room(figures)
     rows = [*figures, *_wrapped("what", outcome.message, room), *_wrapped("likely cause", outcome.cause, room)]
-    return [single_line(heading(outcome), most=MOST_COLUMNS), *_table(rows)]
+    return _lines(outcome, rows)
 
 
 def golden_text(outcome: Outcome) -> list[str]:
@@ -66,22 +65,17 @@ def golden_text(outcome: Outcome) -> list[str]:
     rows = [
         *figures,
         *_wrapped("what", outcome.message, room),
-        *[("" if index or outcome.verdict else "changed", text) for index, text in enumerate(outcome.details)],
+        *_labelled("" if outcome.verdict else "changed", outcome.details),
         *_wrapped("likely cause", outcome.cause, room),
         *([("baseline", outcome.baseline_file)] if outcome.baseline_file else []),
     ]
-    width = _width(rows)
-    commands = [
-        single_line(f"  {label:<{width}}{text}", most=10_000)
-        for label, text in _commands([outcome], case_selection(outcome))
-    ]
-    return [single_line(heading(outcome), most=MOST_COLUMNS), *_table(rows), *commands]
+    width, commands = _width(rows), _commands([outcome], case_selection(outcome))
+    return _lines(outcome, rows) + [single_line(f"  {label:<{width}}{text}", most=10_000) for label, text in commands]
 
 
 def one_line(outcome: Outcome, *, explained_at: str = "") -> str:
     """A failing case in one line; the failure of its recipe is explained at the case `explained_at`, if given."""
-    moved = ranked(outcome.figures, moved=True)
-    what = f"{moved[0][0]} {_figure(moved[0][1])}" if moved else outcome.message or heading(outcome)
+    what = _worst_figure(outcome) or outcome.message or heading(outcome)
     text = f"{outcome.verdict or 'failed'}: {what.rstrip('.')}"
     return single_line(f"{text}; explained at {explained_at}" if explained_at else text, most=MOST_COLUMNS)
 
@@ -135,12 +129,10 @@ def _figure_rows(outcome: Outcome) -> list[Row]:
     old, new = (max((len(cell[side]) for cell in cells), default=0) for side in (0, 1))
     rows = []
     for (name, figure), cell in zip(shown, cells, strict=True):
-        if figure.old is None and not figure.moved:
-            rows.append((single_line(name, most=26), number(figure.new)))
-            continue
         limit = f"(tolerance {tolerance(figure)})" if tolerance(figure) else ""
-        text = f"{cell[0]:<{old}} -> {cell[1]:<{new}}   {limit:<19}   {figure.direction}"
-        rows.append((single_line(name, most=26), text.rstrip()))
+        text = f"{cell[0]:<{old}} -> {cell[1]:<{new}}   {limit:<19}   {figure.direction}".rstrip()
+        is_new = figure.old is None and not figure.moved
+        rows.append((single_line(name, most=26), number(figure.new) if is_new else text))
     return rows
 
 
@@ -152,10 +144,12 @@ def _first_seen(outcome: Outcome, room: int) -> list[Row]:
     return _wrapped("first seen", "; ".join(part for part in (outcome.case.layer, outcome.cause) if part), room)
 
 
-def _figure(figure: Figure) -> str:
-    """2.31e-04 -> 5.02e-04 (tolerance 4.6e-06)."""
-    limit = f" (tolerance {tolerance(figure)})" if tolerance(figure) else ""
-    return " -> ".join(change(figure.old, figure.new)) + limit
+def _worst_figure(outcome: Outcome, *, direction: bool = False) -> str:
+    """mse 2.31e-04 -> 5.02e-04 (tolerance 4.6e-06), with its direction if requested; empty if no figure moved."""
+    for name, figure in ranked(outcome.figures, moved=True)[:1]:
+        limit = f" (tolerance {tolerance(figure)})" if tolerance(figure) else ""
+        return f"{name} {' -> '.join(change(figure.old, figure.new))}{limit}" + f" {figure.direction}" * direction
+    return ""
 
 
 def _growth(run: Run, room: int) -> list[Row]:
@@ -180,7 +174,7 @@ def _growth(run: Run, room: int) -> list[Row]:
             else:
                 lines.append(part)
         if len(lines) <= 2:
-            return [("mse by layer", lines[0]), *(("", line) for line in lines[1:])]
+            return _labelled("mse by layer", lines)
     return []
 
 
@@ -214,13 +208,7 @@ def _whole_model(run: Run) -> list[Row]:
     """The worst figure of the logits, if they failed too."""
     if run.whole is None or run.whole.status != "failed" or run.whole is run.failing[0]:
         return []
-    moved = ranked(run.whole.figures, moved=True)
-    text = f"{moved[0][0]} {_figure(moved[0][1])} {moved[0][1].direction}" if moved else run.whole.message
-    return [("whole model", text or heading(run.whole))]
-
-
-def _environment(lines: Sequence[str], room: int) -> list[Row]:
-    return [("environment" if not index else "", text) for index, text in enumerate(_first_lines(lines, 2, room))]
+    return [("whole model", _worst_figure(run.whole, direction=True) or run.whole.message or heading(run.whole))]
 
 
 def _commands(failing: Sequence[Outcome], command: str) -> list[Row]:
@@ -248,7 +236,12 @@ def _room(figures: Sequence[Row]) -> int:
 def _wrapped(label: str, text: str, room: int) -> list[Row]:
     """The text in at most two lines; --options are not broken."""
     lines = textwrap.wrap(single_line(text, most=10_000), room, max_lines=2, placeholder=" ...", break_on_hyphens=False)
-    return [(label if not index else "", line) for index, line in enumerate(lines)]
+    return _labelled(label, lines)
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[Row]:
+    """The lines as rows; the first has the label."""
+    return [("" if index else label, line) for index, line in enumerate(lines)]
 
 
 def _first_lines(lines: Sequence[str], most: int, room: int) -> list[str]:
@@ -259,6 +252,8 @@ def _first_lines(lines: Sequence[str], most: int, room: int) -> list[str]:
     return [*lines[: most - 1], f"{single_line(lines[most - 1], most=room - 16)} (and {left} more)"]
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _lines(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
+    """The heading, and the rows as a table."""
     width = _width(rows)
-    return [single_line(f"  {label:<{width}}{text}", most=MOST_COLUMNS).rstrip() for label, text in rows]
+    lines = [heading(outcome), *(f"  {label:<{width}}{text}" for label, text in rows)]
+    return [single_line(line, most=MOST_COLUMNS).rstrip() for line in lines]

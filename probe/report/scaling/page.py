@@ -16,9 +16,7 @@ from probe.words import columns
 
 PAGE = "scaling.html"
 #: The names of the files begin as those of the users' own script.
-RESULTS = "mxfp_scaling_results_{format}"
-TEST_PLOT = "mxfp_scaling_test_{format}.png"
-SUMMARY_PLOT = "mxfp_scaling_summary_{format}.png"
+STEM = "mxfp_scaling"
 LOG = "mxfp_scaling_test_{name}_{format}.log"
 
 
@@ -93,7 +91,8 @@ def _section(page: Document, one: AnalysedTensor) -> None:
         page.picture(png, alt=f"{what} of {result.name} in {result.format} over the scale exponent")
     if one.rules:
         first = one.rules[0]
-        page.table(rule_rows(one.rules), f"scale rules over {first.blocks} blocks of {first.block_size}")
+        rows = [_rule_row(rule) for rule in one.rules]
+        page.table(rows, f"scale rules over {first.blocks} blocks of {first.block_size}")
     page.pre("\n".join(recommendation_block(result, advice)))
     page.pre("\n".join(overflow_block(result, advice)))
 
@@ -108,7 +107,7 @@ def write_results(
     identity: str,
 ) -> list[Path]:
     """Write every figure of every level as .txt, .csv and .json."""
-    stem = RESULTS.format(format=result.format)
+    stem = f"{STEM}_results_{result.format}"
     facts = {"recommendation": advice.as_dict(), "blocks": [rule.as_dict() for rule in rules]}
     return [
         write(folder / f"{stem}.txt", results_text(result, advice, source=source)),
@@ -119,8 +118,7 @@ def write_results(
 
 def write_plots(folder: Path, format: str, plots: tuple[bytes, bytes]) -> list[Path]:
     """Write the pictures of the six panels and of the summary."""
-    names = (TEST_PLOT.format(format=format), SUMMARY_PLOT.format(format=format))
-    return [write(folder / name, png) for name, png in zip(names, plots, strict=True)]
+    return [write(folder / f"{STEM}_{n}_{format}.png", png) for n, png in zip(("test", "summary"), plots, strict=True)]
 
 
 def write_log(folder: Path, name: str, format: str, lines: Sequence[str]) -> Path:
@@ -148,9 +146,8 @@ def tensor_lines(result: ScalingResult, *, source: str) -> list[str]:
 def level_line(level: Level, count: int) -> str:
     """One level in one line, for the screen and the log."""
     return (
-        f"  Level {level.level + 1}/{count}: Scale Exp {at(level)}, "
-        f"Factor {factor(level.scale)}, MSE {level.mse:.6e}, Cosine {level.cosine:.6f}, "
-        f"PSNR {level.psnr:.2f} dB, Overflow {level.percent(level.overflow):.2f}%, "
+        f"  Level {level.level + 1}/{count}: Scale Exp {at(level)}, Factor {factor(level.scale)}, MSE {level.mse:.6e}, "
+        f"Cosine {level.cosine:.6f}, PSNR {level.psnr:.2f} dB, Overflow {level.percent(level.overflow):.2f}%, "
         f"Underflow {level.percent(level.underflow):.2f}%"
     )
 
@@ -194,7 +191,8 @@ def results_csv(result: ScalingResult, found: Recommendation) -> str:
 
 def rules_block(rules: Sequence[RuleResult]) -> list[str]:
     """BLOCK-LEVEL ANALYSIS: the scale rules of real MX blocks side by side."""
-    texts = [{name: _cell(value) for name, value in row.items()} for row in rule_rows(rules)]
+    rows = [_rule_row(rule) for rule in rules]
+    texts = [{name: f"{x:g}" if isinstance(x, float) else str(x) for name, x in row.items()} for row in rows]
     first = rules[0]
     return [
         *(DOUBLE, "BLOCK-LEVEL ANALYSIS", DOUBLE),
@@ -208,12 +206,8 @@ def rules_block(rules: Sequence[RuleResult]) -> list[str]:
     ]
 
 
-def rule_rows(rules: Sequence[RuleResult]) -> list[dict[str, object]]:
-    """A row for every rule, with shares in percent."""
-    return [_rule_row(rule) for rule in rules]
-
-
 def _rule_row(rule: RuleResult) -> dict[str, object]:
+    """The figures of a rule, with shares in percent."""
     level = rule.level
 
     def share(blocks: int) -> float:
@@ -224,9 +218,7 @@ def _rule_row(rule: RuleResult) -> dict[str, object]:
         "rule": rule.rule,
         "mse": float(f"{level.mse:.4g}"),
         "psnr dB": round(level.psnr, 2) if math.isfinite(level.psnr) else "inf",
-        "overflow %": round(level.percent(level.overflow), 2),
-        "underflow %": round(level.percent(level.underflow), 2),
-        "flushed %": round(level.percent(level.flushed), 2),
+        **{f"{loss} %": round(level.percent(getattr(level, loss)), 2) for loss in ("overflow", "underflow", "flushed")},
         "blocks with overflow %": share(rule.overflowing_blocks),
         "underflow in %": share(rule.underflowing_blocks),
         "flush in %": share(rule.flushing_blocks),
@@ -238,7 +230,3 @@ def _rule_row(rule: RuleResult) -> dict[str, object]:
         "spoiled": rule.spoiled_blocks,
         **codes,
     }
-
-
-def _cell(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

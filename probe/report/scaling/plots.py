@@ -1,8 +1,7 @@
 """The pictures of a sweep: six panels over the scale exponent, and a summary of three of them."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,34 +14,26 @@ OVERFLOW, UNDERFLOW, UNDERFLOW_LINE, CHOSEN = "#f9dadd", "#fcf0cc", "#a87800", "
 _BEHIND = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One figure over the exponents; `best` names the criterion whose best level is marked."""
-
-    title: str
-    value: Callable[[Level], float]
-    best: str
-    log: bool = False
-
-
+#: The figures over the exponents: their titles, and whether their axes are logarithmic.
 PANELS = {
-    "mse": Panel("MSE", lambda level: level.mse, "mse", log=True),
-    "cosine": Panel("Cosine similarity", lambda level: level.cosine, "cosine"),
-    "psnr": Panel("PSNR, dB", lambda level: level.psnr, "psnr"),
-    "mae": Panel("MAE", lambda level: level.mae, "mae", log=True),
-    "relative": Panel("Relative error, %", lambda level: level.relative_error, "relative_error", log=True),
+    "mse": ("MSE", True),
+    "cosine": ("Cosine similarity", False),
+    "psnr": ("PSNR, dB", False),
+    "mae": ("MAE", True),
+    "relative_error": ("Relative error, %", True),
 }
-LOSSES: dict[str, tuple[Callable[[Level], int], str, str]] = {
-    "overflow": (lambda level: level.overflow, BAD, "-"),
-    "underflow": (lambda level: level.underflow, UNDERFLOW_LINE, "-"),
-    "flushed to zero": (lambda level: level.flushed, UNDERFLOW_LINE, ":"),
-    "subnormal": (lambda level: level.subnormal, GREY, "--"),
+#: The counts of a level in the panel of losses: their names, colours and line styles.
+LOSSES = {
+    "overflow": ("overflow", BAD, "-"),
+    "underflow": ("underflow", UNDERFLOW_LINE, "-"),
+    "flushed": ("flushed to zero", UNDERFLOW_LINE, ":"),
+    "subnormal": ("subnormal", GREY, "--"),
 }
 
 
 def pictures(result: ScalingResult, found: Recommendation) -> tuple[bytes, bytes]:
     """PNGs of the six panels and of the summary."""
-    six = _picture(result, found, ("mse", "cosine", "psnr", "mae", "relative", "losses"), height=4.0)
+    six = _picture(result, found, (*PANELS, "losses"), height=4.0)
     return six, _picture(result, found, ("mse", "cosine", "psnr"), height=4.3)
 
 
@@ -56,7 +47,7 @@ def _picture(result: ScalingResult, found: Recommendation, names: Sequence[str],
             if name == "losses":
                 _losses(axes, result, found)
             else:
-                _curves(axes, PANELS[name], result, found)
+                _curves(axes, name, result, found)
             axes.axvline(found.scale_exponent, color=CHOSEN, linewidth=1.2, linestyle=DASHED, zorder=1.5)
             axes.set_xlim(*_span([level.scale_exponent for level in result.levels]))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=result.block_size is not None))
@@ -93,27 +84,28 @@ def _regions(axes: Any, result: ScalingResult, found: Recommendation) -> None:
             axes.axvspan(edges[index], edges[index + 1], 0, 0.5 if over else 1, color=UNDERFLOW, **style)
 
 
-def _curves(axes: Any, panel: Panel, result: ScalingResult, found: Recommendation) -> None:
-    axes.set_title(panel.title)
-    best = found.best[panel.best]
+def _curves(axes: Any, name: str, result: ScalingResult, found: Recommendation) -> None:
+    title, log = PANELS[name]
+    axes.set_title(title)
+    best = found.best[name]
     groups = [_levels_of(result, rule) for rule in result.rules or (None,)]
-    curves = [[_drawable(panel.value(level), log=panel.log) for level in levels] for levels in groups]
+    curves = [[_drawable(getattr(level, name), log=log) for level in levels] for levels in groups]
     for levels, values, colour, width in zip(groups, curves, COLOURS, widths(curves, step=1.1), strict=False):
         places = [level.scale_exponent for level in levels]
         axes.plot(places, values, color=colour, marker="o", markersize=2 + width, linewidth=width)
     known = [x for values in curves for x in values if math.isfinite(x)]
-    if panel.log and known and max(known) > 3 * min(known):  # a linear axis shows less than that better
+    if log and known and max(known) > 3 * min(known):  # a linear axis shows less than that better
         axes.set_yscale("log")
         log_ticks(axes.yaxis)
     else:
         axes.ticklabel_format(axis="y", useOffset=False)
     if not known:
         axes.set_yticks([])
-    top = _drawable(panel.value(best), log=panel.log)
+    top = _drawable(getattr(best, name), log=log)
     if math.isfinite(top):
         axes.plot([best.scale_exponent], [top], marker="*", markersize=13, color=CHOSEN, zorder=3, linestyle="")
         return
-    edge = 0.04 if panel.log else 0.96  # zero on a logarithmic axis, or a psnr of inf
+    edge = 0.04 if log else 0.96  # zero on a logarithmic axis, or a psnr of inf
     across = axes.get_xaxis_transform()
     for level in (level for level in result.levels if level.lossless):
         first = level.level == best.level
@@ -133,8 +125,8 @@ def _losses(axes: Any, result: ScalingResult, found: Recommendation) -> None:
     axes.set_title("Overflow and underflow, %" + (f" ({found.rule})" if found.rule else ""))
     levels = _levels_of(result, found.rule)
     places = [level.scale_exponent for level in levels]
-    for name, (count, colour, style) in LOSSES.items():
-        values = [level.percent(count(level)) for level in levels]
+    for count, (name, colour, style) in LOSSES.items():
+        values = [level.percent(getattr(level, count)) for level in levels]
         axes.plot(places, values, color=colour, linestyle=style, linewidth=1.5, label=name)
     axes.axhline(0.1, color=GREY, linewidth=0.8)
     axes.set_yscale("symlog", linthresh=0.1)
