@@ -44,7 +44,7 @@ def write_device_page(folder: Path | str, found: DeviceComparison, drawn: DrawnT
         write(folder / "error_by_layer.png", errors)
         write(folder / "values.png", values)
         page.heading("Error by layer")
-        caption = "Left, dashed: the limits. Right, grey: the noise bound."
+        caption = "No point: identical, or not finite. Left, dashed: the limits. Right, grey: the noise bound."
         page.picture(errors, alt="differences by layer", caption=caption)
         page.heading(f"Values of {drawn.label}")
         caption = "A sample of the values; the map is of all."
@@ -61,7 +61,7 @@ def _layers(page: Document, found: DeviceComparison) -> None:
     page.table(
         [{"": sign, **row} for sign, row in zip(marks, rows(found), strict=True)],
         "> where it began, ✗ beyond a limit, = identical. Relative to |A| + 1e-8. "
-        "added: the difference in what the layer adds, relative to it; noise: what sound devices stay below there.",
+        "added: the difference in what the layer adds, relative to it; noise: its upper bound between correct devices.",
         bad=[sign in (">", "✗") for sign in marks],
     )
     page.heading("Worst layers")
@@ -114,7 +114,7 @@ def _layer_lines(found: DeviceComparison) -> list[str]:
     texts = [{key: _cell(key, value) for key, value in row.items()} for row in rows(found)]
     signs = [" ", *(mark(layer, found) for layer in found.layers)]
     lines = [f"{sign} {line}".rstrip() for sign, line in zip(signs, columns(texts, left=["layer"]), strict=True)]
-    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: what sound devices stay below"
+    key = "rel: of |A| + 1e-8; added: difference in what the layer adds, of it; noise: bound between correct devices"
     return [*lines, key]
 
 

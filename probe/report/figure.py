@@ -145,7 +145,9 @@ def note(axes: Any, text: str) -> None:
 
 def corner_note(axes: Any, text: str, *, colour: str = GREY) -> None:
     """A remark in the upper right corner of a panel."""
-    axes.text(0.98, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=8, color=colour)
+    backing = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1}  # readable over a line of the panel
+    place = {"transform": axes.transAxes, "ha": "right", "va": "top"}
+    axes.text(0.98, 0.97, text, fontsize=8, color=colour, bbox=backing, **place)
 
 
 def positive(value: float | None) -> float:

@@ -72,7 +72,7 @@ def test_a_note_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["analyze", *TOY, *given]) == 0
     said = capsys.readouterr()
     assert (said.out + said.err).count("brings no tokenizer") == 1
-    assert said.out.endswith(f"\n1 file, the last: {tmp_path / 'analysis.json'}\n")
+    assert said.out.endswith(f"\nwrote 1 file; open {tmp_path / 'analysis.json'}\n")
 
 
 def test_keys_are_shown_with_their_values(capsys: pytest.CaptureFixture[str]) -> None:

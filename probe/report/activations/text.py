@@ -78,7 +78,7 @@ def summary_text(analysis: Analysis, written: Sequence[Path], *, printed: Collec
         lines.append(f"  {title}: {sum(counts)} in {sum(n > 0 for n in counts)} of {len(counts)} layers")
     lines += [line for note in analysis.notes if (line := f"note: {note}") not in printed]
     last = [str(path) for path in written if path.suffix == ".html"] or [str(path) for path in written[-1:]]
-    lines.append(f"{_counted(len(written), 'file')}, the last: {last[0]}" if last else "no file was written")
+    lines.append(f"wrote {_counted(len(written), 'file')}; open {last[0]}" if last else "no file was written")
     return "\n".join(lines)
 
 

@@ -90,7 +90,7 @@ def _differences(axes: Any, shown: Outcome) -> None:
     mean = sum(found) / len(found)
     axes.axvline(0, color=figure.GREY, linewidth=1)
     axes.axvline(mean, color=figure.BAD, linewidth=1.2, linestyle=figure.DASHED)
-    axes.text(0.99, 0.95, f"mean {mean:.1e}", transform=axes.transAxes, ha="right", color=figure.BAD)
+    figure.corner_note(axes, f"mean {mean:.1e}", colour=figure.BAD)
     axes.set_ylim(0, 1.1 * max(counts))
     _few_ticks(axes.xaxis)
     figure.count_ticks(axes.yaxis)

@@ -67,7 +67,7 @@ def test_the_summary_says_what_was_not_said_before(run: tuple[Analysis, Path]) -
     text = summary_text(analysis, [Path("a/analysis.json")], printed=["note: one", "drawing"])
     assert "note: one" not in text
     assert "\nnote: two\n" in text
-    assert text.endswith("\n1 file, the last: a/analysis.json")
+    assert text.endswith("\nwrote 1 file; open a/analysis.json")
     assert "36 tokens" in text
     assert " - x" not in text
 
