@@ -57,6 +57,7 @@ from probe.running.capture import (
     UncoveredError as UncoveredError,
     capture as capture,
 )
+from probe.running.declarations import DeclaredMode as DeclaredMode, read_declarations as read_declarations
 from probe.running.measurement import (
     Measured as Measured,
     NotAppliedError as NotAppliedError,
@@ -67,11 +68,13 @@ from probe.running.measurement import (
 from probe.running.modes import (
     MODES as MODES,
     Mode as Mode,
+    declare_modes as declare_modes,
     register_mode as register_mode,
     unregister_mode as unregister_mode,
 )
 from probe.running.recipes import Recipe as Recipe, apply as apply
 from probe.running.reference import Reference as Reference, run_reference as run_reference
+from probe.running.weights import Weights as Weights, count_weights as count_weights
 from probe.scaling.advice import recommend as recommend
 from probe.scaling.results import ScalingResult as ScalingResult
 from probe.scaling.sweep import scaling_sweep as scaling_sweep

@@ -63,6 +63,14 @@ def first_few(names: Sequence[str], separator: str = ", ", *, most: int = 8) -> 
     return separator.join(names[:most]) + more
 
 
+def shared_lines(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """From pairs of a name and a line: each line once, after the names that have it; alone if all have the same."""
+    names: dict[str, dict[str, None]] = {}
+    for name, line in lines:
+        names.setdefault(line, {})[name] = None
+    return [line if len(names) == 1 else f"{first_few([*found])}: {line}" for line, found in names.items()]
+
+
 def single_line(text: str, *, most: int = 500) -> str:
     """One line of at most `most` printable characters, for text that comes from models and files."""
     clean = "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))

@@ -10,6 +10,7 @@ from torch import nn
 from probe.activations.settings import DistributionSettings, HeatmapSettings, PercentileSettings, Settings
 from probe.activations.statistics import KINDS, Kind
 from probe.models.layers import select
+from probe.models.linear import linear_layers, stores_inputs_first
 
 #: The most layers with percentile bands, each of which needs a table of 641 counts per channel.
 MOST_BANDS = 12
@@ -106,7 +107,8 @@ def _matched(model: nn.Module, key: str, patterns: Sequence[str], model_name: st
 
 
 def _with_weights(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    found = tuple(name for name in names if _weight_of(model.get_submodule(name)) is not None)
+    experts = expert_weights(model)
+    found = tuple(name for name in names if name in experts or _weight_of(model.get_submodule(name)) is not None)
     if not found:
         raise ValueError(
             f"visualization.enabled.magnitude_weight: none of the {len(names)} layers of visualization.magnitude."
@@ -121,6 +123,21 @@ def _weight_of(module: nn.Module) -> torch.Tensor | None:
     return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dim() > 0 else None
 
 
+def expert_weights(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """By each input of experts, `layers.0.mlp.experts.middle`, the module and the parameter that reads it."""
+    return {
+        f"{name}.{site}": (name, layer.weight_of(site))
+        for name, layer in linear_layers(model).items()
+        for site in (layer.inputs if len(layer.weights) > 1 and layer.has_sites else ())
+    }
+
+
+def expert_rows(experts: nn.Module, parameter: str) -> torch.Tensor:
+    """A weight of experts as rows of inputs, [expert * out, in]."""
+    layer = linear_layers(experts)[""]
+    return torch.cat(layer.matrices(experts.get_parameter(parameter).detach()))
+
+
 def weight_rows(module: nn.Module) -> torch.Tensor | None:
     """The weight as rows of inputs, [out, in * kernel] of every kind of module; a vector is one row.
 
@@ -130,18 +147,12 @@ def weight_rows(module: nn.Module) -> torch.Tensor | None:
     weight = _weight_of(module)
     if weight is None or weight.dim() < 2:
         return None if weight is None else weight[None]
-    if _stores_inputs_first(module, weight):
+    if stores_inputs_first(module):
         return weight.T
     if getattr(module, "transposed", False) is True:
         grouped = weight.reshape(cast(int, module.groups), -1, *weight.shape[1:])  # [groups, in / groups, out / ...]
         return grouped.transpose(1, 2).flatten(0, 1).flatten(1)
     return weight.flatten(1)
-
-
-def _stores_inputs_first(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether it is transformers.pytorch_utils.Conv1D or derived from it, by name so that nothing is imported."""
-    named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
-    return named and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
 
 
 def _evenly(names: tuple[str, ...], most: int) -> tuple[str, ...]:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from probe.activations.collecting import Collector, HeatGrid, Key, LayerOutliers
-from probe.activations.plan import Plan, make_plan, weight_rows
+from probe.activations.plan import Plan, expert_rows, expert_weights, make_plan, weight_rows
 from probe.activations.prediction import mismatched_channels
 from probe.activations.settings import Settings
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure
 from probe.data.library_logs import quietly
 from probe.data.samples import Batch, batches_of, samples_of, token_fingerprint
 from probe.data.sources import documents_of
+from probe.models.linear import put_expert_sites
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
@@ -88,6 +89,7 @@ def prepare(
         room=None if settings.model.sites else room,  # sites are put into a copy, for which all weights are needed
     )
     model = with_sites(loaded.model, scan="fast") if settings.model.sites else loaded.model
+    put_expert_sites(model)
     plan = make_plan(model, settings, model_name=settings.model.path)
     format, column = data.custom.format, data.custom.text_column
     documents = documents_of(
@@ -121,10 +123,12 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     if placed.note:
         notes.append(placed.note)
         progress(f"note: {placed.note}")
+    experts = expert_weights(placed.model)
     for name in plan.measured("weight"):
-        module = placed.model.get_submodule(name)
+        owner, parameter = experts.get(name, (name, ""))
+        module = placed.model.get_submodule(owner)
         with at_hand(module):
-            rows = weight_rows(module)
+            rows = expert_rows(module, parameter) if parameter else weight_rows(module)
             assert rows is not None
             collector.statistics[name, "weight"] = measure(rows, module=name, kind="weight")[0]
     if plan.hooked():

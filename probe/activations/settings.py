@@ -123,7 +123,10 @@ class EnabledSettings:
 
 
 #: Linear layers of Mamba and of the usual transformers, and the layers of the stack.
-LINEAR = r"\b((in|x|out|q|k|v|o|qkv|gate|up|down|gate_up)_proj|c_(attn|proj|fc)|fc[12]|dense\w*|query_key_value)$"
+LINEAR = (
+    r"\b((in|x|out|q|k|v|o|qkv|gate|up|down|gate_up)_proj|c_(attn|proj|fc)|fc[12]|dense\w*|query_key_value"
+    r"|experts\.(input|middle))$"
+)
 LAYERS = r"(layers|h|blocks)\.\d+$"
 
 

@@ -29,7 +29,8 @@ def add(commands: Subparsers) -> None:
         "compare",
         help="recorded modes against their reference, layer by layer",
         description="Compare recorded modes with their reference, layer by layer. Exit 1 if a layer is not finite, "
-        "identical with the reference or beyond a limit; 2 if there is nothing to compare.",
+        "identical with the reference or beyond a limit, or if modes that are equal by definition differ; 2 if there "
+        "is nothing to compare.",
     )
     modes = "2-1, 2-1-fp8_e4m3 and so on, or all that were recorded"
     parser.add_argument("modes", nargs="+", metavar="MODE", help=modes)
@@ -52,7 +53,7 @@ def add(commands: Subparsers) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from probe.comparisons.modes import compare_sides, failures
+    from probe.comparisons.modes import compare_sides, failures, merged
     from probe.comparisons.selection import all_sides, find_reference, find_side
     from probe.recordings import read_recording
     from probe.report import script_layouts
@@ -82,12 +83,18 @@ def _compare(options: argparse.Namespace) -> int:
             compared.append((one, side, reference))
             failed[one.compared_mode] = failures(one, limits)
     comparisons = [one for one, _, _ in compared]
-    for one in comparisons if not quiet else ():
-        echo(f"{script_layouts.comparison_heading(one)}\n")
+    shown, unequal = merged(comparisons)
+    for one in shown if not quiet else ():
+        counts = "" if one.weights is None else f"\n{one.weights.line}"
+        echo(f"{script_layouts.comparison_heading(one)}{counts}\n")
         for layer in one.layers.values():
             echo(script_layouts.layer_block(layer, one) + "\n")
     if not quiet and len(comparisons) > 1:
-        echo(script_layouts.summary_table(comparisons) + "\n")
+        echo(script_layouts.summary_table(shown) + "\n")
+    for one in comparisons:
+        if one.is_equal and not failed[one.compared_mode] and all(x.metrics.identical for x in one.layers.values()):
+            names = f"{one.compared_mode} vs {one.reference_mode}"
+            echo(f"{names}: identical, as it must be ({len(one.layers)} layers)", error=quiet)
     for note in dict.fromkeys(note for one in comparisons for note in one.notes):
         echo(f"note: {note}", error=True)
     facts = [{**one.as_dict(), "failures": failed[one.compared_mode]} for one in comparisons]
@@ -96,16 +103,23 @@ def _compare(options: argparse.Namespace) -> int:
         from probe.comparisons.samples import drawn_modes
         from probe.report.modes import write_modes_page
 
+        sides_of = {one.compared_mode: (side, reference) for one, side, reference in compared}
+        firsts = {one.compared_mode: one.compared_mode.partition(" = ")[0] for one in shown}
         with Progress() as progress:
-            drawn = drawn_modes(compared, progress=progress.status)
-        page = write_modes_page(options.report, comparisons, failed, drawn)
+            drawn = drawn_modes(
+                [(one, *sides_of[firsts[one.compared_mode]]) for one in shown], progress=progress.status
+            )
+        wrong = {name: failed[first] for name, first in firsts.items()}
+        page = write_modes_page(options.report, shown, wrong | ({"equal modes": unequal} if unequal else {}), drawn)
         echo(f"report: {page}", error=quiet)
     if options.json:
         write_json(options.json, facts[0] if len(facts) == 1 else facts)
     for one in comparisons:
         if failed[one.compared_mode]:
             echo(script_layouts.failure_lines(one, failed[one.compared_mode]), error=True)
-    return 1 if any(failed.values()) else 0
+    for text in unequal:
+        echo(f"❌ {text}", error=True)
+    return 1 if any(failed.values()) or unequal else 0
 
 
 def _save(file: str | None, folder: str | None, facts: list[dict[str, Any]]) -> None:

@@ -13,8 +13,8 @@ def add(commands: Subparsers) -> None:
         "diff",
         help="compare two recordings, e.g. of two devices: where they first differ, and whether it is noise or a fault",
         description="Compares recording B with A layer by layer and says whether they are identical, differ by dtype "
-        "noise, by a device fault, or are a mismatched capture, and where it began. Exit code 0: passed; 1: a limit is "
-        "exceeded, or the verdict is a fault or a mismatched capture; 2: bad input.",
+        "noise, by a device fault, are a mismatched capture, or cannot be compared (NaN on both sides), and where it "
+        "began. Exit code 0: passed; 1: a limit is exceeded, or the verdict is not identical or noise; 2: bad input.",
     )
     parser.add_argument("a", metavar="A", help="folder of a recording (or .npz file)")
     parser.add_argument("b", metavar="B", help="folder of the other")

@@ -6,8 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from probe.commands.options import Subparsers, add_calibration, add_data, add_model, data_arguments, model_arguments
-from probe.commands.output import Progress, print_rows
+from probe.commands.options import (
+    Subparsers,
+    add_calibration,
+    add_data,
+    add_model,
+    add_modes_from,
+    data_arguments,
+    declare_modes,
+    model_arguments,
+)
+from probe.commands.output import Progress, echo, print_rows
+from probe.words import shared_lines
 
 if TYPE_CHECKING:
     from probe.models.loading import Loaded
@@ -22,6 +32,7 @@ def add(commands: Subparsers) -> None:
     """Add the parsers of the three commands."""
     modes = commands.add_parser("modes", help="the modes, as a table")
     modes.add_argument("--json", action="store_true", help="machine-readable")
+    add_modes_from(modes)
     modes.set_defaults(run=_modes)
 
     layers = commands.add_parser("layers", help="the modules of a model: names, types, shapes")
@@ -36,6 +47,7 @@ def add(commands: Subparsers) -> None:
     errors = commands.add_parser("errors", help=shown)
     add_model(errors)
     errors.add_argument("--modes", nargs="+", metavar="MODE", help="modes, or groups: all essential quant_only fp_only")
+    add_modes_from(errors)
     errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
     errors.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
     add_data(errors, samples=8, seqlen=256, batch_size=8)
@@ -54,8 +66,9 @@ def _layers(options: argparse.Namespace) -> int:
 
 
 def _errors(options: argparse.Namespace) -> int:
-    from probe.running.measurement import measure_all
+    from probe.running.measurement import equal_groups, measure_all
 
+    declare_modes(options)
     with Progress() as progress:
         measured = measure_all(
             options.model,
@@ -67,17 +80,23 @@ def _errors(options: argparse.Namespace) -> int:
             **data_arguments(options),
             **model_arguments(options),
         )
+    groups, problems = equal_groups(measured)
     if options.json:
         print(json.dumps([one.as_dict() for one in measured], indent=2))
     else:
-        print_rows(_measured_rows(measured))
+        print_rows(_measured_rows(groups))
         print("\nmse by layer; kl in nats; top-1: share of positions with the same most likely token; bits per token.")
-    return 0
+        for line in shared_lines((str(one.recipe), one.weights.line) for one in measured if one.recipe.format):
+            print(line)
+    for problem in problems:
+        echo(f"probe: error: {problem}", error=True)
+    return 1 if problems else 0
 
 
 def _modes(options: argparse.Namespace) -> int:
     from probe.running.modes import MODES
 
+    declare_modes(options)
     rows: list[dict[str, object]] = [
         {
             "mode": mode.name,
@@ -87,6 +106,7 @@ def _modes(options: argparse.Namespace) -> int:
             "conv1d gives": GIVES[mode.conv_gives] if mode.kind == "ssm" else "-",
             "scan reads": READS.get(mode.scan_reads, GIVES[mode.conv_gives]) if mode.kind == "ssm" else "-",
             "scan": mode.scan if mode.kind in ("ssm", "float") else "-",
+            "equals": mode.equals or "-",
             "what it is": mode.what,
         }
         for mode in MODES.values()
@@ -116,11 +136,12 @@ def _layer_rows(loaded: "Loaded", patterns: Sequence[str], *, sites: bool) -> li
     ]
 
 
-def _measured_rows(measured: "Sequence[Measured]") -> list[dict[str, object]]:
-    """One row a recipe: mse of every layer, then the whole model."""
+def _measured_rows(groups: "Sequence[Sequence[Measured]]") -> list[dict[str, object]]:
+    """One row a recipe, or several that are equal: mse of every layer, then the whole model."""
     rows = []
-    for one in measured:
-        row: dict[str, object] = {"recipe": str(one.recipe)}
+    for group in groups:
+        one = group[0]
+        row: dict[str, object] = {"recipe": " = ".join(str(same.recipe) for same in group)}
         for label, metrics in one.layers.items():
             row[label] = f"{metrics.mse:.3e}" if metrics.mse is not None else "not finite"
         logits = one.logits

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from probe.formats import PERCENTILE
@@ -37,6 +38,22 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--calib-seqlen", type=int, default=256, metavar="N", help="default: 256")
     percentile = f"of |conv1d.output| and |scan.state| (default: {PERCENTILE})"
     add_option(parser, "--percentile", type=float, default=PERCENTILE, metavar="SHARE", help=percentile)
+
+
+def add_modes_from(parser: argparse.ArgumentParser) -> None:
+    """Files that declare modes, beside the pyproject.toml of the current folder."""
+    files = "also the modes that FILE declares in [tool.probe.modes.NAME] (always: ./pyproject.toml)"
+    add_option(parser, "--modes-from", action="append", default=[], metavar="FILE", help=files)
+
+
+def declare_modes(options: argparse.Namespace) -> None:
+    """Add the modes of ./pyproject.toml, if it declares any, and of the files of `add_modes_from`."""
+    from probe.running.declarations import declares_modes, read_declarations
+    from probe.running.modes import declare_modes
+
+    project = Path("pyproject.toml")
+    for file in [*([project] if declares_modes(project) else []), *map(Path, options.modes_from)]:
+        declare_modes(read_declarations(file), where=str(file))
 
 
 def model_arguments(options: argparse.Namespace) -> dict[str, Any]:

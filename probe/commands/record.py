@@ -5,9 +5,17 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING
 
-from probe.commands.options import Subparsers, add_calibration, add_model, add_option
+from probe.commands.options import (
+    Subparsers,
+    add_calibration,
+    add_model,
+    add_modes_from,
+    add_option,
+    declare_modes,
+)
 from probe.commands.output import Progress, write_document
 from probe.files.paths import check_outputs
+from probe.words import shared_lines
 
 if TYPE_CHECKING:
     from probe.recordings.reading import Recording
@@ -22,6 +30,7 @@ def add(commands: Subparsers) -> None:
     weights = "folder of the weights; --model is then only the name in the manifest"
     option("--pretrained-dir", metavar="DIR", help=weights)
     option("--modes", "--mode", nargs="+", metavar="MODE", help="modes, or groups: essential all quant_only fp_only")
+    add_modes_from(parser)
     option("--formats", nargs="+", default=["int8"], metavar="FORMAT", help="default: int8")
     option("--layers", nargs="+", metavar="LAYER", help="first, last, all, indices or regular expressions")
     option("--taps", nargs="*", metavar="TAP", help="also: inputs mixer conv1d scan embedding final_norm logits")
@@ -52,6 +61,7 @@ def _record(options: argparse.Namespace) -> int:
     from probe.recordings.request import RecordRequest
 
     check_outputs(files=[options.json])
+    declare_modes(options)
     names = {field.name for field in fields(RecordRequest)}
     chosen = {name: value for name, value in vars(options).items() if name in names}
     with Progress() as progress:
@@ -81,6 +91,8 @@ def _summary(recording: "Recording") -> str:
         f"{recording.folder}: {', '.join(recording.recipes)}; {shown}; {tokens.samples} x {tokens.seqlen} tokens, "
         f"{size:.1f} MB"
     )
+    recorded = manifest.recipes.items()
+    blocks += shared_lines((name, one.weights.line) for name, one in recorded if one.weights is not None)
     folders = {one.file.rpartition("/")[0] for some in manifest.recipes.values() for one in some.tensors.values()}
     if folders != {""}:
         blocks.append(f"one mode in a folder: {', '.join(sorted(folders))}")

@@ -5,17 +5,19 @@ Nothing is cropped or broadcast: tensors that cannot be compared element by elem
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from probe.comparisons.selection import Side, bands, find_reference, find_side, opened, pick_labels, place_of
-from probe.files.checked_json import finite
+from probe.files.checked_json import Node, finite
+from probe.files.defects import DefectError
 from probe.metrics import Comparison, Metrics, label_correlation, label_mse
 from probe.recordings import Recording
-from probe.words import natural_key
+from probe.running.weights import Weights
+from probe.words import first_few, natural_key
 
 #: Where a figure of Metrics stands in the JSON of a layer, if not under its own name.
 GROUPS: dict[str, tuple[str, str]] = {
@@ -97,6 +99,21 @@ class ModeComparison:
     layers: dict[str, LayerComparison]
     notes: tuple[str, ...] = ()
     """Facts that could not be verified."""
+    weights: Weights | None = None
+    """How much the mode put on a grid; None where the recording does not say."""
+    definition: str = ""
+    """The mode, with its format, that gives the same bits by definition; its own name if none does."""
+    reference_definition: str = ""
+    """The same of the reference."""
+    is_exact: bool = False
+    """Whether equal modes must give the same bits here: both sides were run by probe, uncompiled, on one device."""
+    may_be_identical: tuple[str, ...] = ()
+    """The layers that the mode or the reference declares float; all, if the two differ only in the order of sums."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the mode and the reference are equal by definition."""
+        return bool(self.definition) and self.definition == self.reference_definition
 
     @property
     def summary(self) -> dict[str, float | None]:
@@ -118,8 +135,14 @@ class ModeComparison:
         try:
             modes, folders = (found["reference_mode"], found["compared_mode"]), tuple(found["recordings"])
             layers = {name: LayerComparison.from_dict(name, layer) for name, layer in found["layers"].items()}
-            return cls(*modes, folders, layers, tuple(found["notes"]))
-        except (KeyError, TypeError, ValueError) as problem:
+            weights = Weights.from_json(Node("weights", found["weights"])) if found.get("weights") else None
+            more = {name: found.get(name, "") for name in ("definition", "reference_definition")}
+            more |= {
+                "is_exact": bool(found.get("is_exact")),
+                "may_be_identical": tuple(found.get("may_be_identical", ())),
+            }
+            return cls(*modes, folders, layers, tuple(found["notes"]), weights, **more)
+        except (KeyError, TypeError, ValueError, DefectError) as problem:
             raise ValueError(
                 f"this is no comparison of a mode ({type(problem).__name__}: {problem}). Expected the output of "
                 "ModeComparison.as_dict, which probe compare saves."
@@ -163,7 +186,24 @@ def compare_sides(
         found[label] = LayerComparison(label, side.shape(label), comparison.metrics())
     notes = dict.fromkeys((*side.recording.notes, *reference.recording.notes))
     folders = (str(reference.recording.folder), str(side.recording.folder))
-    return ModeComparison(reference.name, side.name, folders, found, tuple(notes))
+    return ModeComparison(
+        reference.name,
+        side.name,
+        folders,
+        found,
+        tuple(notes),
+        side.recording.manifest.recipes[side.recipe].weights,
+        definition=side.definition,
+        reference_definition=reference.definition,
+        is_exact=side.is_exact
+        and reference.is_exact
+        and side.recording.manifest.device == reference.recording.manifest.device,
+        may_be_identical=tuple(
+            label
+            for label in found
+            if side.up_to_sums == reference.up_to_sums or label in (*side.float_layers, *reference.float_layers)
+        ),
+    )
 
 
 def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> list[str]:
@@ -201,9 +241,36 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
     return chosen
 
 
+def merged(comparisons: Sequence[ModeComparison]) -> tuple[list[ModeComparison], list[str]]:
+    """The comparisons with one reference, those of equal modes as one with all their names: `2-1 = 2-2`.
+
+    And a message for each mode that differs from one to which it is equal by definition; it stays apart.
+    """
+    found: list[ModeComparison] = []
+    names: dict[int, list[str]] = {}
+    problems = []
+    for one in comparisons:
+        alike = [place for place, other in enumerate(found) if one.definition and other.definition == one.definition]
+        same = next((place for place in alike if found[place].layers == one.layers), None)
+        if same is not None:
+            names[same].append(one.compared_mode)
+            continue
+        if alike and one.is_exact and found[alike[0]].is_exact:
+            first = found[alike[0]]
+            layers = [name for name in one.layers if one.layers[name] != first.layers.get(name)]
+            problems.append(
+                f"{one.compared_mode} must be identical to {first.compared_mode}, by definition, and differs in "
+                f"{first_few(layers)}: one of the two is wrong"
+            )
+        names[len(found)] = [one.compared_mode]
+        found.append(one)
+    return [replace(one, compared_mode=" = ".join(names[place])) for place, one in enumerate(found)], problems
+
+
 def failures(comparison: ModeComparison, limits: Mapping[str, float] | None = None) -> list[str]:
     """The failures of a comparison, layer by layer: not finite, identical with the reference, or beyond a limit.
 
+    Modes that are equal by definition must be identical instead, and the layers of `may_be_identical` may be.
     `limits` are by the names in LIMITS.
     """
     for name in limits or {}:
@@ -215,11 +282,18 @@ def failures(comparison: ModeComparison, limits: Mapping[str, float] | None = No
         m = layer.metrics
         if not m.finite:
             first = f", first at {layer.first_nonfinite}" if layer.first_nonfinite else ""
+            left = "" if m.compared else ": nothing was compared"
             found.append(
                 f"{name} is not finite: {m.nan_output} NaN and {m.inf_output} Inf in {mode}{first}; "
-                f"{m.nan_reference} NaN and {m.inf_reference} Inf in {reference}"
+                f"{m.nan_reference} NaN and {m.inf_reference} Inf in {reference}{left}"
             )
-        if m.identical:
+        if comparison.is_equal:
+            if comparison.is_exact and not m.identical and m.finite:
+                found.append(
+                    f"{name} differs from {reference} (mse {m.mse:.6g}), though the two modes are equal by definition: "
+                    "one of them is wrong"
+                )
+        elif m.identical and m.compared and name not in comparison.may_be_identical:
             found.append(f"{name} is identical with {reference}, to the bit: was {mode} applied?")
         for limit, bound in (limits or {}).items():
             figure, at_most = LIMITS[limit]

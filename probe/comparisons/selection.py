@@ -14,6 +14,7 @@ from torch import Tensor
 from probe.models.layers import compile_pattern, match_layers
 from probe.recordings import Recording, read_recording
 from probe.recordings.script_formats import script_name
+from probe.running.modes import equal_to
 from probe.words import near, near_or_first
 
 #: Elements of a tensor that are mapped at a time: 128 MB of float32.
@@ -50,6 +51,29 @@ class Side:
     def format(self) -> str | None:
         """The format, int8; None for a float mode."""
         return self.recording.manifest.recipes[self.recipe].format
+
+    @property
+    def definition(self) -> str:
+        """The recipe that gives the same bits by definition, mode_2_1-int8 for mode 2-2; else this one."""
+        recorded = self.recording.manifest.recipes[self.recipe]
+        return "-".join(filter(None, (equal_to(recorded.mode), recorded.format)))
+
+    @property
+    def up_to_sums(self) -> tuple[str, str | None]:
+        """The mode and the format that give the same but for the order of sums, mode_2_1 for mode 0; else its own."""
+        recorded = self.recording.manifest.recipes[self.recipe]
+        return equal_to(recorded.mode, up_to_sums=True), recorded.format
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether probe put the mode into effect and ran it uncompiled, so that equal modes give the same bits."""
+        recorded = self.recording.manifest.recipes[self.recipe]
+        return recorded.applied == "by probe" and not recorded.compiled
+
+    @property
+    def float_layers(self) -> tuple[str, ...]:
+        """The labels of the layers that its mode declares float."""
+        return self.recording.manifest.recipes[self.recipe].float_layers
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from probe.diagnosis.mamba_steps import Block, NeverRanError, mamba_steps
 from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import SIGNATURES, Step, explain
 from probe.formats import FORMATS
-from probe.models.linear import linears
+from probe.models.linear import linear_weights
 from probe.running.calibration import PERCENTILE_SITES, amax_lookup
 from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
@@ -102,7 +102,8 @@ def _steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
             path = f"{layer}.{name}" if name else layer
             amax = amax_lookup(trace.calibration, f"{path}.mixer.")
             blocks = twin.get_submodule(path), model.get_submodule(path)
-            yield from mamba_steps(Block(tensors, *blocks, mode, FORMATS[trace.recipe.format], amax))
+            format = FORMATS[trace.recipe.format]
+            yield from mamba_steps(Block(tensors, *blocks, mode, format, amax, f"{path}.mixer"))
 
 
 def _changed_outside(trace: LayerTrace) -> str:
@@ -111,7 +112,7 @@ def _changed_outside(trace: LayerTrace) -> str:
     if mode.kind == "user":
         return ""
     inside = tuple(f"{layer}." for layer in trace.reference.modules.values())
-    on_grid = {f"{name}.weight" for name in linears(trace.model)} if mode.kind == "linear" else set()
+    on_grid = set(linear_weights(trace.model)) if mode.kind == "linear" else set()
     for step in kept_weights(trace.model, trace.twin, mode.dtype if mode.kind == "float" else None):
         name = step.name.removeprefix("weight ")
         of_a_block = ".mixer." in name or name.endswith(".norm.weight")  # which may not be selected

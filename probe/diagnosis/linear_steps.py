@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from probe.diagnosis.plain_grids import PlainGrid, suspects
 from probe.diagnosis.signatures import AXES_OF_WEIGHTS, GRIDS, Replay, Step
 from probe.formats import FORMATS, Format
-from probe.models.linear import linears
+from probe.models.linear import GridLinear, linear_layers
 from probe.running.corners import linear_amax
+from probe.running.kept_float import keeps
 from probe.running.traces import LayerTrace, Parts
 
 Suspects = Mapping[str, Replay]
@@ -25,7 +26,7 @@ def sums_step(name: str, actual: Tensor, expected: Tensor, replays: Suspects) ->
 
 def linear_step(name: str, module: Any, given: Tensor, made: Tensor) -> Step:
     """x W^T + b with the weight that the module really has."""
-    weight = module.weight.detach().double()
+    weight = (module.matrix if isinstance(module, GridLinear) else module.weight).detach().double()
     bias = 0.0 if module.bias is None else module.bias.detach().double()
     product = given.double() @ weight.T
     replays: dict[str, Replay] = {"the bias is left out": lambda: product}
@@ -76,22 +77,31 @@ def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype | None = 
 
 
 def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
-    """Weight, input and product of every linear inside the layer; all other parameters stay as they are."""
+    """Weights, inputs and product of every linear layer inside; all other parameters stay as they are.
+
+    Of experts every matrix is a weight; their product depends on the router and is not a step.
+    """
     model, twin, mode, layer = trace.model, trace.twin, trace.mode, trace.module
     fmt = FORMATS[str(trace.recipe.format)]
-    inside = {name: linear for name, linear in linears(model).items() if f"{name}.".startswith(f"{layer}.")}
+    kept, found = keeps(mode), linear_layers(model).items()
+    inside = {name: linear for name, linear in found if f"{name}.".startswith(f"{layer}.") and not kept(name)}
     for name, linear in inside.items():
         short = name.removeprefix(layer).removeprefix(".")
         module: Any = twin.get_submodule(name)
-        weight = linear.weight.detach()
-        yield weight_step(f"{short}.weight", fmt, weight, module.weight.detach())
+        for parameter in linear.weights:
+            own, actual = (linear.matrices(side.get_parameter(parameter).detach()) for side in (linear.module, module))
+            for expert, matrices in enumerate(zip(own, actual, strict=True)):
+                index = f"[{expert}]" if len(own) > 1 else ""
+                yield weight_step(f"{short}.{parameter}{index}", fmt, *matrices)
         tensors = parts.get(short, {})
-        if "input.made" not in tensors:
-            continue
-        grid = PlainGrid(fmt, linear_amax(trace.calibration, fmt, name)) if mode.inputs else None
-        yield grid_step(f"site {short}.input", grid, tensors["input.given"], tensors["input.made"])
-        yield linear_step(short, module, tensors["input.made"], tensors["linear.made"])
-    names = {f"{name}.weight" for name in inside}
+        for site in linear.inputs:
+            if f"{site}.made" in tensors:
+                amax = linear_amax(trace.calibration, fmt, name, site)
+                grid = PlainGrid(fmt, amax) if mode.inputs else None
+                yield grid_step(f"site {short}.{site}", grid, tensors[f"{site}.given"], tensors[f"{site}.made"])
+        if "linear.made" in tensors and "input.made" in tensors:
+            yield linear_step(short, module, tensors["input.made"], tensors["linear.made"])
+    names = {f"{name}.{parameter}" for name, linear in inside.items() for parameter in linear.weights}
     for step in kept_weights(model.get_submodule(layer), twin.get_submodule(layer)):
         if f"{layer}.{step.name.removeprefix('weight ')}" not in names:
             yield step

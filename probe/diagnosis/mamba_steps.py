@@ -21,7 +21,7 @@ from probe.models.mamba import SITES, SiteMixer
 from probe.numerics.hadamard import hadamard_matrix
 from probe.running.calibration import Amax
 from probe.running.modes import Mode
-from probe.running.recipes import SHARED_SCALE, gridded_sites, site_grid
+from probe.running.recipes import SHARED_SCALE, gridded_sites, gridded_weights, site_grid
 
 #: Weights into which the inverse of a rotation is folded.
 ROTATED = ("in_proj.weight", "out_proj.weight")
@@ -41,6 +41,7 @@ class Block:
     mode: Mode
     format: Format
     amax: Amax  # calibrated, by site
+    name: str = ""  # of the mixer, which says what a mode keeps float
 
     @property
     def mixer(self) -> SiteMixer:
@@ -202,7 +203,7 @@ def _linear(block: Block, name: str, given: Tensor, made: Tensor) -> Step:
 
 def _site(block: Block, site: str, more: Suspects | None = None) -> Step:
     given, made, source = block.given(site), block.made(site), SHARED_SCALE.get(site, site)
-    if site not in gridded_sites(block.mode, block.format):
+    if site not in gridded_sites(block.mode, block.format, block.name):
         grid = PlainGrid(block.format, block.amax(source))
         more = {**(more or {}), "put on a grid, though values should flow on": lambda: grid(given)}
         return grid_step(f"site {site}", None, given, made, more=more)
@@ -225,6 +226,9 @@ def _weight(block: Block, name: str) -> Step:
         others["on the grid first, rotated afterwards"] = lambda: rotated(grid(unrotated)).float()
     if name == "in_proj.weight":
         others["the norm's gamma is not folded in"] = lambda: grid(rotated(plain).float())
+    if name not in gridded_weights(block.mode, block.name):
+        more: Suspects = {"put on a grid, though it is declared float": lambda: grid(folded)}
+        return grid_step(f"weight {name}", None, folded, actual, more=more)
     return weight_step(name, block.format, folded, actual, others)
 
 

@@ -56,10 +56,10 @@ class Node:
         """The result of `read`, or None for null."""
         return None if self.value is None else read(self)
 
-    def count(self) -> int:
-        """A whole number, 1 or more."""
-        if type(self.value) is not int or self.value < 1:
-            raise self.wrong("a whole number, 1 or more")
+    def count(self, *, least: int = 1) -> int:
+        """A whole number, 1 (or `least`) or more."""
+        if type(self.value) is not int or self.value < least:
+            raise self.wrong(f"a whole number, {least} or more")
         return self.value
 
     def number(self) -> float:

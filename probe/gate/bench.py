@@ -25,8 +25,10 @@ from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
+from probe.running.declarations import read_declarations
 from probe.running.environment import ANCHORS, differences, is_recorded, recorded_folder
-from probe.running.modes import expand_modes, find_mode
+from probe.running.kept_float import float_layers
+from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.running.reference import Reference, load_reference, run_reference, save_reference
@@ -72,7 +74,9 @@ class Bench:
     @cached_property
     def recipes(self) -> tuple[Recipe, ...]:
         """The recipes of the matrix."""
-        modes = self.settings.modes or (MAMBA_MODES if is_mamba(self.loaded.model) else OTHER_MODES)
+        declared = self._declared_modes()
+        fitting = MAMBA_MODES if is_mamba(self.loaded.model) else OTHER_MODES
+        modes = self.settings.modes or (*fitting, *declared)
         named = [mode for mode in expand_modes(list(modes)) if not mode.is_reference]
         if not named:
             raise ValueError(f"modes are {', '.join(modes)}: nothing is left beside the reference. Name another mode.")
@@ -80,6 +84,14 @@ class Bench:
         recipes = [one for mode in named for one in recipes_of([mode.name], None if mode.formats else formats)]
         check_recipes(self.loaded, recipes)
         return tuple(recipes)
+
+    def _declared_modes(self) -> list[str]:
+        """Add the modes that the settings declare to the table; their names."""
+        tables = {"pyproject.toml": self.settings.declared}
+        tables |= {name: read_declarations(self._root / name) for name in self.settings.modes_from}
+        for where, declared in tables.items():
+            declare_modes(declared, where=where)
+        return list(dict.fromkeys(name for declared in tables.values() for name in declared))
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
@@ -201,6 +213,7 @@ class Bench:
                 reference,
                 model_fingerprint=self.loaded.fingerprint,
                 data_fingerprint=token_fingerprint(self.batches()),
+                declared=float_layers(self.loaded.model, find_mode(recipe.mode), reference.modules),
                 bytes_per_token=self.bytes_per_token,
             )
         calibration = self.calibration(variation) if recipe.needs_calibration else None

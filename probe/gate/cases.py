@@ -4,7 +4,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 Verdict = Literal[
-    "missing", "obsolete", "uncovered", "not applied", "not finite", "over the limit", "drift", "changed values"
+    "missing",
+    "obsolete",
+    "uncovered",
+    "not applied",
+    "not float",
+    "not finite",
+    "over the limit",
+    "drift",
+    "changed values",
 ]
 #: What a failure says after the id of its case.
 HEADINGS: dict[Verdict, str] = {
@@ -12,6 +20,7 @@ HEADINGS: dict[Verdict, str] = {
     "obsolete": "has a baseline, but the matrix no longer produces it",
     "uncovered": "was not covered",
     "not applied": "was not applied",
+    "not float": "is declared float, but changed",
     "not finite": "is not finite",
     "over the limit": "is over its limit",
     "drift": "drifted from its baseline",
@@ -20,13 +29,15 @@ HEADINGS: dict[Verdict, str] = {
 #: What to do about the verdicts that no baseline can accept.
 NEXT: dict[Verdict, str] = {
     "uncovered": "cannot be stored as a baseline: select layers that run on both sides. List them with: probe layers",
-    "not applied": "cannot be stored as a baseline: first make the recipe change the output. See: probe modes",
+    "not applied": "cannot be stored as a baseline: make the recipe change the output, or declare the layer float "
+    "(keep_float). See: probe modes",
+    "not float": "cannot be stored as a baseline: keep the layer float, or change keep_float of its mode",
     "not finite": "cannot be stored as a baseline: fix the first layer that is not finite, then rerun",
     "over the limit": "no baseline overrides a limit: lower the error, or change the limit in [tool.probe]",
 }
 Status = Literal["passed", "failed", "skipped", "updated"]
-#: Figures of what a layer does by itself; all others include what reached it from the layers before.
-OWN = ("injected.", "corners.")
+#: Figures of what a layer is and does by itself; all others include what reached it from the layers before.
+OWN = ("injected.", "corners.", "weights.")
 
 
 @dataclass(frozen=True, order=True)
@@ -74,6 +85,9 @@ class Outcome:
     points: dict[str, list[float]] = field(default_factory=dict)  # reference, output: the same elements of both
     nodeid: str = ""
     baseline_file: str = ""
+    is_expected: bool = False  # a failure that a person announced with xfail
+    weights: str = ""  # how much of the model is on a grid under the recipe, in a line
+    equals: str = ""  # the mode that gives the same bits by definition, if another one does
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON and for the way from a worker to the controller."""
@@ -90,7 +104,12 @@ class Outcome:
         return cls(**{**given, **parts})
 
     @property
+    def is_compared(self) -> bool:
+        """Whether the case has a verdict of the gate; a test that crashed or was skipped gave none."""
+        return self.status in ("passed", "updated") or (self.status == "failed" and self.verdict is not None)
+
+    @property
     def is_own(self) -> bool:
         """Whether the layer itself has changed, not only what it was fed."""
         moved = [name for name, figure in self.figures.items() if figure.moved]
-        return self.verdict in ("not applied", "uncovered") or any(name.startswith(OWN) for name in moved)
+        return self.verdict in ("not applied", "not float", "uncovered") or any(name.startswith(OWN) for name in moved)

@@ -8,7 +8,8 @@ from typing import Any
 
 from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
 from probe.gate.tolerances import RULES, Rule
-from probe.settings import ConfigurationError, key, share, whole, with_values, word, yes_or_no
+from probe.running.declarations import MATRIX, DeclaredMode, declarations_of, declares_modes
+from probe.settings import ConfigurationError, check_keys, key, share, whole, with_values, word, yes_or_no
 from probe.words import look_up, near
 
 
@@ -38,7 +39,8 @@ class Settings:
     """The matrix, the model, the data and the standards of the gate."""
 
     model: str = key("tiny-mamba", word)
-    modes: tuple[str, ...] = key((), _names)  # empty: what fits the model
+    modes: tuple[str, ...] = key((), _names)  # empty: what fits the model, and all that are declared
+    modes_from: tuple[str, ...] = key((), _names)  # TOML files that declare modes
     layers: tuple[str, ...] = key(("all",), _names)
     devices: tuple[str, ...] = key(("cpu",), _names)
     formats: tuple[str, ...] = key(GATE_FORMATS, _names)
@@ -50,6 +52,7 @@ class Settings:
     calibration: CalibrationSettings = CalibrationSettings()
     limits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     tolerances: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    declared: Mapping[str, DeclaredMode] = field(default_factory=dict)  # [tool.probe.modes.NAME]
     allow_download: bool = key(False, yes_or_no)
     trust_remote_code: bool = key(False, yes_or_no)
 
@@ -61,8 +64,12 @@ class Settings:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Settings":
         """The inverse of dataclasses.asdict, with lists for tuples."""
-        tuples = {name: tuple(given[name]) for name in AXES}
-        return cls(**{**given, **tuples, "calibration": CalibrationSettings(**given["calibration"])})
+        tuples = {name: tuple(given[name]) for name in (*AXES, "modes_from")}
+        declared = {
+            name: DeclaredMode(one["base"], tuple(one["keep_float"])) for name, one in given["declared"].items()
+        }
+        calibration = CalibrationSettings(**given["calibration"])
+        return cls(**{**given, **tuples, "calibration": calibration, "declared": declared})
 
 
 AXES = ("modes", "layers", "devices", "formats")
@@ -76,12 +83,22 @@ def read_settings(root: Path) -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as problem:
         if not has_settings(root):  # a project that does not use probe is none of its business
             return Settings()
-        raise ConfigurationError(f"{file} cannot be read ({problem}). Correct it and run again.") from None
+        raise ConfigurationError(f"{file} cannot be read ({problem}). {_correction(file)}") from None
     tables = document.get("tool", {})
     if "probe" not in tables:
         for name in near("probe", tables, count=1, alike=0.8):
             raise ConfigurationError(f"{file} has a [tool.{name}] and no [tool.probe]. Did you mean [tool.probe]?")
     return settings_of(tables.get("probe", {}), where=f"[tool.probe] of {file}")
+
+
+def _correction(file: Path) -> str:
+    """What to do about a file that cannot be read; TOML has no list and tables of the same name."""
+    if not declares_modes(file):
+        return "Correct it and run again."
+    return (
+        f"If [tool.probe] has a list of modes, TOML allows no table [tool.probe.modes.NAME] beside it: make the list "
+        f"the key {MATRIX} of [tool.probe.modes], or move the tables to a file and name it in modes_from."
+    )
 
 
 def has_settings(root: Path) -> bool:
@@ -96,7 +113,17 @@ def settings_of(given: Any, *, where: str, base: Settings | None = None) -> Sett
     """Settings from a table of keys and values, over `base`."""
     tables = {name: given[name] for name in ("limits", "tolerances") if isinstance(given, Mapping) and name in given}
     rest = {name: value for name, value in given.items() if name not in tables} if tables else given
+    declared: dict[str, DeclaredMode] = {}
+    if isinstance(rest, Mapping) and "declared" in rest:
+        check_keys(where, ["declared"], [one.name for one in fields(Settings) if one.name != "declared"])
+    if isinstance(rest, Mapping) and isinstance(rest.get("modes"), Mapping):
+        modes = dict(rest["modes"])
+        rest = (
+            {**rest, "modes": modes.pop(MATRIX)} if MATRIX in modes else {k: v for k, v in rest.items() if k != "modes"}
+        )
+        declared = declarations_of(modes, where=where.rpartition(" of ")[2])
     settings = with_values(base or Settings(), rest, where=where)
+    settings = replace(settings, declared={**settings.declared, **declared})
     for format in settings.formats:
         _look_up(f"{where}: formats", "format", format, FORMATS)
     checked = [(name, _figures(f"{where}: {name}", table, signed=name == "limits")) for name, table in tables.items()]
@@ -105,13 +132,15 @@ def settings_of(given: Any, *, where: str, base: Settings | None = None) -> Sett
 
 def _figures(where: str, value: Any, *, signed: bool) -> dict[str, dict[str, float]]:
     """Limits: recipe pattern -> figure -> number. Tolerances: figure -> part of a rule -> number."""
-    parts = {one.name: one for one in fields(Rule) if one.name != "worse"}
+    parts = {one.name: one for one in fields(Rule) if one.name not in ("worse", "exact")}
     outer, inner = ("a recipe", "a figure") if signed else ("a figure", "a part of its tolerance")
     if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
         raise ConfigurationError(f"{where} is {value!r}; expected a table by {outer} of tables by {inner}.")
     found: dict[str, dict[str, float]] = {}
     for given, table in value.items():
         name = given if signed else _figure(where, given)
+        if not signed and RULES[name].exact:
+            raise ConfigurationError(f"{where}: {name} is a count without a tolerance: any change fails. Leave it out.")
         found[name] = {}
         for part, number in table.items():
             if isinstance(number, bool) or not isinstance(number, int | float) or number != number:

@@ -1,6 +1,6 @@
 """Observations: the figures and golden values of every layer of a recipe, and the flaws that no baseline excuses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,10 +17,12 @@ from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
 from probe.running.corners import CornerAnswer, corner_answers
 from probe.running.coverage import rounding_bound, watching
-from probe.running.measurement import is_float_output
+from probe.running.kept_float import changed_weights, float_layers
+from probe.running.measurement import application_problem
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, Take, check_reference, replay
+from probe.running.weights import Count, count_by_layer, count_parameters, summarize
 from probe.words import LOGITS
 
 #: The stored figures of each group: those with a rule, except the comparisons of golden values. Rmse, psnr, sqnr and
@@ -49,6 +51,7 @@ class Observation:
     counts: dict[str, int]
     points: dict[str, list[float]] = field(default_factory=dict)
     flaws: tuple[Flaw, ...] = ()
+    weights: str = ""  # how much of the whole model is on a grid, in a line
 
 
 class Stream:
@@ -102,7 +105,10 @@ def observe(
 ) -> dict[str, Observation]:
     """Run the recipe twice, propagated and injected, and observe every layer of the reference, and the logits."""
     check_reference(model, reference)
-    twin = apply(model, recipe, calibration).to(device)
+    twin, mode = apply(model, recipe, calibration), find_mode(recipe.mode)
+    counted = count_parameters(model, twin, recipe) if recipe.format is not None else []
+    declared, changed = float_layers(model, mode, reference.modules), changed_weights(model, twin, mode)
+    twin = twin.to(device)
     logits = LogitStream(reference)
     counts = {label: reference.count(label) for label in reference.layers}
     kinds = ("propagated", "injected")
@@ -120,14 +126,35 @@ def observe(
     found = {}
     for label in reference.layers:
         own = {kind: layers[label] for kind, layers in streams.items()}
-        seen = _layer_observation(label, recipe, reference, own, strays, missing=missing)
-        found[label] = _with_corners(seen, reference.modules[label], answers)
-    found[LOGITS] = logits.observation(bytes_per_token, missing=missing)
+        module = reference.modules[label]
+        seen = _layer_observation(label, recipe, reference, own, strays, declared, missing=missing)
+        inside = [name for name in changed if name.startswith(f"{module}.")]
+        found[label] = _with_corners(_with_changed(seen, inside), module, answers)
+    layered = tuple(f"{module}." for module in reference.modules.values())
+    outside = [name for name in changed if not name.startswith(layered)]
+    found[LOGITS] = _with_changed(logits.observation(bytes_per_token, missing=missing), outside)
+    if counted:
+        weights, counts_of = summarize(model, counted, recipe).line, count_by_layer(counted, reference.modules)
+        found = {label: _with_weights(seen, counts_of[label], weights) for label, seen in found.items()}
     return found
+
+
+def _with_weights(seen: Observation, count: Count, weights: str) -> Observation:
+    """The observation with the exact counts of the layer; those of the logits are of the whole model."""
+    own = {"weights.on_grid": float(count.on_grid), "weights.float": float(count.floating)}
+    return replace(seen, figures={**seen.figures, **own}, weights=weights)
 
 
 def _into(layers: Mapping[str, Stream]) -> Take:
     return lambda label, output, expected: layers[label].take(output, expected)
+
+
+def _with_changed(seen: Observation, changed: Sequence[str]) -> Observation:
+    """The observation with a flaw for weights that are declared float, but changed."""
+    if not changed or any(flaw.verdict == "not float" for flaw in seen.flaws):
+        return seen
+    flaw = Flaw("not float", f"{changed[0]} is declared float, but changed.", tuple(changed[1:4]))
+    return replace(seen, flaws=(*seen.flaws, flaw))
 
 
 def _with_corners(seen: Observation, module: str, answers: dict[str, CornerAnswer]) -> Observation:
@@ -145,6 +172,7 @@ def _layer_observation(
     reference: Reference,
     streams: dict[str, Stream],
     strays: dict[str, str],
+    declared: Collection[str],
     *,
     missing: str,
 ) -> Observation:
@@ -163,7 +191,7 @@ def _layer_observation(
         values[kind], counts[kind] = stream.golden.values(), stream.golden.count
         flaws += _not_finite(label, kind, metrics)
         if kind == judged:
-            flaws += _not_applied(label, recipe, reference, metrics, strays)
+            flaws += _not_applied(label, recipe, reference, metrics, strays, declared, is_injected=kind == "injected")
     both = zip(("reference", "output"), streams[judged].golden.points, strict=True)
     points = {name: [float(f"{x:.6g}") for x in values] for name, values in both}
     return Observation(figures, values, counts, points, tuple(flaws))
@@ -185,15 +213,30 @@ def _not_finite(label: str, kind: str, metrics: Metrics) -> list[Flaw]:
 
 
 def _not_applied(
-    label: str, recipe: Recipe, reference: Reference, metrics: Metrics, strays: dict[str, str]
+    label: str,
+    recipe: Recipe,
+    reference: Reference,
+    metrics: Metrics,
+    strays: dict[str, str],
+    declared: Collection[str],
+    *,
+    is_injected: bool,
 ) -> list[Flaw]:
-    if find_mode(recipe.mode).is_reference:
+    """A layer that the recipe left as it was; of a layer that is declared float, whether it changed.
+
+    A recording has no injected run, so a layer that is declared float shows the errors of the layers before it.
+    """
+    is_declared = label in declared
+    if find_mode(recipe.mode).is_reference or (is_declared and not is_injected):
         return []
     module = reference.modules[label]
     inside = [text for name, text in strays.items() if name.startswith(f"{module}.")]
-    if is_float_output(metrics):
-        what = "to the bit" if metrics.identical else "up to the order of sums"
-        return [Flaw("not applied", f"{recipe} left {label} as it was: its output is the float layer's {what}.")]
+    if problem := application_problem(metrics, is_declared_float=is_declared):
+        if is_declared:
+            return [Flaw("not float", f"{label} of {recipe} is {problem}.")]
+        return [Flaw("not applied", f"{recipe} left {label} as it was: {problem}.")]
+    if is_declared:
+        return []
     if inside:
         return [Flaw("not applied", f"{recipe} was not applied to all of {label}: {inside[0]}.", tuple(inside[1:4]))]
     bound = rounding_bound(recipe, _change(reference, label))
@@ -226,12 +269,13 @@ def observe_recording(
     *,
     model_fingerprint: str,
     data_fingerprint: str,
+    declared: Collection[str] = (),
     bytes_per_token: float = 1.0,
 ) -> dict[str, Observation]:
     """As `observe`, from a recording of the recipe: the propagated figures of every layer, and the logits.
 
     A layer or recipe that was not recorded is a flaw, `uncovered`. A recording of another model, of other tokens or
-    of other shapes is a RecordingError: there is nothing to compare.
+    of other shapes is a RecordingError: there is nothing to compare. `declared` are the layers that stay float.
     """
     _check_same(recording, reference, model_fingerprint, data_fingerprint)
     key = str(recipe)
@@ -242,7 +286,9 @@ def observe_recording(
         for output, expected in _pairs(recording, key, f"{label}.output", reference.tensors[f"{label}.output"]):
             stream.take(output, expected)
         missing = f"{recording.folder} has no {label} of {key}, only {has}. {AGAIN}"
-        found[label] = _layer_observation(label, recipe, reference, {"propagated": stream}, {}, missing=missing)
+        found[label] = _layer_observation(
+            label, recipe, reference, {"propagated": stream}, {}, declared, missing=missing
+        )
     logits = LogitStream(reference)
     for output, expected in _pairs(recording, key, LOGITS, reference.logits):
         logits.take(output, expected)

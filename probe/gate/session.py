@@ -6,16 +6,18 @@ writes. Importing this module loads nothing heavy; the gate is loaded when a tes
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from probe.gate.accounting import OBSOLETE, Account, LeftOut, ModelCases, Progress, Run, Stage
 from probe.gate.cases import Case, Outcome
-from probe.gate.configuration import Settings, settings_of
+from probe.gate.configuration import Settings, has_settings, settings_of
 from probe.settings import ConfigurationError
 from probe.words import LOGITS, near_or_first
 
@@ -35,6 +37,12 @@ class Options:
     update: bool = False
     reason: str = ""
 
+    @property
+    def given(self) -> str:
+        """The options that narrow the matrix, as they were typed."""
+        axes = (f"--probe-{axis} {','.join(names)}" for axis, names in self.axes.items() if names is not None)
+        return " ".join([*([f"--probe-model {self.model}"] if self.model else []), *axes])
+
 
 @dataclass(frozen=True)
 class CaseRequest:
@@ -48,29 +56,6 @@ class CaseRequest:
     def judge(self, session: Session) -> Judged:
         """The outcomes of all layers of the recipe of this case."""
         return session.gate.judge_recipe(self.settings, self.case)
-
-
-@dataclass
-class ModelCases:
-    """The cases of a model in one process: all of them, the selected ones, and what an update needs."""
-
-    settings: Settings
-    matrix: dict[Case, None] = field(default_factory=dict)  # in order, as configured, whatever the options say
-    selected: set[Case] = field(default_factory=set)
-    facts: dict[str, str] = field(default_factory=dict)
-    anchors: list[bytes] = field(default_factory=list)  # tests with other layers have their own
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values, for execnet."""
-        matrix, selected = ([vars(case) for case in cases] for cases in (self.matrix, sorted(self.selected)))
-        return {**vars(self), "settings": asdict(self.settings), "matrix": matrix, "selected": selected}
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> ModelCases:
-        """The inverse of as_dict."""
-        matrix, selected = ([Case(**case) for case in given[name]] for name in ("matrix", "selected"))
-        settings = Settings.from_dict(given["settings"])
-        return cls(settings, dict.fromkeys(matrix), set(selected), dict(given["facts"]), list(given["anchors"]))
 
 
 class Session:
@@ -88,6 +73,11 @@ class Session:
         self.written: set[str] = set()  # models whose baselines were updated
         self.update_lines: list[str] = []  # what an update changed, for the terminal
         self.problems: list[str] = []  # each fails the run
+        self.uncollected: dict[str, str] = {}  # by file: why pytest collected nothing from it
+        self.filtered: set[str] = set()  # files of which --lf left out tests that did not fail
+        self.crashes: dict[str, str] = {}  # by nodeid: how a test ended that has no outcome
+        self.process = os.getpid()
+        self.account = Account()
         self.tellers: dict[tuple[str, str, str, bool], str] = {}  # by recipe: the case that explains its failure
         self.drawn: Counter[tuple[str, str, str]] = Counter()  # by recipe: how many of its cases have a picture
         self._folder = folder
@@ -103,7 +93,7 @@ class Session:
             self._gate = Gate(self.root, folder=self._folder, update=options.update, reason=options.reason)
         return self._gate
 
-    def request(self, marked: Mapping[str, Any], *, where: str) -> list[CaseRequest]:
+    def request(self, marked: Mapping[str, Any], *, where: str, test: str) -> list[CaseRequest]:
         """The cases of a test: those of the configured matrix, or of its marker, narrowed by the options."""
         from probe.running.environment import check_device
 
@@ -123,14 +113,14 @@ class Session:
             _check_limits(configured, {case.recipe for case in self.gate.bench(configured).cases})
         known = self._model_cases(configured)
         self._check_shared(known.settings, configured)
-        known.matrix |= dict.fromkeys(self.gate.bench(configured).cases)
+        known.configure(self.gate.bench(configured).cases, test)
         return [CaseRequest(narrowed, case) for case in cases]
 
     def settings_for(self, model: str) -> Settings:
         """The settings with another model; golden figures have a model of their own among the baselines."""
         return replace(self.settings, model=model, baselines=self.options.baselines or self.settings.baselines)
 
-    def add_cases(self, settings: Settings, depends_on: Mapping[Case, object], *, where: str) -> None:
+    def add_cases(self, settings: Settings, depends_on: Mapping[Case, object], *, where: str, test: str) -> None:
         """Add cases of golden figures to the matrix, each with what it depends on. One baseline serves one test."""
         known = self._model_cases(settings)
         for case, given in depends_on.items():
@@ -140,7 +130,7 @@ class Session:
                     f"{where}: another test compares {case} of {settings.model} with the same baseline, with other "
                     f"settings or figures: {there} there, {given} here. Make them agree, or leave one out."
                 )
-        known.matrix |= dict.fromkeys(depends_on)
+        known.configure(depends_on, test)
 
     def store(self, settings: Settings) -> Store:
         """The baselines that these settings name."""
@@ -185,9 +175,10 @@ class Session:
                     f"{getattr(other, name)!r}. They share one set of baselines, so give both the same {name}."
                 )
 
-    def select(self, request: CaseRequest) -> None:
-        """This case is going to run."""
-        self.models[request.settings.model].selected.add(request.case)
+    def advance(self, request: CaseRequest, stage: Stage, *, test: str = "", why: str = "") -> None:
+        """The case of this request came to `stage`."""
+        progress = self.models[request.settings.model].cases.setdefault(request.case, Progress())
+        progress.merge(Progress((test,) if test else (), stage, why))
 
     def close(self) -> dict[str, Any]:
         """The cases of this process by model, complete, as plain values for the controller."""
@@ -196,21 +187,30 @@ class Session:
                 known = self.models[bench.settings.model]
                 known.facts = bench.input_facts
                 known.anchors.append(bench.anchors.to_bytes())
-        return {model: known.as_dict() for model, known in self.models.items()}
+        models = {model: known.as_dict() for model, known in self.models.items()}
+        return {"models": models, "uncollected": self.uncollected, "filtered": sorted(self.filtered)}
 
     def merge(self, given: Mapping[str, Any]) -> None:
         """Add the cases of a worker."""
-        for model, one in given.items():
-            other = ModelCases.from_dict(one)
+        self.uncollected |= given["uncollected"]
+        self.filtered |= set(given["filtered"])
+        for model, plain in given["models"].items():
+            other = ModelCases.from_dict(plain)
             mine = self.models.setdefault(model, ModelCases(other.settings))
-            mine.matrix |= other.matrix
-            mine.selected |= other.selected
+            for case, progress in other.cases.items():
+                mine.cases.setdefault(case, Progress()).merge(progress)
             mine.facts = mine.facts or other.facts
             mine.anchors += other.anchors
 
     def add_outcome(self, outcome: Outcome, entry: Entry | None, refusal: str) -> None:
-        """Add the outcome of a case, in the process that writes."""
-        self.outcomes[outcome.model, outcome.case] = outcome
+        """Add the outcome of a case, in the process that writes.
+
+        Of several (two tests, a rerun, xdist's --dist each) the one that says most counts: a verdict that fails, then
+        one that does not, then a test without a verdict.
+        """
+        key = outcome.model, outcome.case
+        if key not in self.outcomes or _weight(outcome) >= _weight(self.outcomes[key]):
+            self.outcomes[key] = outcome
         if entry is not None:
             self.entries.setdefault(outcome.model, {})[outcome.case] = entry
         if refusal:
@@ -218,38 +218,43 @@ class Session:
 
     def ordered(self) -> list[Outcome]:
         """The outcomes in the order of the matrix; those that it does not have come last."""
-        places = {(model, case): i for model, one in self.models.items() for i, case in enumerate(one.matrix)}
+        places = {(model, case): i for model, known in self.models.items() for i, case in enumerate(known.cases)}
         return [self.outcomes[key] for key in sorted(self.outcomes, key=lambda key: places.get(key, len(places)))]
 
-    def finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str = "") -> None:
-        """Turn obsolete cases into problems, and write the update or refuse it, at the end of the run.
+    def finish(self, *, left_out: LeftOut, stopped: str = "") -> None:
+        """At the end of the run: write the update or refuse it, and account for every stored case.
 
-        Where tests or folders were left out, a case that nobody asked for may belong to one of them. `stopped` says why
-        the run ended early, if it did.
+        `left_out` says how the command line leaves out a test, if it does. `stopped`: why the run ended early.
         """
-        self._finish(tests_left_out=tests_left_out, folders_left_out=folders_left_out, stopped=stopped)
+        if self.options.update:
+            self._write_updates(left_out, stopped)
         for key, outcome in self.outcomes.items():
             if outcome.status == "updated" and outcome.model not in self.written:
                 # nothing was written, so the old outcome counts: the message says what is wrong, if anything is
                 self.outcomes[key] = replace(outcome, status="failed" if outcome.message else "passed")
+        with self._problems():
+            options = self.options.given
+            run = Run(self.root, self.models, self.outcomes, options, self.uncollected, left_out, stopped, self.crashes)
+            stored = self._stored()
+            self.account = run.account(stored, self._aside(stored))
+        if self.options.update:  # of a part of the matrix: it leaves obsolete cases to the next check
+            self.problems += [line for line in self.account.problems if not line.startswith(OBSOLETE)]
+            return
+        for (model, case), fate in self.account.fates.items():
+            if fate.is_obsolete:
+                self.outcomes[model, case] = Outcome(model, case, "failed", "obsolete", f"{fate.why}.")
+        self.problems += self.account.problems
 
-    def _finish(self, *, tests_left_out: bool, folders_left_out: bool, stopped: str) -> None:
+    def _write_updates(self, left_out: LeftOut, stopped: str) -> None:
         used = {model: known for model, known in self.models.items() if known.selected}
-        if stopped and self.options.update:
+        if stopped:
             self.problems.append(f"no baseline was written: the run ended early ({stopped}).")
             return
         for known in used.values():
             with self._problems():
-                if self.options.update:
-                    self._update(known, keep_obsolete=tests_left_out)
-                elif not tests_left_out:
-                    self._find_obsolete(known)
-        if self.options.update:
-            for model in sorted(set(self.entries) - set(used)):
-                self.problems.append(f"no baseline of {model} was written: the run ended before its workers did.")
-        elif used and not folders_left_out:
-            with self._problems():
-                self._find_obsolete_models()
+                self._update(known, left_out)
+        for model in sorted(set(self.entries) - set(used)):
+            self.problems.append(f"no baseline of {model} was written: the run ended before its workers did.")
 
     @contextmanager
     def _problems(self) -> Iterator[None]:
@@ -258,41 +263,53 @@ class Session:
         except (ValueError, OSError) as problem:
             self.problems.append(str(problem))
 
-    def _find_obsolete(self, known: ModelCases) -> None:
-        model = known.settings.model
-        for case in self._obsolete(known):
-            message = "it is stored, but the matrix no longer has it."
-            self.outcomes[model, case] = Outcome(model, case, "failed", "obsolete", message)
-            self.problems.append(f"obsolete: {case} of {model}: {message}")
+    def _stored(self) -> dict[tuple[str, Case], tuple[str, ...]]:
+        """Every stored case with its tests, of all models in the folders that the settings and the tests name."""
+        every = [self.settings_for(""), *(known.settings for known in self.models.values())]
+        there = {one.baselines: one for one in every if (self.root / one.baselines).is_dir()}
+        found: dict[tuple[str, Case], tuple[str, ...]] = {}
+        for settings in there.values():
+            try:
+                modes = [mode for modes in self.store(settings).inventory().values() for mode in modes]
+            except ValueError:
+                if self.models or has_settings(self.root):
+                    raise
+                continue  # a folder of that name in a project that has nothing to do with probe
+            found |= {(mode.model, case): mode.tests.get(case, ()) for mode in modes for case in mode.entries}
+        return found
 
-    def _find_obsolete_models(self) -> None:
-        from probe.gate.baselines.format import path_part
+    def _aside(self, stored: Mapping[tuple[str, Case], tuple[str, ...]]) -> dict[tuple[str, Case], str]:
+        """The cases that only the configured folder has, when --baselines-dir names another one."""
+        given = self.options.baselines
+        if given is None or (self.root / given) == (self.root / self.settings.baselines):
+            return {}
+        try:
+            modes = [mode for modes in self.store(self.settings).inventory().values() for mode in modes]
+        except ValueError:
+            return {}  # it is not in use
+        keys = [(mode.model, case) for mode in modes for case in mode.entries]
+        return {key: f"by --baselines-dir {given}" for key in keys if key not in stored}
 
-        used: dict[Store, set[str]] = {}
-        for known in self.models.values():
-            used.setdefault(self.store(known.settings), set()).add(path_part(known.settings.model))
-        for store, folders in used.items():
-            for model in store.models():
-                if path_part(model) not in folders:
-                    self.problems.append(
-                        f"obsolete: {store.root / path_part(model)} has baselines of {model}, which no test measures. "
-                        "Delete the folder, or add a test for it."
-                    )
+    def _obsolete(self, known: ModelCases, left_out: LeftOut) -> list[Case]:
+        """Stored cases that an update of the whole matrix drops; a device that it does not name at all counts too."""
+        stored = {case: tests for (model, case), tests in self._stored().items() if model == known.settings.model}
+        kept = set(known.matrix)
+        for case, tests in stored.items():
+            not_collected = any(test.partition("::")[0] in self.uncollected for test in tests)
+            if not_collected or any(left_out(test, case) for test in tests or ("",)):
+                kept.add(case)
+        return sorted(set(stored) - kept)
 
-    def _obsolete(self, known: ModelCases) -> list[Case]:
-        """Stored cases that the matrix does not have; a device that it does not name at all counts too."""
-        store, model = self.store(known.settings), known.settings.model
-        stored = [case for device in store.devices(model) for case in store.read(model, device)]
-        return sorted(set(stored) - set(known.matrix))
-
-    def _update(self, known: ModelCases, *, keep_obsolete: bool) -> None:
-        from probe.running.environment import environment
+    def _update(self, known: ModelCases, left_out: LeftOut) -> None:
+        from probe.running.environment import environment, is_present
         from probe.running.noise import Anchors
 
         model = known.settings.model
         entries = self.entries.get(model, {})
         ours = {case: outcome for (one, case), outcome in self.outcomes.items() if one == model}
-        skipped = {case for case, outcome in ours.items() if outcome.status == "skipped"}
+        skipped = {
+            case for case, outcome in ours.items() if outcome.status == "skipped" and not is_present(case.device)
+        }
         lost = known.selected - set(entries) - skipped
         if lost:
             refused = [text for (one, case), text in self.refusals.items() if one == model and case in lost]
@@ -310,15 +327,20 @@ class Session:
                 f"no baseline of {model} was written: the input changed, so all cases must be updated. "
                 "Run pytest --update-baselines without -k and without --probe-* options."
             )
-        drop = self._obsolete(known) if whole and not keep_obsolete else []
+        drop = self._obsolete(known, left_out) if whole else []
         united = Anchors.united(Anchors.from_bytes(data) for data in sorted(set(known.anchors)))
         anchors = united.to_bytes() if known.anchors else None
         facts = {**environment(), **known.facts}
-        lines = store.write(model, entries, environment=facts, anchors=anchors, drop=drop)
+        tests = {case: progress.tests for case, progress in known.cases.items()}
+        lines = store.write(model, entries, environment=facts, anchors=anchors, tests=tests, drop=drop)
         self.written.add(model)
         kind = "all" if whole else "some"
         self.update_lines.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
         self.update_lines += _shortened(lines)
+
+
+def _weight(outcome: Outcome) -> tuple[bool, bool, bool]:
+    return outcome.is_compared, outcome.status == "failed", not outcome.is_expected
 
 
 def _check_limits(settings: Settings, recipes: set[str]) -> None:

@@ -20,11 +20,17 @@ MOST = 100.0
 FLOAT_FACTOR = 8.0
 #: Significant digits that are stored.
 DIGITS = 6
+#: The error that counts as the own one of a layer that is float by declaration, as a part of the rms of its output:
+#: far above what the order of sums does, and as much as a fine grid would cause.
+OF_FLOAT = 1e-3
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The floor of one figure, and which way is worse: +1 when larger is, -1 when smaller is, 0 when neither."""
+    """The floor of one figure, and which way is worse: +1 when larger is, -1 when smaller is, 0 when neither.
+
+    An exact figure has no tolerance at all.
+    """
 
     relative: float = 0.0
     of_error: float = 0.0  # of the root of the group's mse: the recipe's own error
@@ -32,6 +38,7 @@ class Rule:
     absolute: float = 0.0
     worse: int = 0
     multiple: float = MULTIPLE
+    exact: bool = False  # a count: any change fails
 
 
 #: The figures that a baseline keeps and how far each may move; those of layers are fields of `probe.metrics.Metrics`.
@@ -66,6 +73,8 @@ RULES: dict[str, Rule] = {
     "logits.bits_per_byte": Rule(relative=0.01, worse=1),
     "logits.change_in_bits_per_byte": Rule(absolute=0.01, worse=1),
     "logits.distance": Rule(absolute=0.6),
+    "weights.on_grid": Rule(exact=True),  # elements of the layer's weights; of the logits: of the whole model
+    "weights.float": Rule(exact=True),
 }
 #: The figures that compare values with golden values, not with a stored figure: their baseline is 0.
 OF_VALUES = ("distance", "moved")
@@ -75,12 +84,26 @@ def tolerance(
     rule: Rule, figures: Mapping[str, float], name: str, *, spread: float, is_float_mode: bool = False
 ) -> float:
     """The tolerance of a figure, given all old figures of its case and the spread of this one."""
+    if rule.exact:
+        return 0.0
     old = figures[name]
-    error = math.sqrt(max(figures.get(f"{name.partition('.')[0]}.mse", 0.0), 0.0))
+    error = own_error(figures, name.partition(".")[0])
     floor = rule.relative * abs(old) + rule.of_error * error + rule.of_rest * abs(1 - old) + rule.absolute
     floor *= FLOAT_FACTOR if is_float_mode else 1.0
     floor += _last_digit(old)
     return max(min(rule.multiple * spread, MOST * floor) if floor else rule.multiple * spread, floor)
+
+
+def own_error(figures: Mapping[str, float | None], group: str) -> float:
+    """The recipe's own error in a group of figures: the root of its mse.
+
+    Without loss, OF_FLOAT of the rms of the output, as far as the figures of the layer tell it.
+    """
+    mse = figures.get(f"{group}.mse")
+    if mse:
+        return math.sqrt(max(mse, 0.0))
+    moments = [figures.get(f"injected.{name}_output") or 0.0 for name in ("mean", "std")]
+    return OF_FLOAT * math.hypot(*moments) if mse == 0 else 0.0
 
 
 def _last_digit(x: float) -> float:

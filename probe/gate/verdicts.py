@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from probe.gate.baselines.format import Entry, Stored
-from probe.gate.cases import Case, Figure, Outcome, Verdict
-from probe.gate.golden_values import flat, gap, parted
+from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
+from probe.gate.golden_values import SKETCH, flat, gap, parted
 from probe.gate.observations import Flaw, Observation
-from probe.gate.tolerances import OF_VALUES, RULES, Rule, tolerance
+from probe.gate.tolerances import OF_FLOAT, OF_VALUES, RULES, Rule, own_error, tolerance
+from probe.running.modes import equal_to
 from probe.words import look_up
 
-#: The verdict of a case with several findings is the first of these.
+#: The verdict of a case with several findings is the first of these. What no baseline may excuse comes first.
 ORDER: tuple[Verdict, ...] = (
-    *("uncovered", "not finite", "not applied", "missing"),
-    *("over the limit", "drift", "changed values"),
+    *("uncovered", "not finite", "not float", "not applied"),
+    *("over the limit", "missing", "drift", "changed values"),
 )
 
 
@@ -53,6 +54,8 @@ def judge(
         figures=figures,
         points=seen.points,
         baseline_file=baseline_file,
+        weights=seen.weights,
+        equals=same if (same := equal_to(case.mode)) != case.mode else "",
     )
 
 
@@ -83,15 +86,22 @@ def _gaps(
 ) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for group in (group for group in golden if group in seen.values):
-        between = gap(seen.values[group], golden[group], count=seen.counts[group], rmse=_own_error(group, old))
+        count = seen.counts[group]
+        unit = _unit(group, old, golden[group], count)
+        between = gap(seen.values[group], golden[group], count=count, rmse=unit)
         found |= {f"{group}.{name}": getattr(between, name) for name in OF_VALUES if f"{group}.{name}" in old}
     return found
 
 
-def _own_error(group: str, figures: Mapping[str, float | None]) -> float:
-    """The unit of distances: the recipe's own error; of corner values, which have none, their rms, which is 1."""
-    mse = figures.get(f"{group}.mse", 1.0)
-    return math.sqrt(max(mse or 0.0, 0.0))
+def _unit(group: str, figures: Mapping[str, float | None], golden: tuple[float, ...], count: int) -> float:
+    """The unit of distances: the recipe's own error; of corner values, which have none, their rms, which is 1.
+
+    A layer that is float by declaration has no error either: there it is a part of the rms of its golden values, which
+    the sketch estimates.
+    """
+    if f"{group}.mse" not in figures:
+        return 1.0
+    return own_error(figures, group) or OF_FLOAT * math.sqrt(sum(x * x for x in golden[:SKETCH]) / count)
 
 
 def _moved(figures: Mapping[str, Figure]) -> list[Flaw]:
@@ -148,7 +158,7 @@ def renewed(
     """
     if outcome.status == "passed" and old is not None:
         return old
-    if outcome.verdict in ("uncovered", "not finite", "not applied", "over the limit"):
+    if outcome.verdict in NEXT:
         raise RefusedError(f"{outcome.case} cannot be stored, it is {outcome.verdict}: {outcome.message}")
     worse = [name for name, figure in outcome.figures.items() if figure.direction == "worse" and figure.moved]
     if worse and not reason:
@@ -164,8 +174,9 @@ def renewed(
             spread = max((_between(value, other.figures.get(name)) for other in others), default=0.0)
             figures[name] = Stored(value, spread, reason if name in worse else "")
     for group, values in base.values.items():
-        rmse = _own_error(group, base.figures)
-        gaps = [gap(other.values[group], values, count=base.counts[group], rmse=rmse) for other in others]
+        count = base.counts[group]
+        unit = _unit(group, base.figures, values, count)
+        gaps = [gap(other.values[group], values, count=count, rmse=unit) for other in others]
         for name in OF_VALUES:
             if f"{group}.{name}" in RULES:
                 figures[f"{group}.{name}"] = Stored(0.0, max((getattr(one, name) for one in gaps), default=0.0))

@@ -22,7 +22,7 @@ of u, the last state in float32.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, cast
 
 import torch
@@ -79,6 +79,8 @@ def fast(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tenso
 
 
 SCANS: dict[str, Scan] = {"sequential": sequential, "fast": fast}
+#: The scan of the float reference.
+REFERENCE_SCAN = "sequential"
 Grid = Callable[[Tensor], Tensor]
 
 #: Every site, in the order of the data flow.
@@ -120,7 +122,7 @@ class SiteMixer(nn.Module):
     A_log: nn.Parameter
     D: nn.Parameter
 
-    def __init__(self, stock: nn.Module, *, scan: str = "sequential") -> None:
+    def __init__(self, stock: nn.Module, *, scan: str = REFERENCE_SCAN) -> None:
         super().__init__()
         source: Any = stock
         for name in ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj", "A_log", "D"):
@@ -235,7 +237,7 @@ def is_mamba(model: nn.Module) -> bool:
     return any(True for _ in mamba_blocks(model))
 
 
-def with_sites(model: nn.Module, *, scan: str = "sequential") -> nn.Module:
+def with_sites(model: nn.Module, *, scan: str = REFERENCE_SCAN) -> nn.Module:
     """A copy of `model` in which every Mamba mixer is a SiteMixer over the same weights."""
     if any(isinstance(module, SiteMixer) for module in model.modules()):
         raise ValueError("this model is already a copy made by a mode. Pass the float model that it was made from.")
@@ -251,12 +253,18 @@ def with_sites(model: nn.Module, *, scan: str = "sequential") -> nn.Module:
     return twin.eval()
 
 
-def rotated_twin(model: nn.Module, *, scan: str) -> nn.Module:
-    """A float copy with sites, gamma folded and the Hadamard rotations in place: what the modes quantize."""
+def rotated_twin(model: nn.Module, *, scan: str, unrotated: Collection[str] = ()) -> nn.Module:
+    """A float copy with sites, gamma folded and the Hadamard rotations in place: what the modes quantize.
+
+    The blocks of the names in `unrotated` stay as `with_sites` makes them: they give the bits of the reference.
+    """
     twin = with_sites(model, scan=scan)
-    for _, block in mamba_blocks(twin):
+    for name, block in mamba_blocks(twin):
         mixer, gamma = block.mixer, block.get_parameter("norm.weight")
         assert isinstance(mixer, SiteMixer)
+        if name in unrotated:
+            mixer.scan_name = REFERENCE_SCAN
+            continue
         mixer.fold(gamma, rotate=True)
         with torch.no_grad():
             gamma.fill_(1.0)

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from probe.gate.accounting import Stage
 from probe.gate.configuration import AXES, has_settings, read_settings
+from probe.plugin.selection import FIXTURES, LEFT_OUT, CaseFollower, plain_nodeid, request_of
 
 if TYPE_CHECKING:
     from probe.gate.session import Session
@@ -40,10 +42,6 @@ MARKERS = (
     "probe_activations(config='configs/default.yaml', overrides={...}, figures=[...], tolerances={...}): "
     "the layers whose statistics are compared with a baseline",
 )
-#: The fixtures that give a case, and the marker of each.
-FIXTURES = {"probe_case": "probe", "probe_scaling": "probe_scaling", "probe_activations": "probe_activations"}
-#: The parameter of a test for which the options leave no case.
-LEFT_OUT = "left out"
 #: The category of further failures of a recipe: they fail the run, but only the first one is explained.
 FOLLOWS = "failed in the same recipe"
 
@@ -83,10 +81,12 @@ def pytest_configure(config: pytest.Config) -> None:
     worker: dict[str, Any] | None = getattr(config, "workerinput", None)
     folder = Path(worker["probe_folder"]) if worker and "probe_folder" in worker else None
     config.stash[SESSION] = Session(config.rootpath, settings, options, folder=folder)
+    # without names, which `-p no:` could block
+    config.pluginmanager.register(CaseFollower(config, config.stash[SESSION]))
     if worker is None:
         if config.getoption("numprocesses", None) and has_settings(config.rootpath):
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers on the same cores must not spin
-        config.pluginmanager.register(Controller(config, config.stash[SESSION]), "probe-controller")
+        config.pluginmanager.register(Controller(config, config.stash[SESSION]))
 
 
 def _word(config: pytest.Config, option: str) -> str | None:
@@ -128,12 +128,13 @@ def _reason(config: pytest.Config) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hook of xdist: with plain `-n`, a recipe stays on one worker. Any other --dist is left to xdist."""
-    if config.getoption("dist") == "load" and has_settings(config.rootpath):
-        from probe.plugin.scheduling import RecipeScheduling
+    """Hook of xdist: with plain `-n`, a recipe stays on one worker; other --dist are xdist's, but survive a crash."""
+    if not has_settings(config.rootpath):
+        return None
+    from probe.plugin.scheduling import SCHEDULERS
 
-        return RecipeScheduling(config, log)
-    return None
+    scheduler = SCHEDULERS.get(config.getoption("dist"))
+    return scheduler(config, log) if scheduler else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -159,7 +160,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _generate(metafunc: pytest.Metafunc, fixture: str) -> None:
-    session, name = metafunc.config.stash[SESSION], metafunc.definition.name
+    session, name, test = metafunc.config.stash[SESSION], metafunc.definition.name, metafunc.definition.nodeid
     marker = metafunc.definition.get_closest_marker(FIXTURES[fixture])
     if marker is not None and marker.args:
         raise pytest.Collector.CollectError(f"probe: the marker of {name} takes keywords only, such as model=...")
@@ -170,16 +171,19 @@ def _generate(metafunc: pytest.Metafunc, fixture: str) -> None:
 
         find = partial(REQUESTS[fixture], session)
     try:
-        requests = find(marker.kwargs if marker else {}, where=f"the {FIXTURES[fixture]} marker of {name}")
+        requests = find(marker.kwargs if marker else {}, where=f"the {FIXTURES[fixture]} marker of {name}", test=test)
     except (ValueError, OSError) as problem:
         raise pytest.Collector.CollectError(f"probe: {problem}") from None
+    for request in requests:
+        session.advance(request, Stage.GENERATED, test=test)
     ids = [str(one.case) for one in requests]
     metafunc.parametrize(fixture, requests or [LEFT_OUT], indirect=True, ids=ids or ["left out by the options"])
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect, as -k would, a marked test for which the options leave no case."""
-    empty = [item for item in items if _request(item) is LEFT_OUT]
+    empty = [item for item in items if request_of(item) is LEFT_OUT]
     if empty:
         config.hook.pytest_deselected(items=empty)
         items[:] = [item for item in items if item not in empty]
@@ -192,19 +196,6 @@ def _share_cores() -> None:
         import torch
 
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tell the session which cases are left after -k, -m, --deselect and paths."""
-    ours = session.config.stash[SESSION]
-    for request in map(_request, session.items):
-        if request not in (None, LEFT_OUT):
-            ours.select(request)
-
-
-def _request(item: pytest.Item) -> Any:
-    callspec = getattr(item, "callspec", None)
-    return next((callspec.params[name] for name in FIXTURES if name in callspec.params), None) if callspec else None
 
 
 @pytest.fixture
@@ -229,18 +220,12 @@ def _case_of(request: pytest.FixtureRequest) -> ProbeCase:
     from probe.plugin.fixtures import ProbeCase
     from probe.running.environment import is_present
 
-    nodeid, session = _plain_nodeid(request.node.nodeid), request.config.stash[SESSION]
+    nodeid, session = plain_nodeid(request.node.nodeid), request.config.stash[SESSION]
     given = ProbeCase(str(request.fixturename), request.param, session, nodeid)
     request.node.stash[CASE] = given
     if not is_present(given.case.device):
         pytest.skip(f"device {given.case.device} is not present on this machine: {given.case} was not measured")
     return given
-
-
-def _plain_nodeid(nodeid: str) -> str:
-    """The nodeid without the group that xdist's loadgroup appends."""
-    head, bracket, _ = nodeid.rpartition("]@")
-    return f"{head}]" if bracket else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -259,18 +244,19 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Attach outcome, explanation, tables and pictures to the report; xdist may send it to another process."""
     report = yield
-    given = item.stash.get(CASE, None)
-    if given is not None:
+    request = request_of(item)
+    if request not in (None, LEFT_OUT):
         from probe.plugin.fixtures import describe
 
-        describe(report, given, call.excinfo.value if call.excinfo else None, item.config)
+        given = item.stash.get(CASE, None)
+        describe(report, request, given, call.excinfo.value if call.excinfo else None, item.config)
     return report
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, Any] | None:
     """Count further failures of a recipe as failures without printing their text: the first one explains them."""
-    if getattr(report, "probe_follows", False):
+    if getattr(report, "probe_follows", False) and report.failed:  # not "rerun"
         return FOLLOWS, "F", ("FAILED", {"red": True})
     return None
 

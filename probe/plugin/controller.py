@@ -1,4 +1,4 @@
-"""The process that writes: gathers outcomes, and at the end finds obsolete baselines, stores updates and reports.
+"""The process that writes: gathers outcomes, and at the end stores updates, accounts for all stored cases and reports.
 
 A serial run has only this process; under xdist it is the controller, which receives the reports of the workers.
 """
@@ -6,15 +6,27 @@ A serial run has only this process; under xdist it is the controller, which rece
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from probe.gate.accounting import OBSOLETE
+from probe.plugin.selection import CommandLine, plain_nodeid
+from probe.words import shared_lines
+
 if TYPE_CHECKING:
     from probe.gate.cases import Outcome
     from probe.gate.session import Session
+
+#: Exit statuses that a run with problems must not have.
+GREEN = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+#: Options with which pytest shows something and is not asked to run tests.
+SHOWS_ONLY = ("collectonly", "showfixtures", "show_fixtures_per_test", "cacheshow")
+#: Options with which no test is called.
+SETUP_ONLY = {"setupplan": "--setup-plan", "setuponly": "--setup-only"}
 
 
 class Controller:
@@ -24,12 +36,17 @@ class Controller:
         self.config = config
         self.session = session
         self.written: list[str] = []
+        self._command_line = CommandLine(config, session)
         self._finished = False
+        self._shown = False
+        self._interrupt = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add the outcome of a case to the session."""
         given = getattr(report, "probe", None)
         if given is None:
+            if report.failed:
+                self.session.crashes[plain_nodeid(report.nodeid)] = _how_it_ended(report)
             return
         from probe.gate.baselines.format import Entry
         from probe.gate.cases import Outcome
@@ -37,25 +54,57 @@ class Controller:
         stored = given["entry"] and Entry.from_dict(given["entry"])
         self.session.add_outcome(Outcome.from_dict(given["outcome"]), stored, given["refusal"])
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Remember why the run ended: Ctrl-C, or pytest.exit() somewhere."""
+        self._interrupt = str(excinfo.value) or "interrupted"
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Find obsolete baselines and write an update; either may fail the run."""
+        """Write an update, account for every stored case, and write the summaries; each may fail the run."""
+        self._conclude(session)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        """The last word: the gate's verdict is the exit status, whatever the hooks of a conftest did about it."""
+        session = config.pluginmanager.get_plugin("session")
+        if session is None:
+            return
+        self._conclude(session)
+        if self._finished and self._is_failed and session.exitstatus in GREEN:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            self._show(f"probe: something set the exit status to 0 though {self._is_failed}; it is 1.")
+        if not self._shown:
+            self._show(*filter(None, [self.session.account.line, *self.session.problems]))
+
+    def _conclude(self, session: pytest.Session) -> None:
+        runs_nothing = any(self.config.getoption(name, None) for name in SHOWS_ONLY)
+        if self._finished or runs_nothing or session.exitstatus == pytest.ExitCode.USAGE_ERROR:
+            return
         self._finished = True
         ours = self.session
-        if not ours.outcomes:
-            return
-        if not getattr(session.config, "workerinput", None) and session.items:
+        if session.items:
             ours.close()
-        ours.finish(
-            tests_left_out=_tests_left_out(self.config),
-            folders_left_out=_folders_left_out(self.config),
-            stopped=_stopped(session),
-        )
+        ours.finish(left_out=self._command_line.left_out, stopped=self._interrupt or _stopped(session))
+        if session.exitstatus == pytest.ExitCode.OK:
+            ours.problems += _ignored_failures(ours.ordered())
         self._fail_on_problems(session)
-        self._write_summaries(int(session.exitstatus))
+        if ours.outcomes or ours.account.fates:
+            self._write_summaries(int(session.exitstatus))
         self._fail_on_problems(session)
 
+    @property
+    def _is_failed(self) -> str:
+        """Why the run fails, as far as the gate is concerned; empty if it does not."""
+        problems, failed = self.session.problems, _failures(self.session.ordered())
+        return f"{len(failed)} cases fail" if failed else problems[0] if problems else ""
+
+    def _show(self, *lines: str) -> None:
+        """Print after pytest's own summary, or without one."""
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        for line in lines:
+            reporter.write_line(line) if reporter else print(line, file=sys.stderr)
+
     def _fail_on_problems(self, session: pytest.Session) -> None:
-        if self.session.problems and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        if self.session.problems and session.exitstatus in GREEN:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _write_summaries(self, exit_status: int) -> None:
@@ -65,7 +114,7 @@ class Controller:
         from probe.files.atomic import write
         from probe.report.gate.summary import markdown, summary
 
-        facts = self._facts()
+        facts = {**self._facts(), "account": self.session.account}
         try:
             text = json.dumps(summary(self.session.ordered(), **facts, exit_status=exit_status), indent=1)
             self.written.append(str(write(folder / "summary.json", text + "\n")))
@@ -83,7 +132,8 @@ class Controller:
     def _facts(self) -> dict[str, Any]:
         from probe.running.environment import comparable, environment
 
-        settings = next(known.settings for known in self.session.models.values())
+        models = self.session.models.values()
+        settings = next((known.settings for known in models), self.session.settings)
         try:
             stored = self.session.store(settings).environment(settings.model)
         except ValueError:
@@ -93,20 +143,23 @@ class Controller:
     @pytest.hookimpl(optionalhook=True)
     def pytest_html_results_summary(self, prefix: list[str]) -> None:
         """The front of the HTML report."""
-        if self._finished and self.session.outcomes:
+        if self._finished and (self.session.outcomes or self.session.account.fates):
             from probe.report.gate.page import front
 
-            prefix.append(front(self.session.ordered(), **self._facts()))
+            prefix.append(front(self.session.ordered(), **self._facts(), account=self.session.account))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Counts, what is obsolete, what an update changed, where the reports are."""
+        """What was looked at, counts, what is wrong, what an update changed, where the reports are."""
         ours = self.session
         write = terminalreporter.write_line
-        if not ours.outcomes:
-            if ours.options.update and not self.config.getoption("collectonly"):
-                write("probe: no case was measured, so no baseline was written.", red=True)
+        self._shown = self._finished
+        if not ours.outcomes and ours.options.update and not self.config.getoption("collectonly"):
+            write("probe: no case was measured, so no baseline was written.", red=True)
+        if not (ours.outcomes or ours.account.fates or ours.problems):
             return
         terminalreporter.section("probe")
+        if ours.account.line:
+            write(ours.account.line)
         for line in _counts(self.session.ordered()):
             write(line)
         for line in ours.update_lines:
@@ -116,14 +169,14 @@ class Controller:
             write(line, red=True)
         if len(ours.problems) > most:
             write(f"and {len(ours.problems) - most} more", red=True)
-        if any(one.startswith("obsolete: ") for one in ours.problems):
+        if any(one.startswith(OBSOLETE) for one in ours.problems):
             write("Obsolete cases are dropped by: pytest --update-baselines   (all cases: no -k, no files named)")
         for line in self.written:
             write(f"wrote {line}")
 
 
 def _counts(outcomes: list[Outcome]) -> list[str]:
-    """A line for each model and device: recipes, cases, and how many of each verdict."""
+    """For each model and device: recipes, cases, how many of each verdict, and how much is on a grid."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for one in outcomes:
         groups.setdefault((one.model, one.case.device), []).append(one)
@@ -136,23 +189,31 @@ def _counts(outcomes: list[Outcome]) -> list[str]:
         lines.append(
             f"{model} on {device}: {len(members)} cases: {counts}; {len(failing)} of {len(recipes)} recipes fail"
         )
+        lines += shared_lines((one.case.recipe, one.weights) for one in members if one.weights)
     return lines
 
 
 def _stopped(session: pytest.Session) -> str:
     """Why the run ended before its end: -x, --maxfail, an interrupt; empty if it did not."""
     interrupted = "interrupted" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
-    return str(session.shouldfail or session.shouldstop or interrupted)
+    only_setup = next((option for name, option in SETUP_ONLY.items() if session.config.getoption(name, False)), "")
+    return str(session.shouldfail or session.shouldstop or interrupted or only_setup)
 
 
-def _tests_left_out(config: pytest.Config) -> bool:
-    """Whether the command line names files or tests, or leaves some out: then the matrices of others are not known."""
-    named = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
-    folders = all((config.invocation_params.dir / name).is_dir() for name in named)
-    return not folders or any(config.getoption(name, None) for name in ("lf", "ignore", "ignore_glob"))
+def _how_it_ended(report: pytest.TestReport) -> str:
+    """Of a failed test without an outcome: its process crashed, or it failed in a fixture."""
+    if report.when in ("setup", "call", "teardown"):
+        return "its test failed before the gate gave a verdict"
+    return f"its test crashed ({str(report.longrepr).strip().partition(' while running ')[0]})"
 
 
-def _folders_left_out(config: pytest.Config) -> bool:
-    """Whether the command line names anything at all, or narrows: then other models may have tests elsewhere."""
-    named = config.args_source is pytest.Config.ArgsSource.ARGS
-    return named or any(config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf", "ignore"))
+def _failures(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes that must fail the run."""
+    return [one for one in outcomes if one.status == "failed" and one.verdict != "obsolete" and not one.is_expected]
+
+
+def _ignored_failures(outcomes: list[Outcome]) -> list[str]:
+    """Failing verdicts in a run whose tests all passed: something changed the reports of these tests."""
+    failed = _failures(outcomes)
+    first = f"{failed[0].case}: {failed[0].message}" if failed else ""
+    return [f"{len(failed)} cases failed though their tests did not: {first}"] if failed else []

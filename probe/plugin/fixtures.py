@@ -5,14 +5,16 @@ measured. A worker sends the report to the controller, so everything that is add
 """
 
 import base64
+import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from probe.gate.baselines.format import Entry
-from probe.gate.cases import Outcome
+from probe.gate.cases import Outcome, Status
 from probe.gate.session import CaseRequest, Session
+from probe.plugin.selection import skip_reason
 from probe.report.gate.page import figure_table
 from probe.report.gate.plots import recipe_picture
 from probe.report.gate.text import case_text, golden_text, one_line, story
@@ -37,6 +39,8 @@ class ProbeCase:
         self.session = session
         self.nodeid = nodeid
         self.checked = False
+        self.failure = ""  # what check() raised
+        self.is_reported = False
         self.outcome: Outcome | None = None
         self.recipe: list[Outcome] = []  # all layers of the recipe, judged
         self.entry: Entry | None = None
@@ -48,19 +52,29 @@ class ProbeCase:
     def check(self) -> None:
         """Compare with the baseline; in an update, find what to store. A case that fails raises, and says why."""
         self.checked = True
+        if self.session.options.update and os.getpid() != self.session.process:
+            self.refusal = (
+                f"{self.case}: an update cannot measure in a process that was forked for one test, because the anchors "
+                "would be lost with it. Run the update without --forked."
+            )
+            raise self._failure(self.refusal)
         try:
             judged = self.request.judge(self.session)
         except (ValueError, OSError) as problem:
-            raise GateFailure(f"{self.case}: {problem}") from None
+            raise self._failure(f"{self.case}: {problem}") from None
         head = self.nodeid.partition("[")[0]
         self.recipe = [replace(one, nodeid=f"{head}[{one.case}]") for one in judged.outcomes.values()]
         self.outcome = next(one for one in self.recipe if one.case == self.case)
         self.entry = judged.entries.get(self.case.layer)
         self.refusal = judged.refusals.get(self.case.layer, "")
         if self.refusal:
-            raise GateFailure(self.refusal)
+            raise self._failure(self.refusal)
         if self.outcome.status == "failed":
-            raise GateFailure(self.outcome.message)
+            raise self._failure(self.outcome.message)
+
+    def _failure(self, text: str) -> GateFailure:
+        self.failure = text
+        return GateFailure(text)
 
     @property
     def teller(self) -> str:
@@ -72,25 +86,47 @@ class ProbeCase:
         return self.session.tellers.setdefault(key, str(self))
 
 
-def describe(report: pytest.TestReport, given: ProbeCase, problem: BaseException | None, config: pytest.Config) -> None:
-    """Add the outcome of a case to the report of a phase of its test."""
-    if report.when == "setup" and report.skipped:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        _attach(report, given, Outcome(given.settings.model, given.case, "skipped", message=reason))
-    if report.when != "call":
+def describe(
+    report: pytest.TestReport,
+    request: CaseRequest,
+    given: ProbeCase | None,
+    problem: BaseException | None,
+    config: pytest.Config,
+) -> None:
+    """Add the outcome of a case to the report of a phase of its test; `given` is None if the fixture did not run."""
+    if given is not None and given.is_reported:
         return
-    if given.outcome is not None:
-        _describe_judged(report, given, given.outcome, problem, config.getoption("htmlpath", None))
-    else:
-        _describe_unjudged(report, given, problem)
+    if report.skipped and (given is None or not given.checked):
+        _describe_skipped(report, request, problem)
+    elif given is not None and (given.checked or report.when == "call"):
+        given.is_reported = True
+        if given.outcome is not None:
+            _describe_judged(report, given, given.outcome, problem, config.getoption("htmlpath", None))
+        else:
+            _describe_unjudged(report, given, problem)
+        if given.failure and not report.failed and not hasattr(report, "wasxfail"):
+            told = report.longrepr if isinstance(report.longrepr, str) else given.failure
+            _fail(report, f"{given.case}: check() failed, and the test went on as if it had not.\n{told}")
+
+
+def _describe_skipped(report: pytest.TestReport, request: CaseRequest, problem: BaseException | None) -> None:
+    """A test that never asked the gate: skipped, or failed as its xfail mark announced."""
+    outcome = Outcome(request.settings.model, request.case, "skipped", message=skip_reason(report))
+    if hasattr(report, "wasxfail"):
+        never_run = "[NOTRUN]" in report.wasxfail  # xfail(run=False): a person's decision, named at the end of the run
+        status: Status = "skipped" if isinstance(problem, pytest.xfail.Exception) else "failed"
+        reason = report.wasxfail.removeprefix("reason: ") if status == "skipped" else f"{problem}"
+        outcome = replace(outcome, status=status, message=reason, is_expected=never_run)
+    report.probe = {"outcome": outcome.as_dict(), "refusal": "", "entry": None}  # type: ignore[attr-defined]
 
 
 def _describe_judged(
     report: pytest.TestReport, given: ProbeCase, outcome: Outcome, problem: BaseException | None, html: str | None
 ) -> None:
-    _attach(report, given, outcome)
+    expected = bool(given.failure) and hasattr(report, "wasxfail")
+    _attach(report, given, replace(outcome, is_expected=expected))
     teller = given.teller
-    if isinstance(problem, GateFailure):
+    if given.failure and (isinstance(problem, GateFailure) or not report.failed):
         if given.refusal:
             lines = [given.refusal]
         elif not given.request.has_recipe:
@@ -100,25 +136,32 @@ def _describe_judged(
         else:
             lines = [one_line(outcome, explained_at=teller), *case_text(outcome)]
         report.longrepr = "\n".join(lines)
-        report.probe_follows = teller != str(given)  # type: ignore[attr-defined]
+        report.probe_follows = teller != str(given) and not expected  # type: ignore[attr-defined]
     if html and given.request.has_recipe:
         report.extras = [*getattr(report, "extras", []), *_extras(given, outcome)]  # type: ignore[attr-defined]
 
 
 def _describe_unjudged(report: pytest.TestReport, given: ProbeCase, problem: BaseException | None) -> None:
     """A case without a verdict: its baselines are damaged, the test crashed, or it never called check()."""
-    message = f"{type(problem).__name__}: {problem}"
+    message = given.failure or f"{type(problem).__name__}: {problem}"
     if isinstance(problem, GateFailure):
-        report.longrepr = message = str(problem)
+        report.longrepr = message
         report.probe_follows = given.teller != str(given)  # type: ignore[attr-defined]
     elif report.passed and not given.checked:
-        report.outcome = "failed"
-        report.longrepr = message = (
+        message = (
             f"{given.case}: the test took {given.fixture} and never called {given.fixture}.check(), so nothing was "
             "compared. Call it."
         )
-    if report.failed:
-        _attach(report, given, Outcome(given.settings.model, given.case, "failed", None, message))
+        _fail(report, message)
+    _attach(report, given, Outcome(given.settings.model, given.case, "failed", None, message))
+
+
+def _fail(report: pytest.TestReport, message: str) -> None:
+    """Make it the report of a failed test, whatever a mark of the test says."""
+    report.outcome = "failed"
+    report.longrepr = message
+    if hasattr(report, "wasxfail"):
+        del report.wasxfail
 
 
 def _attach(report: pytest.TestReport, given: ProbeCase, outcome: Outcome) -> None:

@@ -115,7 +115,7 @@ class ScalingRequest(GoldenRequest):
         return GoldenFigures(figures, SCALING_RULES, self.depends_on)
 
 
-def request_scaling(session: Session, marked: Mapping[str, Any], *, where: str) -> list[ScalingRequest]:
+def request_scaling(session: Session, marked: Mapping[str, Any], *, where: str, test: str) -> list[ScalingRequest]:
     """The cases of a test marked probe_scaling(tensors=[...], formats=[...], granularity=..., num_levels=...)."""
     check_keys(where, marked, SCALING_KEYS)
     expected = "a list of names, such as ['weights/x.pt']"
@@ -134,7 +134,7 @@ def request_scaling(session: Session, marked: Mapping[str, Any], *, where: str) 
         for format in formats:
             case = Case(mode, label, "cpu", format)
             requests.append(ScalingRequest(settings, case, depends_on, source, granularity, levels))
-    session.add_cases(settings, {request.case: depends_on for request in requests}, where=where)
+    session.add_cases(settings, {request.case: depends_on for request in requests}, where=where, test=test)
     named = session.options.axes.get("formats")
     return [request for request in requests if named is None or request.case.format in named]
 
@@ -167,7 +167,9 @@ class ActivationsRequest(GoldenRequest):
         )
 
 
-def request_activations(session: Session, marked: Mapping[str, Any], *, where: str) -> list[ActivationsRequest]:
+def request_activations(
+    session: Session, marked: Mapping[str, Any], *, where: str, test: str
+) -> list[ActivationsRequest]:
     """The cases of a test marked probe_activations(config=..., overrides={...}, figures=[...], tolerances={...})."""
     check_keys(where, marked, ACTIVATIONS_KEYS)
     expected = f"some of {', '.join(ACTIVATIONS_RULES)}"
@@ -197,7 +199,7 @@ def request_activations(session: Session, marked: Mapping[str, Any], *, where: s
             f"{where}: no tensor has any of {', '.join(figures)}. Enable what they are taken from."
         )
     depends = {one.case: {"settings": one.depends_on, "figures": sorted(one.figures)} for one in requests}
-    session.add_cases(settings, depends, where=where)
+    session.add_cases(settings, depends, where=where, test=test)
     return requests
 
 

@@ -1,17 +1,18 @@
 """Scheduling under xdist: the cases of one recipe go to one worker and share its run; all other tests go anywhere.
 
-xdist's own `--dist loadgroup` would do, but groups nothing under pytest 9.2 (pytest-xdist issue 1386).
+xdist's own `--dist loadgroup` would do, but groups nothing under pytest 9.2 (pytest-xdist issue 1386). Its schedulers
+that hand out groups of tests do not survive a crashed worker, so ours take their place.
 """
 
 from typing import Any
 
-from xdist.scheduler import LoadScopeScheduling
+from xdist.scheduler import LoadFileScheduling, LoadGroupScheduling, LoadScopeScheduling
 
 from probe.running.environment import DEVICES, is_recorded
 
 
-class RecipeScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Load scheduling in which a recipe is a unit.
+class ScopeScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """`--dist loadscope` that survives a crash.
 
     After a crash xdist 3.8 would run the test that crashed again and again, and could wait forever: for units that are
     done, or with a worker that has one test left (its issues 1189, 1323, 1327 and pull request 1371).
@@ -37,8 +38,29 @@ class RecipeScheduling(LoadScopeScheduling):  # type: ignore[misc]
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)  # a worker starts a test when it knows the next, or that there is none
 
+
+class FileScheduling(ScopeScheduling, LoadFileScheduling):  # type: ignore[misc]
+    """`--dist loadfile` that survives a crash."""
+
+
+class GroupScheduling(ScopeScheduling, LoadGroupScheduling):  # type: ignore[misc]
+    """`--dist loadgroup` that survives a crash."""
+
+
+class RecipeScheduling(ScopeScheduling):
+    """Load scheduling in which a recipe is a unit."""
+
     def _split_scope(self, nodeid: str) -> str:
         return recipe_of(nodeid)
+
+
+#: By --dist. All others (each, worksteal) are left to xdist.
+SCHEDULERS = {
+    "load": RecipeScheduling,
+    "loadscope": ScopeScheduling,
+    "loadfile": FileScheduling,
+    "loadgroup": GroupScheduling,
+}
 
 
 def recipe_of(nodeid: str) -> str:

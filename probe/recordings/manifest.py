@@ -11,6 +11,7 @@
        "applied": "by probe",                           or "before": the model was quantized already
        "calibration": null,                             or data, fingerprint, percentile, samples, seqlen
        "compiled": false,
+       "float_layers": [],                              those that the mode declares float (keep_float)
        "format": "fp8_e4m3",                            null for a float mode
        "layers": ["layer_0"],                           those that were recorded, in order
        "mode": "mode_2_1",
@@ -21,7 +22,8 @@
          "key": "layer_0.output",                       in the file; null where a file is one tensor
          "shape": [8, 256, 64]
         }
-       }
+       },
+       "weights": {"on_grid": 36864, "floating": 0, ...}   how much was on a grid; null or no key where it is not known
       }
      },
      "tokens": {"count": 2048, "file": "tokens.safetensors", "fingerprint": "0e2c...", "samples": 8, "seqlen": 256,
@@ -46,6 +48,7 @@ from typing import Literal, cast
 from probe.files import atomic, defects
 from probe.files.checked_json import Node, document, repeated
 from probe.files.defects import DefectError
+from probe.running.weights import Weights
 from probe.words import LOGITS
 
 VERSION = 1
@@ -119,6 +122,8 @@ class RecordedRecipe:
     applied: Literal["by probe", "before"] = "before"
     calibration: RecordedCalibration | None = None
     compiled: bool = False
+    float_layers: tuple[str, ...] = ()  # of `layers`: those that the mode declares float
+    weights: Weights | None = None  # how much was on a grid; None where probe did not quantize
 
 
 @dataclass(frozen=True)
@@ -241,12 +246,16 @@ def _share(node: Node) -> float:
 
 
 def _recipe(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> RecordedRecipe:
+    if isinstance(node.value, dict):  # older recordings have neither counts nor float layers
+        node = Node(node.key, {"weights": None, "float_layers": [], **node.value})
     recipe = node.as_dataclass(
         RecordedRecipe,
+        float_layers=_list,
         layers=lambda layers: tuple(label.text() for label in layers.entries()),
         tensors=lambda tensors: {key: _tensor(key, one, tokens, files) for key, one in tensors.members().items()},
         applied=lambda applied: applied.one_of(("by probe", "before")),
         calibration=lambda facts: facts.or_null(partial(Node.as_dataclass, cls=RecordedCalibration, percentile=_share)),
+        weights=lambda counts: counts.or_null(Weights.from_json),
     )
     if name != "-".join(filter(None, (recipe.mode, recipe.format))):
         other = f"its mode is {recipe.mode!r} and its format {recipe.format!r}"
@@ -275,6 +284,9 @@ def _check_names(node: Node, recipe: RecordedRecipe) -> None:
     for label in layers:
         if f"{label}.output" not in recipe.tensors:
             raise DefectError(f"{where}: {label} is listed, but there is no {label}.output")
+    for label in recipe.float_layers:
+        if label not in layers:
+            raise DefectError(f"{node.key}.float_layers: {label} is no layer in {where}")
     known = {None, *layers, *ENDS, *(f"{label}.{part}" for label in layers for part in PARTS)}
     for name in recipe.tensors:
         match = TENSOR_NAME.fullmatch(name)

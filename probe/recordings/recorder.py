@@ -7,7 +7,7 @@ is refused.
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,9 +42,13 @@ from probe.recordings.request import (
 from probe.recordings.stream import TensorStream, finished, tokens_of, write_tokens
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.environment import differences, environment
-from probe.running.measurement import NotAppliedError
+from probe.running.kept_float import float_layers
+from probe.running.measurement import NotAppliedError, check_twin, short_reference
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
+from probe.running.reference import Reference
+from probe.running.weights import Weights, count_weights
+from probe.words import first_few
 
 
 @dataclass
@@ -187,7 +191,7 @@ def record(
     tokens, weights = tokens_of(batches, request.source), model.loaded.fingerprint
     begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
     existing = publishing.existing_recording(folder, begun, keys, layout, overwrite=request.overwrite)
-    asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, keys)
+    asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, recipes)
     begun = replace(begun, unfinished=UnfinishedWork(asked, keys))
     with partial_recording(folder, begun, restart=request.restart) as partial:
         if partial.reused:
@@ -202,15 +206,18 @@ def record(
 
 
 def _resume_facts(
-    request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor], recipes: Sequence[str]
+    request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor], recipes: Sequence[Recipe]
 ) -> dict[str, str]:
     """The facts, beside the shared ones, that must be the same to continue an interrupted recording."""
+    modes = (find_mode(mode) for mode in dict.fromkeys(recipe.mode for recipe in recipes))
+    declared = [mode for mode in modes if mode.keep_float]
     return {
-        "recipes": " ".join(recipes),
+        "recipes": " ".join(map(str, recipes)),
         "layers": " ".join(map(str, request.chosen_layers)),
         "taps": " ".join(request.chosen_taps) or "none",
         "output file": request.archive,
         "batch size": str(len(batches[0])),
+        "float modules": " ".join(f"{one.name} {' '.join(one.keep_float)}" for one in declared) or "none",
         "compiled": str(request.compile or taps.is_compiled(model.loaded.model)),
         "calibration": request.calibration,
     }
@@ -219,15 +226,21 @@ def _resume_facts(
 def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
     request, loaded = run.request, run.model.loaded
     calibration: Calibration | None = None
+    short: Reference | None = None
     for index, recipe in enumerate(recipes):
         if calibration is None and recipe.needs_calibration and not run.model.runs_as_is:
             run.progress.line(f"[calibration] {request.calibration}")
             sizes = (request.calib_data_num, request.calib_seqlen)
             calibration = calibrate_on(loaded, request.calib_data, *sizes, percentile=request.percentile)
         used = calibration if recipe.needs_calibration else None
-        twin = loaded.model
+        twin, mode, weights = loaded.model, find_mode(recipe.mode), None
         if not run.model.runs_as_is:
-            twin = apply(loaded.model, recipe, used).to(request.device)
+            twin = apply(loaded.model, recipe, used)
+            weights = count_weights(loaded.model, twin, recipe) if recipe.format is not None else None
+            if not mode.is_reference:
+                short = short or short_reference(loaded.model, run.batches, request.chosen_layers)
+                check_twin(loaded.model, twin, recipe, short)
+            twin = twin.to(request.device)
         points = taps.points_returned(twin)
         if points is None:
             points = taps.tap_points(twin, request.chosen_layers, request.chosen_taps, model_name=loaded.name)
@@ -235,11 +248,19 @@ def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
         if not index:
             run.progress.begin(len(points.names) * len(run.batches) * len(recipes))
         run.progress.line(f"[{index + 1}/{len(recipes)}] {recipe}")
-        _record_recipe(run, recipe, twin, points, used)
+        modules = {label: points.sources[f"{label}.output"][0] for label in points.layers}
+        declared = float_layers(taps.unwrapped(loaded.model), mode, modules)
+        _record_recipe(run, recipe, twin, points, used, declared, weights)
 
 
 def _record_recipe(
-    run: _Run, recipe: Recipe, twin: nn.Module, points: taps.TapPoints, calibration: Calibration | None
+    run: _Run,
+    recipe: Recipe,
+    twin: nn.Module,
+    points: taps.TapPoints,
+    calibration: Calibration | None,
+    declared: Collection[str],
+    weights: Weights | None,
 ) -> None:
     """Run one recipe over all batches, and add it to the manifest once its file is whole."""
     request, partial, key = run.request, run.partial, str(recipe)
@@ -261,7 +282,11 @@ def _record_recipe(
         recorded, stored = finished(recipe, stream, points.layers)
         applied: Literal["by probe", "before"] = "before" if run.model.runs_as_is else "by probe"
         used = None if calibration is None else request.recorded_calibration(calibration.data)
-        recorded = replace(recorded, applied=applied, calibration=used, compiled=taps.is_compiled(twin))
+        kept = tuple(label for label in recorded.layers if label in declared)
+        compiled = taps.is_compiled(twin)
+        recorded = replace(
+            recorded, applied=applied, calibration=used, compiled=compiled, float_layers=kept, weights=weights
+        )
         _check_changed(run, recipe, recorded)
     partial.add(key, recorded, file.name, stored)
 
@@ -280,17 +305,27 @@ def _check_addition(run: _Run, recipe: Recipe, points: taps.TapPoints) -> None:
 
 
 def _check_changed(run: _Run, recipe: Recipe, recorded: RecordedRecipe) -> None:
-    """Refuse a recipe whose every layer is bit-identical to fp32: it was not applied."""
+    """Refuse a recipe of which a layer has the bits of the recorded fp32: it was not applied there.
+
+    `check_twin` found that before, but for a model that runs as it is, whose float layers are not known.
+    """
     partial, reference = run.partial, str(Recipe("fp32"))
     here = Recording(partial.folder, partial.manifest)
     place = here if reference in partial.manifest.recipes else run.existing
     if recipe.mode == reference or place is None or reference not in place.recipes:
         return
     mine = Recording(partial.folder, replace(partial.manifest, recipes={str(recipe): recorded}))
-    names = [f"{label}.output" for label in recorded.layers]
-    pairs = ((mine.tensor(str(recipe), name), place.tensor(reference, name)) for name in names)
-    if all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs):
+    labels = [label for label in recorded.layers if label not in recorded.float_layers]
+    pairs = (
+        (mine.tensor(str(recipe), name), place.tensor(reference, name)) for name in map("{}.output".format, labels)
+    )
+    same = [
+        label
+        for label, (one, other) in zip(labels, pairs, strict=True)
+        if one.dtype == other.dtype and torch.equal(one, other)
+    ]
+    if same:
         raise NotAppliedError(
-            f"{recipe} was not applied: {', '.join(recorded.layers)} are those of fp32, to the bit. Record a layer "
-            f"that {find_mode(recipe.mode).name} changes."
+            f"{recipe} was not applied to {first_few(same)}: the output is that of fp32, to the bit "
+            f"({len(same)} of {len(recorded.layers)} layers). Record layers that {find_mode(recipe.mode).name} changes."
         )

@@ -22,7 +22,7 @@ COLUMNS = {
     **{"max rel": "max_relative", "mean rel": "mean_relative", "median rel": "median_relative", "within": "within"},
     **{"cosine": "cosine", "pearson": "correlation", "added": "added", "noise": "noise"},
 }
-NOT_FINITE = {"NaN A": "nan_a", "Inf A": "inf_a", "NaN B": "nan_b", "Inf B": "inf_b"}
+NOT_FINITE = {"NaN A": "nan_a", "Inf A": "inf_a", "NaN B": "nan_b", "Inf B": "inf_b", "compared": "compared"}
 
 
 def write_device_page(folder: Path | str, found: DeviceComparison, drawn: DrawnTensor | None) -> Path:
@@ -105,7 +105,7 @@ def rows(found: DeviceComparison) -> list[dict[str, object]]:
     keys = COLUMNS
     if found.reference is not None:
         keys = {**keys, "recipe error": "recipe_error", "x recipe": "recipe_errors"}
-    if any(getattr(layer, key) for layer in found.layers for key in NOT_FINITE.values()):
+    if any(layer.compared < 1 for layer in found.layers):
         keys = {**keys, **NOT_FINITE}
     return [{name: getattr(layer, key) for name, key in keys.items()} for layer in found.layers]
 
@@ -130,7 +130,9 @@ def _cell(key: str, value: object) -> str:
         return "none" if value is None else str(value)
     if key in ("cosine", "pearson"):  # a number other than 1 does not read as 1
         return "1" if value == 1 else f"{value:.6f}" if abs(value) < 0.9999995 else f"1-{1 - value:.0e}"
-    return f"{100 * value:.4g}%" if key == "within" else "0" if value == 0 else f"{value:.2e}"
+    if key in ("within", "compared"):
+        return f"{100 * value:.4g}%"
+    return "0" if value == 0 else f"{value:.2e}"
 
 
 def _worst(found: DeviceComparison) -> list[str]:
@@ -142,7 +144,9 @@ def _worst(found: DeviceComparison) -> list[str]:
 def _result_line(found: DeviceComparison) -> str:
     beyond = [layer for layer in found.layers if layer.exceeded]
     if found.passed:
-        return f"PASSED: {limits_text(found)} in all {len(found.layers)} tensors"
+        alone = "".join(f"; {count} only {side} has" for side, count in found.only_one_has.items() if count)
+        both = f" that both have{alone}: not compared" if alone else ""
+        return f"PASSED: {limits_text(found)} in all {len(found.layers)} tensors{both}"
     if beyond:
         first = f"{beyond[0].label}: {', '.join(name.replace('_', ' ') for name in beyond[0].exceeded)}"
         return f"FAILED: {len(beyond)} of {len(found.layers)} tensors exceed {limits_text(found)}; first {first}"

@@ -30,6 +30,9 @@ def write_modes_page(
     page.heading("Summary")
     rows = [_summary_row(one) for one in comparisons]
     page.table(rows, bad=[bool(failures.get(one.compared_mode)) for one in comparisons])
+    for one in comparisons:
+        if one.weights is not None:
+            page.text(f"{one.compared_mode}: {one.weights.line}.")
     wrong = [f"{mode}: {text}" for mode, texts in failures.items() for text in texts]
     if wrong:
         page.heading("Failures")
@@ -41,9 +44,15 @@ def write_modes_page(
         _pictures(page, label, tensors, reference)
     for one in comparisons:
         page.heading(f"All layers of {one.compared_mode}")
-        marked = [not layer.metrics.finite or layer.metrics.identical for layer in one.layers.values()]
+        marked = [
+            not x.metrics.finite or (x.metrics.identical and not _may_be_identical(x, one)) for x in one.layers.values()
+        ]
         page.table([_layer_row(layer) for layer in one.layers.values()], bad=marked)
     return page.write(Path(folder) / "compare.html")
+
+
+def _may_be_identical(layer: LayerComparison, one: ModeComparison) -> bool:
+    return one.is_equal or layer.name in one.may_be_identical
 
 
 def _pictures(page: Document, label: str, tensors: Mapping[str, DrawnTensor], reference: str) -> None:

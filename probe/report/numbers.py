@@ -48,12 +48,13 @@ def tolerance(figure: Figure) -> str:
 def ranked(figures: Mapping[str, Figure], *, moved: bool = False) -> list[tuple[str, Figure]]:
     """The most important first: by PRIORITY, injected before propagated, the worst relative to its tolerance.
 
-    With `moved`, only those that moved.
+    A count that moved comes before all others. With `moved`, only those that moved.
     """
 
-    def key(item: tuple[str, Figure]) -> tuple[int, int, float, str]:
+    def key(item: tuple[str, Figure]) -> tuple[bool, int, int, float, str]:
         side, _, name = item[0].rpartition(".")
-        return _place(name, PRIORITY), _place(side, SIDES), -_excess(item[1]), item[0]
+        counted = item[1].moved and item[1].tolerance == 0
+        return not counted, _place(name, PRIORITY), _place(side, SIDES), -_excess(item[1]), item[0]
 
     return sorted(((name, figure) for name, figure in figures.items() if figure.moved or not moved), key=key)
 

@@ -9,6 +9,7 @@ import numpy as np
 from probe.files.atomic import write
 from probe.report import figure
 from probe.report.document import Document
+from probe.running.declarations import declaration_text
 from probe.sensitivity.results import Effect, Sensitivity
 
 #: The background of the layers to keep.
@@ -83,9 +84,13 @@ def write_report(found: Sensitivity, folder: str | Path, *, model: str) -> Path:
 
 def page(found: Sensitivity, *, model: str) -> Document:
     """Advice, picture and every figure."""
-    document = Document(f"Sensitivity of {model} under {found.recipe}", describe(found, model))
+    document = Document(
+        f"Sensitivity of {model} under {found.recipe}", f"{describe(found, model)}. {found.weights.line}."
+    )
     document.heading("What to keep in higher precision")
     document.text(found.advice.text)
+    if found.advice.declared:
+        document.pre(declaration_text("mixed", found.advice.declared))
     for note in found.notes:
         document.text(f"Note: {note}")
     document.heading("Picture")

@@ -16,7 +16,7 @@ from probe.data.samples import TextSamples, token_fingerprint
 from probe.files.atomic import write
 from probe.files.defects import DefectError, parsing, reading
 from probe.formats import PERCENTILE
-from probe.models.linear import NEVER_CALLED, linear_key, linears
+from probe.models.linear import expert_sites, linear_key, linear_layers
 from probe.models.loading import Loaded
 from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
@@ -126,10 +126,12 @@ def calibrate(
                     quantile = site.endswith(PERCENTILE_SITES)
                     observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
                     hooks.callback(module.register_forward_hook(partial(_observe, observers[site])).remove)
-        for name, linear in linears(runs[0][0]).items():
-            if not name.endswith(NEVER_CALLED):
-                observer = observers[linear_key(name)] = MinMaxObserver()
-                hooks.callback(linear.register_forward_pre_hook(partial(_observe, observer)).remove)
+        hooks.enter_context(expert_sites(runs[0][0]))
+        for name, layer in linear_layers(runs[0][0]).items():
+            for site in layer.inputs:
+                observer = observers[linear_key(name, site)] = MinMaxObserver()
+                place = layer.module.get_submodule(site) if layer.has_sites else layer.module
+                hooks.callback(place.register_forward_pre_hook(partial(_observe, observer)).remove)
         for done, batch in enumerate(batches):
             for running, options in runs:
                 running(batch, **options)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.formats import FORMATS, Format
-from probe.models.linear import NEVER_CALLED, GridLinear, linear_key
+from probe.models.linear import linear_key, linear_layers
 from probe.models.mamba import SiteMixer, mamba_blocks
 from probe.numerics.grids import corner_values
 from probe.running.calibration import Calibration, amax_lookup
@@ -54,21 +54,23 @@ def _mixer_sites(twin: nn.Module, mode: Mode, format: Format, calibration: Calib
         mixer = block.mixer
         assert isinstance(mixer, SiteMixer)
         amax = amax_lookup(calibration, f"{name}.mixer.")
-        for site in gridded_sites(mode, format):
+        for site in gridded_sites(mode, format, f"{name}.mixer"):
             grid = site_grid(format, site, amax)
             yield f"{name}.mixer.{site}", grid, mixer.site(site), _width(mixer, site), mixer.D.device
 
 
 def _linear_inputs(twin: nn.Module, mode: Mode, format: Format, calibration: Calibration | None) -> Iterator[_Site]:
-    for name, module in twin.named_modules():
-        if isinstance(module, GridLinear) and not name.endswith(NEVER_CALLED):
-            weight, grid = module.weight, SiteGrid(format, linear_amax(calibration, format, name))
-            yield f"{name}.input", grid, module.input, weight.shape[1], weight.device
+    for name, layer in linear_layers(twin).items():
+        for site in layer.inputs if layer.has_sites else ():
+            grid, place = SiteGrid(format, linear_amax(calibration, format, name, site)), layer.module
+            device = place.get_parameter(layer.weights[0]).device
+            yield f"{name}.{site}", grid, place.get_submodule(site), layer.width(site), device
 
 
-def linear_amax(calibration: Calibration | None, format: Format, name: str) -> float | None:
-    """The calibrated amax of a linear's input; None where the format takes its scales from the tensor."""
-    return calibration.amax_of(linear_key(name)) if calibration is not None and format.needs_calibration else None
+def linear_amax(calibration: Calibration | None, format: Format, name: str, site: str = "input") -> float | None:
+    """The calibrated amax of an input of a linear layer; None where the format takes its scales from the tensor."""
+    is_calibrated = calibration is not None and format.needs_calibration
+    return calibration.amax_of(linear_key(name, site)) if calibration is not None and is_calibrated else None
 
 
 def _width(mixer: SiteMixer, site: str) -> int:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from probe.formats import FORMATS
-from probe.models.linear import NEVER_CALLED, GridLinear
-from probe.models.mamba import SITES, WEIGHTS, SiteMixer
+from probe.models.linear import LinearLayer, linear_layers
+from probe.models.mamba import SITES, SiteMixer
 from probe.running.modes import find_mode
-from probe.running.recipes import SHARED_SCALE, Recipe, gridded_sites
+from probe.running.recipes import SHARED_SCALE, Recipe, gridded_sites, gridded_weights, kept_sites
 
 #: How many elements of each tensor are checked: enough to tell 256 values from all different ones.
 CHECKED = 4096
@@ -57,16 +57,17 @@ def off_grid(x: Tensor, format: str) -> float:
     return float((mantissa != mantissa.round()).float().mean())
 
 
-def expected_on_grid(recipe: Recipe) -> tuple[str, ...]:
+def expected_on_grid(recipe: Recipe, mixer: str = "") -> tuple[str, ...]:
     """The sites of a Mamba mixer whose values lie on a grid in every forward: one of their own or that of their source.
 
-    The state leaves a mixer only into a cache.
+    The state leaves a mixer only into a cache. With the name of a mixer, without what the mode keeps float there.
     """
     mode = find_mode(recipe.mode)
     if mode.kind != "ssm" or recipe.format is None:
         return ()
-    grids = {*gridded_sites(mode, FORMATS[recipe.format])} - {"scan.state"}
-    return tuple(site for site in SITES if site in grids or SHARED_SCALE.get(site) in grids)
+    grids = {*gridded_sites(mode, FORMATS[recipe.format], mixer)} - {"scan.state"}
+    kept = kept_sites(mode, mixer) if mixer else []
+    return tuple(site for site in SITES if site not in kept and (site in grids or SHARED_SCALE.get(site) in grids))
 
 
 @contextmanager
@@ -92,15 +93,17 @@ def watching(twin: nn.Module, recipe: Recipe) -> Iterator[dict[str, str]]:
         for name, module in twin.named_modules():
             if isinstance(module, SiteMixer) and mode.kind == "ssm":
                 parameters = dict(module.named_parameters())
-                for weight in WEIGHTS:
+                for weight in gridded_weights(mode, name):
                     if weight in parameters:
                         _note(found, f"{name}.{weight}", parameters[weight], format)
-                for site in expected_on_grid(recipe):
+                for site in expected_on_grid(recipe, name):
                     watch(f"{name}.{site}", module.site(site))
-            elif isinstance(module, GridLinear):
-                _note(found, f"{name}.weight", module.weight, format)
-                if mode.inputs and not name.endswith(NEVER_CALLED):
-                    watch(f"{name}.input", module.input)
+        for name, layer in linear_layers(twin).items() if mode.kind == "linear" else ():
+            if layer.has_sites:
+                for parameter in layer.weights:
+                    _note_matrices(found, f"{name}.{parameter}", layer, parameter, format)
+                for site in layer.inputs if mode.inputs else ():
+                    watch(f"{name}.{site}", layer.module.get_submodule(site))
         yield found
 
 
@@ -108,6 +111,13 @@ def _note(found: dict[str, str], name: str, x: Tensor, format: str) -> None:
     share = off_grid(x, format)
     if share > STRAY:
         found[name] = f"{name} is not on a grid of {format} ({share:.0%} of the checked values)"
+
+
+def _note_matrices(found: dict[str, str], name: str, layer: LinearLayer, parameter: str, format: str) -> None:
+    """As _note, for a weight of a linear layer: every expert is a tensor of its own."""
+    matrices = layer.matrices(layer.module.get_parameter(parameter))
+    for expert, matrix in enumerate(matrices):
+        _note(found, f"{name}[{expert}]" if len(matrices) > 1 else name, matrix, format)
 
 
 def rounding_bound(recipe: Recipe, change: float) -> float:

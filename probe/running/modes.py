@@ -1,11 +1,12 @@
 """Modes as a table: where grids are applied and which scan runs.
 
-A new mode is a new row of MODES; its groups follow from the row. A user's own mode is a row that `register_mode` adds
-for the rest of the process. No mode depends on environment variables or on the modes that ran before it.
+A new mode is a new row of MODES; its groups follow from the row. A user's own mode is a row that `register_mode` or
+`declare_modes` adds for the rest of the process. No mode depends on environment variables or on the modes that ran
+before it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 
 from probe.models.linear import torchao_int8
 from probe.running.calibration import Calibration
-from probe.words import look_up
+from probe.running.declarations import DeclaredMode, check_mode_name, checked_patterns
+from probe.settings import ConfigurationError
+from probe.words import first_few, look_up
 
 Value = Literal["float", "codes", "grid", "again"]
 Build = Callable[[nn.Module, str, Calibration | None], nn.Module]
@@ -42,6 +45,10 @@ class Mode:
     formats: tuple[str, ...] = ()  # the only formats that the mode takes; empty: all
     is_reference: bool = False  # the float model that every other mode is compared with
     is_essential: bool = False  # in the group `essential`
+    equals: str | None = None  # the mode that gives the same bits by definition
+    equals_but_sums: str | None = None  # the mode that differs only in the order of sums, so that it may be identical
+    keep_float: tuple[str, ...] = ()  # modules that stay float, as patterns of declarations.py
+    base: str | None = None  # of a declared mode: the mode that it is but for `keep_float`
 
     @property
     def id(self) -> str:
@@ -69,15 +76,22 @@ MODES: dict[str, Mode] = {
         ),
         Mode("fp16", "the float model in float16", "float", dtype=torch.float16),
         Mode("bf16", "the float model in bfloat16", "float", dtype=torch.bfloat16),
-        Mode("0", "baseline, all on the grid", conv_gives="codes", scan="fast", is_essential=True),
-        Mode("2-0", "dequantize, then requantize", conv_gives="grid", scan_reads="again", scan="fast"),
+        Mode(
+            "0",
+            "baseline, all on the grid",
+            conv_gives="codes",
+            scan="fast",
+            is_essential=True,
+            equals_but_sums="2-1",
+        ),
+        Mode("2-0", "dequantize, then requantize", conv_gives="grid", scan_reads="again", scan="fast", equals="0"),
         Mode("2-1", "grid straight through, reference scan", conv_gives="codes", is_essential=True),
-        Mode("2-2", "grid values in float arithmetic", conv_gives="grid", is_essential=True),
-        Mode("2-3", "unrounded conv, requantized for the scan", scan_reads="grid"),
+        Mode("2-2", "grid values in float arithmetic", conv_gives="grid", is_essential=True, equals="2-1"),
+        Mode("2-3", "unrounded conv, requantized for the scan", scan_reads="grid", equals="2-1"),
         Mode("2-4", "unrounded conv and unrounded scan input", is_essential=True),
         Mode("3", "hybrid: conv1d input on a dynamic scale, the rest as 2-4", conv_input="dynamic", scan="fast"),
-        Mode("linear_w", "weights of every nn.Linear", "linear"),
-        Mode("linear_wa", "weights and inputs of every nn.Linear", "linear", inputs=True),
+        Mode("linear_w", "weights of every linear layer", "linear"),
+        Mode("linear_wa", "weights and inputs of every linear layer", "linear", inputs=True),
         _torchao("torchao_w", "torchao's int8 weights (extra: torchao)", dynamic=False),
         _torchao("torchao_wa", "torchao's int8 weights and dynamic inputs", dynamic=True),
     )
@@ -103,27 +117,86 @@ def expand_modes(names: list[str]) -> list[Mode]:
     return list(dict.fromkeys(find_mode(name) for name in plain))
 
 
-def register_mode(name: str, build: Build, *, what: str = "a user's mode") -> Mode:
+def equal_to(name: str, *, up_to_sums: bool = False) -> str:
+    """The id of the mode that gives the same bits by definition, `mode_0` for `mode_2_0`; else the mode's own.
+
+    `up_to_sums`: of the mode that gives the same but for the order of sums, `mode_2_1` for both.
+    A name that is not in the table, such as that of a mode recorded elsewhere, stands for itself.
+    """
+    try:
+        mode = find_mode(name)
+    except ValueError:
+        return name
+    mode = find_mode(mode.equals) if mode.equals else mode
+    return find_mode(mode.equals_but_sums).id if up_to_sums and mode.equals_but_sums else mode.id
+
+
+def register_mode(name: str, build: Build, *, what: str = "a user's mode", keep_float: Sequence[str] = ()) -> Mode:
     """Add a mode to MODES: `build(model, format, calibration)` returns the quantized model.
 
-    It is given a float copy, which it may change and return; Mamba mixers are SiteMixers in it.
+    It is given a float copy, which it may change and return; Mamba mixers are SiteMixers in it. `keep_float` names the
+    modules that it leaves float, which is checked: layers that it names must not change, and all others must.
     """
-    known = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
-    if name in known or f"mode_{name}" in known:
-        raise ValueError(f"there is a mode {name!r} already. Choose another name, or unregister_mode({name!r}) first.")
+    _check_new(name)
     if not callable(build):
         raise ValueError(
             f"mode {name!r} was given a {type(build).__name__}, expected a function of model, format, calibration."
         )
-    if not name or not all(part.isalnum() for part in name.replace("-", "_").split("_")):
-        raise ValueError(f"mode name {name!r} cannot be part of a test id. Use letters, digits, '_' and '-'.")
-    MODES[name] = Mode(name, what, "user", build=build)
+    try:
+        patterns = checked_patterns(keep_float) if keep_float != () else ()
+    except ValueError as problem:
+        raise ValueError(f"keep_float of mode {name!r} is {keep_float!r}; expected {problem}.") from None
+    MODES[name] = Mode(name, what, "user", build=build, keep_float=patterns)
     return MODES[name]
 
 
+def declare_modes(declared: Mapping[str, DeclaredMode], *, where: str) -> None:
+    """Add declared modes to MODES; one that is there already must be the same. `where` is their file."""
+    for name in declared:
+        _declare(name, declared, where, ())
+
+
+def _declare(name: str, declared: Mapping[str, DeclaredMode], where: str, before: tuple[str, ...]) -> None:
+    here, wanted = f"[tool.probe.modes.{name}] of {where}", declared[name]
+    if wanted.base in (name, *before):
+        raise ConfigurationError(f"{here}: base is {wanted.base!r}, which leads back to {name!r}. Name another mode.")
+    if wanted.base in declared:
+        _declare(wanted.base, declared, where, (*before, name))
+    try:
+        base = find_mode(wanted.base)
+        if not base.is_quantized:
+            raise ValueError(
+                f"base is {base.name}, a float mode: there is nothing to keep float in it. Name a mode that quantizes."
+            )
+        patterns = (*base.keep_float, *wanted.keep_float)
+        origin = base.base or base.name
+        what = f"{origin}, but {first_few(patterns, most=3)} stay float"
+        row = replace(base, name=name, what=what, keep_float=patterns, base=origin)
+        row = replace(row, equals=None, equals_but_sums=None, is_essential=False)
+        if MODES.get(name) == row:
+            return
+        _check_new(name)
+    except ValueError as problem:
+        raise ConfigurationError(f"{here}: {problem}") from None
+    MODES[name] = row
+
+
+def check_declarable(name: str) -> None:
+    """Refuse a name that a declared mode cannot have; that of another declared mode is fine."""
+    if name not in MODES or not MODES[name].base:
+        _check_new(name)
+
+
+def _check_new(name: str) -> None:
+    known = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
+    if name in known or f"mode_{name}" in known:
+        raise ValueError(f"there is a {'group' if name in GROUPS else 'mode'} {name!r} already. Choose another name.")
+    check_mode_name(name)
+
+
 def unregister_mode(name: str) -> None:
-    """Remove a mode that `register_mode` added."""
+    """Remove a mode that `register_mode` or `declare_modes` added."""
     mode = find_mode(name)
-    if mode.kind != "user" or mode.library:
+    if not mode.base and (mode.kind != "user" or mode.library):
         raise ValueError(f"mode {name!r} is built in and stays.")
     del MODES[name]

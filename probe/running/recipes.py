@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from probe.formats import FORMATS, GATE_FORMATS, Format
 from probe.models.linear import grid_linears
@@ -13,6 +13,7 @@ from probe.models.loading import Loaded, weight_fingerprint
 from probe.models.mamba import SITES, WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.running.calibration import Amax, Calibration, amax_lookup
+from probe.running.kept_float import check_kept, keeps, put_back, set_aside
 from probe.running.modes import Mode, expand_modes, find_mode
 from probe.words import look_up
 
@@ -78,6 +79,7 @@ def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
                 f"{recipe}: {mode.library or mode.name}'s modes take the format {formats} only. "
                 f"Leave the format out, or give {formats}."
             )
+        check_kept(loaded.model, mode, model_name=loaded.name)
 
 
 def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
@@ -91,18 +93,24 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
     if mode.kind == "float":
         return _float_twin(model).to(mode.dtype)
     assert recipe.format is not None
+    check_kept(model, mode, model_name=type(model).__name__)
+    if mode.kind == "ssm":
+        return _ssm(model, mode, recipe.format, calibration)
+    twin = _float_twin(model)
+    aside = set_aside(twin, mode) if mode.base else {}  # a user's own mode does it by itself
     if mode.kind == "user":
         assert mode.build is not None
-        built = mode.build(_float_twin(model), recipe.format, calibration)
+        built = mode.build(twin, recipe.format, calibration)
         if not isinstance(built, nn.Module):
             raise ValueError(
                 f"mode {mode.name!r} returned a {type(built).__name__}, expected the quantized torch.nn.Module. "
                 "Return the model from the function given to register_mode."
             )
-        return built.eval()
-    if mode.kind == "linear":
-        return grid_linears(_float_twin(model), recipe.format, amax_lookup(calibration), inputs=mode.inputs)
-    return _ssm(model, mode, recipe.format, calibration)
+        twin = built.eval()
+    else:
+        twin = grid_linears(twin, recipe.format, amax_lookup(calibration), inputs=mode.inputs)
+    put_back(twin, aside, mode)
+    return twin
 
 
 def _float_twin(model: nn.Module) -> nn.Module:
@@ -114,21 +122,29 @@ def _float_twin(model: nn.Module) -> nn.Module:
 
 
 def _ssm(model: nn.Module, mode: Mode, format: str, calibration: Calibration | None) -> nn.Module:
-    twin = rotated_twin(model, scan=mode.scan)
+    left = float_blocks(model, mode)
+    twin = rotated_twin(model, scan=mode.scan, unrotated=left)
     for name, block in mamba_blocks(twin):
         mixer = block.mixer
         assert isinstance(mixer, SiteMixer)
-        _put_weights_on_grid(mixer, format)
-        _put_sites_on_grid(mixer, mode, format, amax_lookup(calibration, f"{name}.mixer."))
+        if name not in left:
+            _put_weights_on_grid(mixer, mode, format, f"{name}.mixer")
+            _put_sites_on_grid(mixer, mode, format, f"{name}.mixer", amax_lookup(calibration, f"{name}.mixer."))
     return twin
 
 
+def float_blocks(model: nn.Module, mode: Mode) -> list[str]:
+    """The names of the Mamba blocks that an SSM mode leaves as they are in the reference."""
+    kept = keeps(mode)
+    return [name for name, _ in mamba_blocks(model) if kept(f"{name}.mixer")]
+
+
 @torch.no_grad()
-def _put_weights_on_grid(mixer: SiteMixer, format: str) -> None:
+def _put_weights_on_grid(mixer: SiteMixer, mode: Mode, format: str, name: str) -> None:
     tensors = dict(mixer.named_parameters())
-    for name in WEIGHTS:
-        if name in tensors:  # a convolution may have no bias
-            tensors[name].copy_(weight_on_grid(tensors[name], format))
+    for weight in gridded_weights(mode, name):
+        if weight in tensors:  # a convolution may have no bias
+            tensors[weight].copy_(weight_on_grid(tensors[weight], format))
 
 
 @dataclass(frozen=True)
@@ -141,8 +157,23 @@ class SiteGrid:
     rounding: str = "half_even"
 
 
-def gridded_sites(mode: Mode, format: Format) -> list[str]:
-    """The sites at which an SSM mode puts a grid; at all others values flow on as they are."""
+def gridded_weights(mode: Mode, mixer: str = "") -> list[str]:
+    """The weights of the mixer of that name which an SSM mode puts on a grid; without a name, of any mixer."""
+    kept = keeps(mode)
+    return [weight for weight in WEIGHTS if not kept(f"{mixer}.{weight.rpartition('.')[0] or weight}")]
+
+
+def kept_sites(mode: Mode, mixer: str) -> list[str]:
+    """The sites of the mixer of that name which the mode keeps float."""
+    kept = keeps(mode)
+    return [site for site in SITES if kept(f"{mixer}.sites.{site}")]
+
+
+def gridded_sites(mode: Mode, format: Format, mixer: str = "") -> list[str]:
+    """The sites at which an SSM mode puts a grid; at all others values flow on as they are.
+
+    With the name of a mixer, without those that the mode keeps float there.
+    """
     absent = {
         "conv1d.input": mode.conv_input == "static",
         "conv1d.output": mode.conv_gives == "float",
@@ -151,7 +182,8 @@ def gridded_sites(mode: Mode, format: Format) -> list[str]:
         "scan.y": True,
         "scan.state": format.scale != "float32",  # what decode carries on; MX formats leave it float
     }
-    return [site for site in SITES if not absent.get(site, False)]
+    kept = kept_sites(mode, mixer) if mixer else []
+    return [site for site in SITES if not absent.get(site, False) and site not in kept]
 
 
 def site_grid(format: Format, site: str, amax: Amax) -> SiteGrid:
@@ -162,8 +194,16 @@ def site_grid(format: Format, site: str, amax: Amax) -> SiteGrid:
     return SiteGrid(format, calibrated, site == "conv1d.input", "half_away" if away else "half_even")
 
 
-def _put_sites_on_grid(mixer: SiteMixer, mode: Mode, format: str, amax: Amax) -> None:
-    for site in gridded_sites(mode, FORMATS[format]):
+def as_it_is(x: Tensor) -> Tensor:
+    """The grid of a site that stays float though values are rounded before it: conv1d.input of mode 3."""
+    return x
+
+
+def _put_sites_on_grid(mixer: SiteMixer, mode: Mode, format: str, name: str, amax: Amax) -> None:
+    for site in kept_sites(mode, name):
+        if site in gridded_sites(mode, FORMATS[format]):
+            mixer.site(site).grid = as_it_is
+    for site in gridded_sites(mode, FORMATS[format], name):
         grid = site_grid(FORMATS[format], site, amax)
         by_codes = site == "conv1d.output" and mode.conv_gives == "codes"
         mixer.site(site).grid = (

@@ -58,11 +58,12 @@ def run_reference(
     *,
     anchors: Anchors | None = None,
     jitter: int = 0,
+    once: bool = True,
 ) -> Reference:
     """Run the float model (mode fp32) and keep the inputs and outputs of `layers`: two forwards.
 
     With `anchors`, inputs that noise could round either way are rounded as they say. `jitter` is the seed of a
-    one-ulp change of what layers are fed.
+    one-ulp change of what layers are fed. `once` refuses a module that runs several times in a forward.
     """
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
@@ -73,7 +74,7 @@ def run_reference(
     given = {label: captured.tensors[f"{label}.input"] for label in modules}
     outputs = {label: captured.tensors[f"{label}.output"] for label in modules}
     for label, tensors in outputs.items():
-        if len(tensors) != len(batches):
+        if once and len(tensors) != len(batches):
             raise ValueError(
                 f"{label} ran {len(tensors)} times in {len(batches)} forwards. Only modules that run once in a forward "
                 "can be compared: choose the one around it."

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.models.linear import GridLinear
+from probe.models.linear import GridLinear, linear_layers
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError, first_tensor
@@ -114,7 +114,7 @@ def _recording(layer: nn.Module, mode: Mode) -> Iterator[Parts]:
 
 
 def _watched(layer: nn.Module, mode: Mode) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """The parts of a layer by name, for each of its Mamba blocks or quantized linears."""
+    """The parts of a layer by name, for each of its Mamba blocks or quantized linear layers."""
     if mode.kind == "ssm":
         for name, block in mamba_blocks(layer):
             modules = {"block": block, "norm": block.get_submodule("norm"), "mixer": block.get_submodule("mixer")}
@@ -122,6 +122,7 @@ def _watched(layer: nn.Module, mode: Mode) -> Iterator[tuple[str, dict[str, nn.M
                 modules |= {site: block.mixer.site(site) for site in SITES}
             yield name, modules
     elif mode.kind == "linear":
-        for name, linear in layer.named_modules():
-            if isinstance(linear, GridLinear):
-                yield name, {"linear": linear, "input": linear.input}
+        for name, linear in linear_layers(layer).items():
+            if linear.has_sites:
+                whole = {"linear": linear.module} if isinstance(linear.module, GridLinear) else {}
+                yield name, whole | {site: linear.module.get_submodule(site) for site in linear.inputs}

@@ -17,9 +17,14 @@ from probe.models.mamba import is_mamba
 from probe.models.offload import device_of
 from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on
+from probe.running.declarations import DeclaredMode, short_patterns
 from probe.running.environment import check_device, is_present, is_recorded
+from probe.running.kept_float import float_names
+from probe.running.measurement import check_twin, short_reference
+from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, check_recipes
 from probe.running.reference import logits_of
+from probe.running.weights import count_weights
 from probe.sensitivity.advice import advise
 from probe.sensitivity.results import Advice, Effect, Figures, Sensitivity
 from probe.sensitivity.runs import CannotRestartError, Side, restart_plan
@@ -93,7 +98,9 @@ def rank_layers(
     require_positive("together", together)
     require_positive("threads", threads)
     twins = make_twins(model, recipe, calibration, sites=sites is not None)
+    weights = count_weights(model, twins.quantized, recipe)
     units = site_units(twins, recipe, layers, across=sites == "across") if sites else layer_units(twins, layers)
+    check_twin(model, twins.quantized, recipe, short_reference(model, batches, layers))
     batches = [batch.to(device_of(model)) for batch in batches]
     alone, without, notes = _sides(twins, batches[0][:2, :TRIED_TOKENS] if restart else None)
     alone, without = (replace(side, together=together, threads=threads) for side in (alone, without))
@@ -115,9 +122,20 @@ def rank_layers(
         everything=runs.everything.figures(),
         effects=effects,
         advice=_NO_ADVICE,
+        weights=weights,
         notes=(*notes, *_idle(effects)),
     )
-    return replace(found, advice=advise(found, runs.kl_keeping)) if advice else found
+    if not advice:
+        return found
+    advised = advise(found, runs.kl_keeping)
+    paths = [path for unit in units if unit.name in advised.keep for path in unit.paths]
+    return replace(found, advice=replace(advised, declared=_declared(model, recipe, paths) if paths else None))
+
+
+def _declared(model: nn.Module, recipe: Recipe, paths: Sequence[str]) -> DeclaredMode:
+    """The mode of the recipe with the modules of these paths kept float."""
+    mode = find_mode(recipe.mode)
+    return DeclaredMode(mode.base or mode.name, (*mode.keep_float, *short_patterns(paths, float_names(model))))
 
 
 def _check(batches: Sequence[Tensor], sites: str | None) -> None:

@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-VERSION = 1
+from probe.files.checked_json import Node
+from probe.files.defects import DefectError
+from probe.running.declarations import DeclaredMode
+from probe.running.weights import Weights
+
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,7 @@ class Advice:
     kl_kept: float | None  # everything but `keep` quantized; all units kept, where that does not halve it
     reached: bool  # whether kl_kept <= kl_all / 2; if not, `keep` is empty
     text: str
+    declared: DeclaredMode | None = None  # the mode that keeps them float; None where there is nothing to keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,7 @@ class Sensitivity:
     everything: Figures  # the whole model quantized
     effects: tuple[Effect, ...]
     advice: Advice
+    weights: Weights  # how much the recipe puts on a grid
     notes: tuple[str, ...] = ()
 
     def by_kl(self) -> list[Effect]:
@@ -108,13 +115,21 @@ class Sensitivity:
                 **{name: found[name] for name in ("model", "recipe", "kind", "tokens", "reference_bits_per_token")},
                 everything=Figures(**found["everything"]),
                 effects=tuple(_effect(one) for one in found["effects"]),
-                advice=Advice(**{**found["advice"], "keep": tuple(found["advice"]["keep"])}),
+                advice=_advice(found["advice"]),
+                weights=Weights.from_json(Node("weights", found["weights"])),
                 notes=tuple(found["notes"]),
             )
-        except (KeyError, TypeError) as problem:
+        except (KeyError, TypeError, DefectError) as problem:
             raise ValueError(
                 f"the sensitivity cannot be read: {problem}. Make it again with: probe sensitivity --json FILE"
             ) from None
+
+
+def _advice(found: Mapping[str, Any]) -> Advice:
+    declared = found.get("declared")  # absent in older results
+    if declared is not None:
+        declared = DeclaredMode(declared["base"], tuple(declared["keep_float"]))
+    return Advice(**{**found, "keep": tuple(found["keep"]), "declared": declared})
 
 
 def _effect(found: Mapping[str, Any]) -> Effect:

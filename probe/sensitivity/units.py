@@ -7,14 +7,14 @@ names, and a mixed model is the one twin with those modules taken from the other
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from probe.models.layers import select
-from probe.models.linear import GridLinear
-from probe.models.mamba import SITES, WEIGHTS, SiteMixer, mamba_blocks, rotated_twin
+from probe.models.linear import linear_layers
+from probe.models.mamba import SITES, SiteMixer, mamba_blocks, rotated_twin
 from probe.running.calibration import Calibration
-from probe.running.modes import find_mode
-from probe.running.recipes import Recipe, apply
+from probe.running.modes import Mode, find_mode
+from probe.running.recipes import Recipe, apply, as_it_is, float_blocks, gridded_weights
 
 #: Sites that only decoding reads: a run over whole sequences does not show whether they are quantized.
 UNSEEN = ("scan.state",)
@@ -55,7 +55,7 @@ def make_twins(model: nn.Module, recipe: Recipe, calibration: Calibration | None
     plain, quantized = apply(model, Recipe("fp32")), apply(model, recipe, calibration)
     floating = plain
     if sites and mode.kind == "ssm":
-        floating = rotated_twin(model, scan=mode.scan)
+        floating = rotated_twin(model, scan=mode.scan, unrotated=float_blocks(model, mode))
         _mark_sites(floating, quantized)
     return Twins(plain, floating, quantized, mode.kind == "user")
 
@@ -72,11 +72,7 @@ def _mark_sites(floating: nn.Module, quantized: nn.Module) -> None:
         assert isinstance(other, SiteMixer)
         for site in SITES:
             if other.site(site).grid is not None:
-                mine.site(site).grid = _identity
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
+                mine.site(site).grid = as_it_is
 
 
 def layer_units(twins: Twins, layers: Sequence[str | int]) -> list[Unit]:
@@ -95,10 +91,10 @@ def layer_units(twins: Twins, layers: Sequence[str | int]) -> list[Unit]:
 def site_units(twins: Twins, recipe: Recipe, layers: Sequence[str | int], *, across: bool) -> list[Unit]:
     """A unit for every site and weight in the selected layers, or, `across`, for each of them in all those layers."""
     chosen = select(twins.plain, layers)
-    kind = find_mode(recipe.mode).kind
+    mode = find_mode(recipe.mode)
     found: list[Unit] = []
     for label, layer in chosen.items():
-        inner = _mamba_sites(twins, layer) if kind == "ssm" else _linear_sites(twins, layer)
+        inner = _mamba_sites(twins, layer, mode) if mode.kind == "ssm" else _linear_sites(twins, layer)
         found += [Unit(f"{label} {site}", label, (path,)) for site, path in inner.items()]
     if not found:
         raise ValueError(
@@ -113,7 +109,7 @@ def site_units(twins: Twins, recipe: Recipe, layers: Sequence[str | int], *, acr
     return [Unit(site, None, tuple(paths)) for site, paths in by_site.items()]
 
 
-def _mamba_sites(twins: Twins, layer: str) -> dict[str, str]:
+def _mamba_sites(twins: Twins, layer: str, mode: Mode) -> dict[str, str]:
     """Sites on a grid and weights, by their short name. A convolution or projection goes with its bias."""
     found: dict[str, str] = {}
     for name, block in mamba_blocks(twins.quantized):
@@ -122,20 +118,20 @@ def _mamba_sites(twins: Twins, layer: str) -> dict[str, str]:
         mixer = block.mixer
         assert isinstance(mixer, SiteMixer)
         for site in SITES:
-            if mixer.site(site).grid is not None and site not in UNSEEN:
+            if mixer.site(site).grid not in (None, as_it_is) and site not in UNSEEN:
                 found[site] = f"{name}.mixer.sites.{site}"
-        for weight in WEIGHTS:
+        for weight in gridded_weights(mode, f"{name}.mixer"):
             module = weight.rpartition(".")[0]
             found.setdefault(f"{module}.weight" if module else weight, f"{name}.mixer.{module or weight}")
     return found
 
 
 def _linear_sites(twins: Twins, layer: str) -> dict[str, str]:
-    """Linear layers, each with its weight and its input, by their name within the layer."""
+    """Linear layers, each with its weights and its inputs, by their name within the layer."""
     return {
         name.removeprefix(f"{layer}.") if name != layer else name: name
-        for name, module in twins.quantized.named_modules()
-        if isinstance(module, GridLinear) and (name == layer or name.startswith(f"{layer}."))
+        for name, linear in linear_layers(twins.quantized).items()
+        if linear.has_sites and (name == layer or name.startswith(f"{layer}."))
     }
 
 

@@ -3,13 +3,15 @@
 import itertools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from probe.activations.plan import expert_rows
 from probe.activations.prediction import (
     Prediction,
     _mean_error,
@@ -26,7 +28,7 @@ from probe.activations.statistics import LayerStatistics, measure
 from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.formats import FORMATS, GATE_FORMATS
-from probe.models.linear import linear_key, linears
+from probe.models.linear import linear_key, linear_layers, put_expert_sites
 from probe.models.loading import load_model
 from probe.models.mamba import rotated_twin
 from probe.numerics.grids import activation_grid
@@ -36,6 +38,7 @@ from probe.running.capture import capture
 from probe.running.measurement import measure as measure_recipe
 from probe.running.recipes import Recipe
 from probe.running.reference import run_reference
+from tests.models.random_models import make_gpt_oss, make_mixtral
 
 
 def known(x: Tensor, kind: Any = "input", module: str = "m") -> LayerStatistics:
@@ -127,7 +130,7 @@ def test_predicted_errors_of_linear_layers_rank_as_the_measured_ones(name: str) 
     loaded = load_model(name)
     batches = token_batches(text_of("evaluation"), loaded.tokenizer, samples=2, seqlen=64, batch_size=2)
     calibration = calibrate_on(loaded, "calibration", 4, 64)
-    names = [linear for linear in linears(loaded.model) if not linear.endswith("dt_proj")]
+    names = [name for name, layer in linear_layers(loaded.model).items() if layer.inputs]
     reference = run_reference(loaded.model, batches, [f"^{re.escape(linear)}$" for linear in names])
     statistics: dict[tuple[str, str], LayerStatistics] = {}
     for linear in names:
@@ -303,3 +306,50 @@ def test_a_tensor_of_zeros_has_no_error_and_a_site_is_predicted_by_its_output() 
     x = even(0.5, 1.0)
     (found,) = predict_layers({("site", "output"): known(x, "output", "site")}, ["fp8_e4m3"])
     assert found == predict_tensor(known(x, "output", "site"), "fp8_e4m3")
+
+
+@pytest.mark.parametrize("factory", ["make_mixtral", "make_gpt_oss", "make_qwen3_next"])
+def test_predicted_errors_of_experts_are_near_the_measured_ones(factory: str) -> None:
+    """Both products of every set of experts, measured with plain torch: all experts on all rows of their input."""
+    path = f"tests.models.random_models:{factory}"
+    given = {"model.path": path, "data.num_samples": "4", "data.seq_len": "48"}
+    settings = read_configuration(None, list(given.items()))
+    analysis = analyze(settings, progress=lambda _: None)
+    prepared = prepare(settings, progress=lambda _: None)
+    names = [name for name, kind in analysis.statistics if kind == "weight" and ".experts." in name]
+    assert [name.rpartition(".experts.")[2] for name in names] == ["input", "middle"] * 2
+    seen: dict[str, Tensor] = {}
+    for name in names:
+        prepared.model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: seen.update({name: args[0]})
+        )
+    (batch,) = prepared.batches
+    with torch.no_grad():
+        prepared.model(batch.tokens, use_cache=False)
+    for format in ("fp8_e4m3", "fp4_e2m1", "mxint8"):
+        statistics = {key: s for key, s in analysis.statistics.items() if key[0] in names and key[1] != "output"}
+        guesses = {one.module: one for one in predict_layers(statistics, [format])}
+        for name in names:
+            owner, _, site = name.rpartition(".")
+            weight = prepared.model.get_submodule(owner).get_parameter(
+                "gate_up_proj" if site == "input" else "down_proj"
+            )
+            errors = []
+            for matrix in weight.detach().mT if factory == "make_gpt_oss" else weight.detach():
+                matrix = matrix.contiguous()
+                x = seen[name]
+                made = fake_quantize(x, format).double() @ fake_quantize(matrix, format).T.double()
+                errors.append(float((made - x.double() @ matrix.T.double()).square().mean()))
+            assert guesses[name].of == "linear"
+            assert guesses[name].mse == pytest.approx(sum(errors) / len(errors), rel=0.35), (format, name)
+
+
+@pytest.mark.parametrize("make", [make_mixtral, make_gpt_oss])
+def test_the_rows_of_experts_are_those_of_every_matrix(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    put_expert_sites(model)
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    for parameter, inputs in (("gate_up_proj", 32), ("down_proj", 48)):
+        weight = experts.get_parameter(parameter).detach()
+        rows = (weight.mT if make is make_gpt_oss else weight).reshape(-1, inputs)
+        assert torch.equal(expert_rows(experts, parameter), rows)

@@ -1,16 +1,20 @@
 import json
 import math
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from probe import ModeComparison, compare
+from probe import ModeComparison, compare, record
 from probe.commands import main
 from probe.commands.compare import LIMITS as OPTIONS
-from probe.comparisons.modes import LIMITS
+from probe.comparisons.modes import LIMITS, failures
 from tests.comparisons.recorded import noisy, plain, recorded
+from tests.running.declared import declared
 
 SEED = """\
 ================================================================================
@@ -294,3 +298,96 @@ def test_the_page_has_the_summary_the_failures_and_the_pictures(folder: Path) ->
     assert "0: layer_0: mse" in page
     assert page.count("data:image/png;base64,") == 1 + 3 * 2
     assert f"{compare(folder, '2-1').summary['avg_mse']:.6g}" in page
+
+
+@pytest.fixture(scope="module")
+def equal_modes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Modes that are equal by definition, two that are not, and one that keeps the first layer float."""
+    out = tmp_path_factory.mktemp("equal") / "r"
+    small: dict[str, Any] = {"samples": 1, "seqlen": 16, "formats": ["mxint8"], "layers": ["all"]}
+    with declared("2-1", "layers.0"):
+        record(out, modes=["fp32", "2-1", "2-2", "2-3", "2-4", "mixed"], **small)
+    return out
+
+
+def table_modes(out: str) -> list[str]:
+    """The first column of the summary table."""
+    rows = [line for line in out.splitlines() if line.startswith(("2-", "mixed"))]
+    return [re.split(r"\s+\d\.\d{6}e", row)[0] for row in rows]
+
+
+def test_equal_modes_are_identical_as_they_must_be(equal_modes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "2-2-mxint8", "--reference", "2-1-mxint8", "--dir", str(equal_modes)]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("2-2-mxint8 vs 2-1-mxint8: identical, as it must be (4 layers)\n")
+    assert err == ""
+    assert main(["compare", "2-4-mxint8", "--reference", "2-1-mxint8", "--dir", str(equal_modes)]) == 0
+
+
+def test_equal_modes_that_differ_fail(equal_modes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(equal_modes, broken)
+    data = (broken / "mode_2_4-mxint8.safetensors").read_bytes()
+    (broken / "mode_2_2-mxint8.safetensors").write_bytes(data)
+    command = ["compare", "--dir", str(broken), "--save-dir", str(tmp_path / "saved")]
+    assert main([*command, "2-2", "--reference", "2-1-mxint8"]) == 1
+    assert "layer_0 differs from 2-1-mxint8 (mse " in (err := capsys.readouterr().err)
+    assert "though the two modes are equal by definition: one of them is wrong" in err
+    assert main([*command, "2-1", "2-2", "2-3", "--report", str(tmp_path / "page")]) == 1
+    out, err = capsys.readouterr()
+    wanted = (
+        "2-2-mxint8 must be identical to 2-1-mxint8, by definition, and differs in layer_0, layer_1, layer_2, layer_3"
+    )
+    assert f"❌ {wanted}: one of the two is wrong\n" in err
+    assert table_modes(out) == ["2-1-mxint8 = 2-3-mxint8", "2-2-mxint8"]
+    assert f"equal modes: {wanted}" in (tmp_path / "page" / "compare.html").read_text()
+
+
+def test_equal_modes_are_one_row_of_the_table_and_of_the_page(
+    equal_modes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / "saved"
+    arguments = ["all", "--dir", str(equal_modes), "--save-dir", str(save), "--report", str(tmp_path)]
+    assert main(["compare", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert table_modes(out) == ["2-1-mxint8 = 2-2-mxint8 = 2-3-mxint8", "2-4-mxint8", "mixed-mxint8"]
+    assert out.count("Layer 0 - Comparison Results") == 3
+    assert err == ""
+    assert len(list(save.iterdir())) == 5, "the figures of every mode are saved"
+    page = (tmp_path / "compare.html").read_text()
+    assert "<h1>2-1-mxint8 = 2-2-mxint8 = 2-3-mxint8, 2-4-mxint8, mixed-mxint8 against fp32</h1>" in page
+
+
+def test_a_layer_that_is_declared_float_may_be_identical(equal_modes: Path, tmp_path: Path) -> None:
+    found = compare(equal_modes, "mixed")
+    assert found.may_be_identical == ("layer_0",)
+    assert [name for name, layer in found.layers.items() if layer.metrics.identical] == ["layer_0"]
+    assert failures(found) == []
+    assert ModeComparison.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+    undeclared = replace(found, may_be_identical=())
+    assert failures(undeclared) == ["layer_0 is identical with fp32, to the bit: was mixed-mxint8 applied?"]
+
+
+def test_modes_that_differ_only_in_the_order_of_sums_may_be_identical_and_others_may_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r"
+    record(out, modes=["0", "2-0", "2-1", "2-3", "2-4"], formats=["int8"], samples=1, seqlen=16, layers=["first"])
+    pairs: list[tuple[str, str]] = [("0", "2-1"), ("2-1", "0"), ("2-0", "2-3"), ("2-4", "2-1")]
+    for modes in pairs:
+        first, second = (f"mode_{mode.replace('-', '_')}-int8.safetensors" for mode in modes)
+        (out / first).write_bytes((out / second).read_bytes())
+        code = main(["compare", modes[0], "--reference", modes[1], "--dir", str(out)])
+        err = capsys.readouterr().err
+        assert code == (1 if modes[0] == "2-4" else 0), modes
+        assert ("was 2-4 applied?" in err) == (modes[0] == "2-4")
+
+
+def test_modes_that_others_ran_need_not_be_identical(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kernels of users may add in another order: only what probe runs itself is equal to the bit."""
+    reference = plain(layers=1)
+    given = {"fp32": reference, "2-1-int8": noisy(reference, 0.1), "2-2-int8": noisy(reference, 0.1, seed=5)}
+    where = recorded(tmp_path / "r", given).folder
+    assert main(["compare", "2-2", "--reference", "2-1", "--dir", str(where)]) == 0
+    assert main(["compare", "2-1", "2-2", "--dir", str(where), "--save-dir", str(tmp_path / "saved")]) == 0
+    assert capsys.readouterr().err == ""

@@ -157,3 +157,39 @@ def test_a_changed_byte_is_found_when_asked_to_verify(
     code, _, err = run(capsys, "diff", a.folder, tmp_path / "b", "--verify")
     assert code == 2
     assert "sha256" in err
+
+
+def test_nan_on_both_sides_fails_in_text_json_and_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tensors = {name: torch.full_like(x, torch.nan) if "_2" in name else x for name, x in network().items()}
+    a, b = (recorded(tmp_path / name, tensors).folder for name in "ab")
+    code, out, _ = run(capsys, "diff", a, b, "--report", tmp_path / "r")
+    assert code == 1
+    assert "Verdict: not compared from layer_2 on (certain): not finite on both sides: nothing was compared" in out
+    assert "FAILED: 1 of 6 tensors exceed " in out
+    (row,) = (line for line in out.splitlines() if line.startswith("> layer_2"))
+    assert row.endswith(" 0%")
+    code, out, _ = run(capsys, "diff", a, b, "--json", "-")
+    document = json.loads(out, parse_constant=pytest.fail)
+    assert (code, document["passed"], document["layers"]["layer_2"]["compared"]) == (1, False, 0.0)
+    assert document["worst_by_cosine"][0] == "layer_2"
+
+
+def test_tensors_that_only_one_has_are_counted_in_the_last_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, a: Recording
+) -> None:
+    recorded(tmp_path / "b", {name: x for name, x in network().items() if name != "layer_2.output"})
+    code, out, _ = run(capsys, "diff", a.folder, tmp_path / "b")
+    assert code == 0
+    assert out.splitlines()[-1].endswith("in all 5 tensors that both have; 1 only A has: not compared")
+
+
+def test_integers_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, a: Recording) -> None:
+    (tmp_path / "b").mkdir()
+    torch.save(torch.zeros(3, 8, 4, dtype=torch.int8), tmp_path / "b" / "layer_0_output.pt")
+    code, _, err = run(capsys, "diff", a.folder, tmp_path / "b")
+    assert code == 2
+    assert "int8 [3, 8, 4]. Expected floats" in err
+    torch.save(torch.zeros(3, 0, 4), tmp_path / "b" / "layer_0_output.pt")
+    code, _, err = run(capsys, "diff", a.folder, tmp_path / "b")
+    assert code == 2
+    assert "float32 [3, 0, 4]. Expected floats" in err

@@ -1,6 +1,8 @@
 """The commands modes, layers and errors, and what they are made of."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +10,7 @@ from probe.commands import main
 from probe.data.samples import TextSamples
 from probe.formats import GATE_FORMATS
 from probe.running.measurement import measure_all
-from probe.running.modes import MODES
+from probe.running.modes import MODES, register_mode, unregister_mode
 from probe.running.recipes import recipes_of
 
 SMALL = ["--samples", "2", "--seqlen", "32", "--calib-data-num", "2", "--calib-seqlen", "64"]
@@ -51,6 +53,65 @@ def test_errors_is_a_row_per_recipe_with_every_layer_and_the_whole_model(capsys:
     ]
     assert lines[1].split()[1] == "0.000e+00"
     assert "[5/5] mode_3-fp4_e2m1" in err
+
+
+def test_modes_that_are_equal_by_definition_are_one_row_with_all_names(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "errors", "--modes", "all", "--formats", "int8", "mxint8", *SMALL)
+    assert code == 0
+    names = [line.partition("  ")[0] for line in out.splitlines()[1:9]]
+    for format in ("int8", "mxint8"):
+        assert f"mode_0-{format} = mode_2_0-{format}" in names
+        assert f"mode_2_1-{format} = mode_2_2-{format} = mode_2_3-{format}" in names
+        assert {f"mode_2_4-{format}", f"mode_3-{format}"} <= set(names)
+    assert "[14/14]" in err, "all of them are measured"
+    _, out, _ = run(capsys, "errors", "--modes", "2-1", "2-2", "--formats", "mxint8", "--json", *SMALL)
+    assert [one["equal_by_definition"] for one in json.loads(out)] == [None, "mode_2_1-mxint8"]
+
+
+def test_equal_modes_that_differ_are_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODES, "2-4", replace(MODES["2-4"], equals="2-1"))
+    code, out, err = run(capsys, "errors", "--modes", "2-1", "2-4", "2-2", "--formats", "mxint8", *SMALL)
+    assert code == 1
+    assert [line.partition("  ")[0] for line in out.splitlines()[1:3]] == [
+        "mode_2_1-mxint8 = mode_2_2-mxint8",
+        "mode_2_4-mxint8",
+    ]
+    wanted = "mode_2_4-mxint8 must be identical to mode_2_1-mxint8, by definition, and differs in layer_0, layer_1, "
+    assert wanted in err.splitlines()[-1]
+
+
+def test_errors_of_a_recipe_that_changes_nothing_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    register_mode("same", lambda model, format, calibration: model)
+    try:
+        code, out, err = run(capsys, "errors", "--modes", "2-1", "same", "--formats", "mxint8", *SMALL)
+    finally:
+        unregister_mode("same")
+    assert (code, out) == (2, "")
+    assert "same-mxint8 was not applied to layer_0, layer_1, layer_2, layer_3: given the" in err.splitlines()[-1]
+
+
+MIXED = '[tool.probe.modes.mixed]\nbase = "2-1"\nkeep_float = ["layers.0"]\n'
+
+
+@pytest.mark.parametrize("name", ["mixed.toml", "pyproject.toml"])
+def test_modes_of_a_file_are_modes_as_any_other(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(MIXED)
+    option = [] if name == "pyproject.toml" else ["--modes-from", name]
+    try:
+        code, out, _ = run(capsys, "errors", "--modes", "mixed", "--formats", "mxint8", "--injected", *option, *SMALL)
+        assert code == 0
+        cells = out.splitlines()[1].split()
+        assert cells[:2] == ["mixed-mxint8", "0.000e+00"]
+        assert float(cells[2]) > 0
+        _, out, _ = run(capsys, "modes", *option)
+        assert "2-1, but layers.0 stay float" in out
+    finally:
+        unregister_mode("mixed")
 
 
 def test_errors_as_json_has_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +163,7 @@ def test_the_cross_product_has_float_modes_once() -> None:
         (["errors", "--data", "/nowhere.txt"], "does not exist"),
         (["errors", "--seqlen", "100000"], "the text has 65536 tokens; 8 samples of 100000 need 800000"),
         (["layers", "nothing_like_it"], "matches none of the"),
+        (["errors", "--modes-from", "/nowhere.toml"], "/nowhere.toml cannot be read as TOML"),
         (["layers", "--model", "/nowhere"], "/nowhere"),
     ],
 )

@@ -65,9 +65,8 @@ def test_bands_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_json_has_what_the_scripts_of_users_read_and_comes_back(folder: Path) -> None:
     found = compare(folder, "2-1")
     facts = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert [key for key in facts if key not in ("recordings", "notes")] == [
-        *("reference_mode", "compared_mode", "layers", "summary")
-    ]
+    ours = ("recordings", "notes", "weights", "definition", "reference_definition", "is_exact", "may_be_identical")
+    assert [key for key in facts if key not in ours] == [*("reference_mode", "compared_mode", "layers", "summary")]
     assert set(facts["summary"]) == {"avg_mse", "avg_mae", "avg_correlation"}
     assert ModeComparison.from_dict(facts) == found
 
@@ -269,6 +268,18 @@ def test_what_is_not_finite_is_a_failure_and_its_first_place_is_reported(tmp_pat
     assert found == [
         "layer_2 is not finite: 1 NaN and 1 Inf in 2-1, first at (1, 0, 5); 0 NaN and 0 Inf in fp32",
     ]
+
+
+def test_nan_on_both_sides_is_a_failure_and_nothing_was_compared(tmp_path: Path) -> None:
+    reference = plain()
+    output = noisy(reference, 0.1)
+    for tensors in (reference, output):
+        tensors["layer_2.output"] = torch.full(SHAPE, math.nan)
+    count = math.prod(SHAPE)
+    found = compare(recorded(tmp_path / "r", {"fp32": reference, "2-1-int8": output}), "2-1")
+    nan = f"{count} NaN and 0 Inf"
+    assert failures(found) == [f"layer_2 is not finite: {nan} in 2-1; {nan} in fp32: nothing was compared"]
+    assert found.layers["layer_2"].label == "undefined"
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -2,9 +2,11 @@
 
 import os
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +28,9 @@ true, os.fsync = os.fsync, lambda descriptor: (step("fsync"), true(descriptor))
 os.chdir(sys.argv[2])
 sys.addaudithook(step)
 """
+#: The same for `killed_before`.
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
+TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def kill(code: str, folder: Path, *, steps: int) -> bool:
@@ -35,6 +40,44 @@ def kill(code: str, folder: Path, *, steps: int) -> bool:
     )
     assert done.returncode in (0, -9), done.stderr
     return done.returncode == -9
+
+
+def killed_before(event: int, action: Callable[[], object], *, folder: Path) -> str:
+    """Run `action` in a fork that SIGKILL ends before its file event of that number, counted from 0, in `folder`.
+
+    Events are openings for writing, renames, deletions, links, new and deleted folders, and fsync. The name of the
+    event; empty if there were fewer.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        left, root, true_sync = [event], str(folder), os.fsync
+
+        def meet(name: str) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                os.write(writer, name.encode())
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def audit(name: str, details: tuple[object, ...]) -> None:
+            is_ours = bool(details) and str(details[0]).startswith(root)
+            if is_ours and (name in CHANGES or (name == "open" and int(str(details[2])) & TO_WRITE)):
+                meet(name)
+
+        os.fsync = lambda descriptor: (meet("fsync"), true_sync(descriptor))[1]  # type: ignore[assignment,func-returns-value]
+        sys.addaudithook(audit)
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        name = pipe.read().decode()
+    status = os.waitpid(child, 0)[1]
+    assert status == (signal.SIGKILL if name else 0), status
+    return name
 
 
 @contextmanager

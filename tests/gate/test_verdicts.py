@@ -102,6 +102,61 @@ def test_a_limit_holds_whatever_the_baseline_says_and_only_for_its_recipes() -> 
     assert verdict(FOUND, standards=Standards(limits={"*": {"propagated.mse": 0.6}})) is None
 
 
+def test_a_first_baseline_over_its_limit_is_refused() -> None:
+    standards = Standards(limits={"*": {"propagated.correlation": 0.9}})
+    outcome = judge("m", CASE, FOUND, None, standards)
+    assert outcome.verdict == "over the limit"
+    assert outcome.details == (f"also missing: there is no baseline for {CASE}.",)
+    with pytest.raises(RefusedError, match=r"cannot be stored, it is over the limit: propagated\.correlation is 0\.5"):
+        renewed(outcome, FOUND, [], None, reason="we want it")
+
+
+def test_a_mode_that_equals_another_by_definition_says_so() -> None:
+    named = {mode: judge("m", replace(CASE, mode=mode), FOUND, None, STANDARDS).equals for mode in EQUALS}
+    assert named == EQUALS
+
+
+EQUALS = {"mode_2_0": "mode_0", "mode_2_2": "mode_2_1", "mode_2_3": "mode_2_1", "mode_2_1": "", "mode_2_4": "", "x": ""}
+
+
+def lossless() -> Observation:
+    """A layer that is float by declaration: no error, so no unit of error either."""
+    of_output = {"mean_output": 0.01, "std_output": 2.0, "min_output": -5.0, "max_output": 6.0}
+    figures = dict.fromkeys(FOUND.figures, 0.0) | {f"injected.{name}": x for name, x in of_output.items()}
+    figures |= {f"{group}.{name}": 1.0 for group, name in LIKENESS}
+    values = {group: tuple(2.0 * math.cos(x) for x in VALUES[group]) for group in ("injected", "propagated")}
+    return Observation({**figures}, values, dict.fromkeys(values, 1000))
+
+
+LIKENESS = (("injected", "correlation"), ("injected", "cosine"), ("propagated", "correlation"))
+
+
+def test_a_layer_without_error_is_stored_and_compared_with_the_noise_of_another_machine() -> None:
+    seen = lossless()
+    entry = stored(seen)
+    assert all(math.isfinite(figure.value) for figure in entry.figures.values())
+    assert verdict(seen, entry) is None
+    noisy = {name: value * (1 + 3e-7) for name, value in seen.figures.items() if value is not None}
+    values = {group: tuple(x * (1 + 3e-7) for x in row) for group, row in seen.values.items()}
+    assert verdict(replace(seen, figures={**noisy, **dict.fromkeys(LIKELY, 1.0)}, values=values), entry) is None
+
+
+LIKELY = tuple(f"{group}.{name}" for group, name in LIKENESS)
+
+
+@pytest.mark.parametrize("name", ["injected.mse", "injected.max_abs", "injected.p50", "propagated.mse"])
+def test_an_error_where_there_was_none_drifts(name: str) -> None:
+    seen = lossless()
+    assert verdict(replace(seen, figures={**seen.figures, name: 1e-12}), stored(seen)) == "drift"
+
+
+def test_other_values_of_a_layer_without_error_are_noticed() -> None:
+    seen = lossless()
+    row = (seen.values["injected"][0] + 10.0, *seen.values["injected"][1:])
+    changed_row = {**seen.values, "injected": row}
+    assert verdict(replace(seen, values=changed_row), stored(seen)) == "changed values"
+
+
 def test_spread_is_the_largest_move_under_harmless_changes() -> None:
     others = [changed(injected__mse=0.5 + x) for x in (0.01, -0.03, 0.02)]
     entry = renewed(judge("m", CASE, FOUND, None, STANDARDS), FOUND, others, None, reason="")
@@ -121,7 +176,7 @@ def test_a_case_that_agrees_keeps_its_entry_and_one_that_is_worse_needs_a_reason
     assert accepted.figures["injected.mae"].reason == ""
 
 
-@pytest.mark.parametrize("kind", ["uncovered", "not finite", "not applied"])
+@pytest.mark.parametrize("kind", ["uncovered", "not finite", "not applied", "not float"])
 def test_flaws_are_never_stored(kind: str) -> None:
     seen = replace(FOUND, flaws=(Flaw(kind, "so it is"),))  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match=f"it is {kind}"):

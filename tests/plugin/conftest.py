@@ -8,18 +8,37 @@ import pytest
 from probe.gate import bench
 from probe.running.modes import MODES
 from tests.plugin.project import files
+from tests.plugin.warm_workers import Nursery, warm_workers
 
-QUIET = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:rerunfailures", "-p", "no:pytest_forked")
 Run = Callable[..., pytest.RunResult]
 #: Plugins that take every worker a second to load.
 UNUSED = ("-p", "no:hypothesispytest", "-p", "no:anyio")
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Callable[[], Nursery]]:
+    """Where warm workers come from, started when the first is needed."""
+    started: list[Nursery] = []
+
+    def find() -> Nursery:
+        if not started:
+            started.append(Nursery())
+        return started[0]
+
+    yield find
+    for one in started:
+        one.close()
+
+
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def project(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, nursery: Callable[[], Nursery]
+) -> Iterator[Run]:
     """`project(*arguments, fault=..., ...)` writes the repository anew and runs pytest in it.
 
-    With `workers` xdist starts so many processes, of which this one is the controller.
+    With `workers` xdist starts so many processes, of which this one is the controller. With `cached` pytest remembers
+    what failed. `after` changes the files once more, before pytest runs.
     """
     monkeypatch.delenv("CI", raising=False)
     # pytester forgets what a run inside it loads; transformers and matplotlib, half forgotten, do not work again
@@ -27,16 +46,27 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Itera
     pytester.syspathinsert()
     known = set(MODES)
 
-    def run(*arguments: str, subprocess: bool = False, workers: int = 0, **changed: object) -> pytest.RunResult:
+    def run(
+        *arguments: str,
+        subprocess: bool = False,
+        workers: int = 0,
+        cached: bool = False,
+        after: Callable[[], None] = lambda: None,
+        **changed: object,
+    ) -> pytest.RunResult:
         for name, text in files(**changed).items():  # type: ignore[arg-type]
             path = pytester.path / name
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
+        after()
         forget()
+        options = QUIET if cached else (*QUIET, "-p", "no:cacheprovider")
         if subprocess:
-            return pytester.runpytest_subprocess(*QUIET, *arguments)
-        xdist = ("-n", str(workers), *UNUSED) if workers else ("-p", "no:xdist")
-        return pytester.runpytest_inprocess(*QUIET, *xdist, *arguments)
+            return pytester.runpytest_subprocess(*options, *arguments)
+        if not workers:
+            return pytester.runpytest_inprocess(*options, "-p", "no:xdist", *arguments)
+        with warm_workers(nursery()):
+            return pytester.runpytest_inprocess(*options, "-n", str(workers), *UNUSED, *arguments)
 
     def forget() -> None:
         for name in set(MODES) - known:

@@ -64,6 +64,8 @@ def coarse(model, format, calibration):
             if FAULT == "everywhere":
                 weight = weight * 1.05
             layer.up.weight.copy_(weight)
+            if FAULT == "both" or (FAULT == "half" and index != 1) or (FAULT == "newly" and index == 1):
+                layer.down.weight.copy_(fake_quantize(layer.down.weight, format))
     if FAULT == "uncovered":
         model.layers[1] = torch.nn.Sequential(model.layers[1])
         inner = model.layers[1][0]

@@ -25,6 +25,7 @@ def test_missing_fails_and_writes_nothing_then_update_creates_then_it_passes(
     result = project("--update-baselines")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*8 cases measured (all of the matrix), 8 changes*"])
+    result.stdout.fnmatch_lines(["8 of 8 stored cases measured for the update"])
     stored = snapshot(pytester.path / "baselines")
     assert [name for name in stored if "anchors-" not in name] == ["network_make/cpu/coarse.json"]
     assert len(stored) == 2
@@ -102,6 +103,47 @@ def test_what_is_wrong_in_itself_fails_with_or_without_baselines_and_is_never_st
     assert snapshot(pytester.path / "baselines") == before
 
 
+@pytest.mark.parametrize(
+    ("stored", "now", "change"),
+    [
+        ("both", "half", "4096 -> 2048"),  # one of the two linears of layer_1 is no longer quantized
+        ("", "newly", "2048 -> 4096"),
+    ],
+)
+def test_a_weight_that_is_no_longer_quantized_or_newly_is_fails_in_its_layer(
+    project: Run, stored: str, now: str, change: str
+) -> None:
+    project("--update-baselines", fault=stored)
+    assert project(fault=stored).ret == 0
+    wide = '{ "injected.mse" = { relative = 1e6 } }'  # whatever a project tolerates elsewhere
+    result = project("-k", "int8 and layer_1", fault=now, tolerances=wide)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    pattern = rf"weights\.on_grid +{change.replace(' ', ' +')} +\(tolerance 0\)"
+    assert any(re.search(pattern, line) for line in result.outlines), result.outlines
+    assert project("-k", "int8 and layer_0", fault=now).ret == 0, "the layer before has the same weights"
+    accepted = project("--update-baselines", "--allow-worse", "measured on purpose", fault=now)
+    assert accepted.ret == 0
+    assert project(fault=now).ret == 0
+
+
+def test_the_gate_says_how_much_is_on_a_grid(project: Run, pytester: pytest.Pytester) -> None:
+    line = (
+        "weights on a grid: 50.0 % (6,144 of 12,288); float: 6,144 in layers.*.down.weight (nn.Linear); "
+        "embedding 8,192 float, head 8,192 float, biases 544 float"
+    )
+    result = project("-k", "layer_1", "--update-baselines", "--probe-output", "out")
+    assert result.outlines.count(line) == 1, "once for both formats"
+    summary = json.loads((pytester.path / "out" / "summary.json").read_text())
+    assert [one["weights"] for one in summary["recipes"]] == [line] * 2
+
+
+def test_a_count_has_no_tolerance_to_set(project: Run) -> None:
+    result = project(tolerances='{ "weights.on_grid" = { absolute = 10.0 } }')
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    text = "\n".join([*result.outlines, *result.errlines])
+    assert "weights.on_grid is a count without a tolerance: any change fails. Leave it out." in text
+
+
 def test_over_the_limit_fails_whatever_the_baseline_says(project: Run) -> None:
     limits = '{ "coarse-*" = { mse = 1e-9 } }'
     project("--update-baselines")
@@ -141,7 +183,9 @@ def test_a_model_that_no_test_measures_is_obsolete(project: Run, pytester: pytes
         (other / file).write_bytes(text)
     result = project()
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*forgotten has baselines of forgotten, which no test measures*"])
+    result.stdout.fnmatch_lines(
+        ["not compared: 8 cases of forgotten, *: no test measures forgotten; delete its baselines*"]
+    )
 
 
 def test_another_input_is_said_and_only_a_full_update_may_follow(project: Run) -> None:

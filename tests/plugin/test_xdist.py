@@ -14,7 +14,6 @@ import pytest
 from safetensors import SafetensorError
 
 from probe.gate import bench
-from probe.gate.baselines.store import Store
 from probe.plugin.scheduling import recipe_of
 from probe.running.noise import Anchors
 from tests.plugin.conftest import UNUSED, Run
@@ -278,80 +277,6 @@ def test_a_killed_controller_leaves_modes_that_are_whole_and_the_next_update_com
     assert project(*update, **changed).ret == 0
     assert project(**changed).ret == 0
     assert len(stored(pytester)) == 3, "two modes and their anchors; the old anchors and what was unfinished is gone"
-
-
-def test_a_kill_at_any_moment_of_writing_leaves_each_mode_old_or_new(
-    project: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project("--update-baselines", **TWO_MODES)
-    root = pytester.path / "baselines"
-    before = stored(pytester)
-    store = Store(root)
-    update = captured_update(project, monkeypatch)
-    old = {mode.mode: mode for mode in store.modes("network:make", "cpu")}
-    assert killed_at(10_000, store, update) is False
-    new, finished = {mode.mode: mode for mode in store.modes("network:make", "cpu")}, stored(pytester)
-    assert all(new[mode] != old[mode] for mode in old)
-    seen = set()
-    for moment in range(1, 100):
-        for file in stored(pytester):
-            (root / file).unlink()
-        for file, data in before.items():
-            (root / file).write_bytes(data)
-        killed = killed_at(moment, store, update)
-        found = {mode.mode: mode for mode in store.modes("network:make", "cpu")}
-        for name, mode in found.items():
-            assert mode in (old[name], new[name])
-            Anchors.from_bytes(store.anchors("network:make", mode.environment["anchors"]))
-        seen.add(tuple(name for name in found if found[name] == new[name]))
-        if not killed:
-            break
-        store.write("network:make", **update)
-        assert stored(pytester) == finished
-    else:
-        pytest.fail("the write never came to its end")
-    assert moment > 8
-    assert seen == {(), ("coarse",), ("coarse", "linear_w")}
-
-
-def captured_update(project: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What an update would have written, with other anchors as well."""
-    taken: list[dict[str, Any]] = []
-
-    def take(store: Store, model: str, entries: Any, **named: Any) -> list[str]:
-        taken.append({"entries": entries, **named})
-        return []
-
-    with monkeypatch.context() as patched:
-        patched.setattr("probe.gate.baselines.store.Store.write", take)
-        changed = {**TWO_MODES, "seqlen": 32}
-        assert project("--update-baselines", "--allow-worse", "longer samples now", **changed).ret == 0
-    (update,) = taken
-    return update
-
-
-def killed_at(moment: int, store: Store, update: dict[str, Any]) -> bool:
-    """Write in a process that is killed before its call number `moment` to the file system."""
-    child = os.fork()
-    if not child:
-        try:
-            left = [moment]
-
-            def deadly(real: Any) -> Any:
-                def call(*given: Any, **named: Any) -> Any:
-                    left[0] -= 1
-                    if not left[0]:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return real(*given, **named)
-
-                return call
-
-            for name in ("fsync", "replace", "unlink"):
-                setattr(os, name, deadly(getattr(os, name)))
-            store.write("network:make", **update)
-        finally:
-            os._exit(0)
-    return os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 def test_a_full_disk_leaves_the_old_baselines_and_says_so_in_one_line(

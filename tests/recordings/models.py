@@ -59,17 +59,20 @@ class Deaf(Stack):
         return logits
 
 
-KILL = Path("kill-at-the-fourth-forward")
+KILL = Path("kill-at-the-seventh-forward")
 
 
 def mortal() -> nn.Module:
-    """tiny-mamba; while a file is there, its fourth forward ends the process as the system would: at once."""
+    """tiny-mamba; while a file is there, its seventh forward ends the process as the system would: at once.
+
+    Two are fp32, three check on a short sequence that fp16 changes the layers, and the next are fp16.
+    """
     model = probe.load_model("tiny-mamba").model
     calls: list[int] = []
 
     def count(module: nn.Module, args: object, output: object) -> None:
         calls.append(1)
-        if len(calls) == 4 and KILL.exists():
+        if len(calls) == 7 and KILL.exists():
             os.kill(os.getpid(), signal.SIGKILL)
 
     model.backbone.layers[1].register_forward_hook(count)  # type: ignore[index, union-attr]

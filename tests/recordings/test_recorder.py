@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import probe
 from probe.models.loading import Loaded
-from probe.recordings import (
-    recorder as recorder_module,
-)
+from probe.recordings import read_recording, recorder as recorder_module
+from probe.running.calibration import Calibration
 from probe.running.measurement import NotAppliedError
 from probe.running.recipes import Recipe, apply
 from tests.recordings.examples import SMALL, files
 from tests.recordings.models import Stack
+from tests.running.declared import declared
 
 
 def test_the_manifest_states_what_happened(tmp_path: Path, loaded: Loaded) -> None:
@@ -82,7 +82,7 @@ def test_how_it_is_batched_does_not_show(tmp_path: Path, ids: list[Tensor]) -> N
 def test_a_mode_that_does_nothing_is_found_out(tmp_path: Path, loaded: Loaded) -> None:
     probe.register_mode("lazy", lambda model, format, calibration: model)
     try:
-        with pytest.raises(NotAppliedError, match=r"lazy-mxint8 was not applied: layer_0, layer_3 are those of fp32"):
+        with pytest.raises(NotAppliedError, match=r"lazy-mxint8 was not applied to layer_0, layer_3: given the ref"):
             probe.record(tmp_path / "r", model=loaded, modes=["fp32", "lazy"], formats=["mxint8"], **SMALL)
     finally:
         probe.unregister_mode("lazy")
@@ -91,10 +91,66 @@ def test_a_mode_that_does_nothing_is_found_out(tmp_path: Path, loaded: Loaded) -
     assert left == ["fp32.safetensors", "manifest.json", "tokens.safetensors"]
 
 
+def test_a_mode_that_leaves_one_recorded_layer_as_it_was_is_found_out_without_a_reference(
+    tmp_path: Path, loaded: Loaded
+) -> None:
+    def last_only(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+        model.get_parameter("backbone.layers.3.mixer.D").mul_(1.01)
+        return model
+
+    probe.register_mode("last_only", last_only)
+    try:
+        with pytest.raises(NotAppliedError, match=r"last_only-mxint8 was not applied to layer_0: .*\(1 of 2 layers\)"):
+            probe.record(tmp_path / "r", model=loaded, modes=["last_only"], formats=["mxint8"], **SMALL)
+    finally:
+        probe.unregister_mode("last_only")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_runs_as_it_is_is_compared_with_the_recorded_reference(tmp_path: Path, ids: list[Tensor]) -> None:
+    """Its float layers are not known, but those of fp32 in the same folder are."""
+    model = probe.record_outputs(Stack(2).eval())
+    probe.record(tmp_path / "r", model=model, modes=["fp32"], batches=ids)
+    with pytest.raises(
+        NotAppliedError, match=r"linear_w-int8 was not applied to layer_0, layer_1: .* that of fp32, to"
+    ):
+        probe.record(tmp_path / "r", model=model, modes=["linear_w"], formats=["int8"], batches=ids)
+
+
 def test_a_built_in_mode_that_was_not_applied_is_found_out_without_a_reference(
     tmp_path: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "apply", lambda model, recipe, calibration=None: apply(model, Recipe("fp32")))
+    with pytest.raises(NotAppliedError, match=r"mode_2_1-int8 was not applied to layer_0, layer_3: "):
+        probe.record(tmp_path / "r", model=loaded, modes=["2-1"], **SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_that_is_not_on_its_grid_is_found_out_without_a_reference(
+    tmp_path: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def partly(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
+        twin = apply(model, recipe, calibration)
+        with torch.no_grad():
+            twin.get_parameter("backbone.layers.0.mixer.in_proj.weight").mul_(torch.rand(1, 128) + 0.5)
+        return twin
+
+    monkeypatch.setattr(recorder_module, "apply", partly)
     with pytest.raises(NotAppliedError, match=r"mode_2_1-int8 was not applied: .* is not on a grid of int8"):
         probe.record(tmp_path / "r", model=loaded, modes=["2-1"], **SMALL)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_layers_that_a_mode_declares_float_are_in_the_manifest_and_belong_to_the_request(
+    tmp_path: Path, loaded: Loaded
+) -> None:
+    with declared("2-1", "layers.3"):
+        found = probe.record(tmp_path / "r", model=loaded, modes=["fp32", "mixed"], formats=["mxint8"], **SMALL)
+    assert found.manifest.recipes["mixed-mxint8"].float_layers == ("layer_3",)
+    assert found.manifest.recipes["fp32"].float_layers == ()
+    assert read_recording(tmp_path / "r", verify=True).manifest == found.manifest
+    plain = json.loads((tmp_path / "r" / "manifest.json").read_text())
+    for recipe in plain["recipes"].values():
+        del recipe["float_layers"]  # as older recordings are
+    (tmp_path / "r" / "manifest.json").write_text(json.dumps(plain))
+    assert read_recording(tmp_path / "r").manifest.recipes["mixed-mxint8"].float_layers == ()

@@ -54,6 +54,25 @@ def test_a_mode_that_returns_the_original_model_is_noticed_too(loaded: Loaded, t
         unregister_mode("original")
 
 
+@pytest.mark.parametrize("injected", [False, True])
+def test_measure_refuses_what_the_recipe_left_as_it_was(loaded: Loaded, tokens: Tensor, injected: bool) -> None:
+    """The propagated run alone would not show it: every layer after the first differs."""
+
+    def first_only(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
+        with torch.no_grad():
+            model.get_parameter("backbone.layers.0.mixer.in_proj.weight").mul_(1.01)
+        return model
+
+    register_mode("first_only", first_only)
+    try:
+        reference = run_reference(loaded.model, [tokens])
+        with pytest.raises(NotAppliedError, match=r"not applied to layer_1, layer_2, layer_3: .*\(3 of 4 layers\)"):
+            measure(loaded.model, Recipe("first_only", "int8"), reference, injected=injected)
+    finally:
+        unregister_mode("first_only")
+    assert measure(loaded.model, Recipe("fp32"), reference, injected=injected).layers["layer_0"].identical
+
+
 def test_nan_is_told_as_such(loaded: Loaded, tokens: Tensor) -> None:
     def poisoned(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
         with torch.no_grad():

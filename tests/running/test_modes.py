@@ -157,7 +157,7 @@ def test_both_spellings_name_the_same_mode() -> None:
         (lambda: register_mode("0", same), "there is a mode '0' already"),
         (lambda: register_mode("mode_2_1", same), "there is a mode 'mode_2_1' already"),
         (lambda: register_mode("2_1", same), "there is a mode '2_1' already"),
-        (lambda: register_mode("essential", same), "there is a mode 'essential' already"),
+        (lambda: register_mode("essential", same), "there is a group 'essential' already"),
         (lambda: register_mode("abc", cast(Any, 3)), "mode 'abc' was given a int, expected a function"),
         (lambda: register_mode("a b", same), "cannot be part of a test id"),
         (lambda: unregister_mode("0"), "mode '0' is built in"),

@@ -9,9 +9,12 @@ from torch import nn
 from probe.metrics import LogitComparison
 from probe.models.loading import Loaded
 from probe.running.calibration import Calibration
+from probe.running.declarations import DeclaredMode
+from probe.running.measurement import NotAppliedError
 from probe.running.modes import register_mode, unregister_mode
 from probe.running.recipes import Recipe, apply
 from probe.sensitivity import rank_layers
+from tests.running.declared import declared
 from tests.sensitivity.models import Hidden, Stack, batches_of, random_batch
 
 
@@ -55,13 +58,19 @@ def test_the_model_is_left_as_it_was(mamba: tuple[Loaded, Calibration]) -> None:
 def test_layers_that_cannot_be_exchanged_are_an_error_and_not_a_ranking_of_zeros() -> None:
     batches = [torch.arange(12).reshape(2, 6)]
     assert rank_layers(Stack("named"), Recipe("linear_wa", "fp4_e2m1"), batches, advice=False).effects
-    for layers in (("all",), ("embedding",)):
-        model = Hidden() if layers == ("all",) else Stack("named")
-        with pytest.raises(ValueError, match=r"quantized alone, none of these \d \(.*\) changes a bit of the logits"):
-            rank_layers(model, Recipe("linear_wa", "fp4_e2m1"), batches, layers=layers, advice=False)
+    with pytest.raises(ValueError, match=r"quantized alone, none of these \d \(.*\) changes a bit of the logits"):
+        rank_layers(Hidden(), Recipe("linear_wa", "fp4_e2m1"), batches, advice=False)
 
 
-def test_a_users_mode_is_ranked_and_a_unit_without_effect_is_named() -> None:
+def test_layers_that_the_recipe_does_not_change_are_an_error_and_not_a_ranking_of_zeros() -> None:
+    batches = [torch.arange(12).reshape(2, 6)]
+    for how in ("named", "twice"):  # layers that run twice cannot be restarted, but are checked all the same
+        with pytest.raises(NotAppliedError, match=r"linear_wa-fp4_e2m1 was not applied to embedding: .*1 of 1 layers"):
+            rank_layers(Stack(how), Recipe("linear_wa", "fp4_e2m1"), batches, layers=("embedding",), advice=False)
+        assert rank_layers(Stack(how), Recipe("linear_wa", "fp4_e2m1"), batches, advice=False).effects
+
+
+def test_a_users_mode_is_ranked_if_it_declares_what_it_leaves_float() -> None:
     def first_only(model: nn.Module, format: str, calibration: Calibration | None) -> nn.Module:
         from probe.numerics.quantize import fake_quantize
 
@@ -69,18 +78,43 @@ def test_a_users_mode_is_ranked_and_a_unit_without_effect_is_named() -> None:
         changed.layers[0].up.weight.data = fake_quantize(changed.layers[0].up.weight.data, format)
         return model
 
+    batches, model = [random_batch()], Stack("plain").eval()
     register_mode("first_only", first_only)
     try:
-        batches = [random_batch()]
-        model = Stack("plain").eval()
+        with pytest.raises(NotAppliedError, match=r"first_only-fp4_e2m1 was not applied to layer_1, layer_2: "):
+            rank_layers(model, Recipe("first_only", "fp4_e2m1"), batches)
+        unregister_mode("first_only")
+        register_mode("first_only", first_only, keep_float=["layers.[12]"])
         found = rank_layers(model, Recipe("first_only", "fp4_e2m1"), batches)
         assert found.notes == ("2 of 3 change no bit of the logits when quantized alone: layer_1, layer_2.",)
         assert found.by_kl()[0].name == "layer_0"
         assert found.advice.keep == ("layer_0",)
+        assert found.advice.declared == DeclaredMode("first_only", ("layers.[12]", "layers.0"))
         with pytest.raises(ValueError, match="builds its model by itself, so its sites are not known"):
             rank_layers(model, Recipe("first_only", "fp4_e2m1"), batches, sites="across")
     finally:
         unregister_mode("first_only")
+
+
+@pytest.mark.parametrize("sites", [None, "across", "within"])
+@pytest.mark.parametrize("which", ["mamba", "llama"])
+def test_the_declared_mode_has_the_kl_that_the_advice_measured(
+    which: str, sites: Any, request: pytest.FixtureRequest
+) -> None:
+    """The advice as a mode of its own, run from the start: nothing of it is lost on the way."""
+    loaded, calibration = request.getfixturevalue(which)
+    batches = batches_of(loaded, 2, 24)
+    recipe = Recipe("2-1" if which == "mamba" else "linear_wa", "fp4_e2m1")
+    advice = rank_layers(loaded.model, recipe, batches, calibration, sites=sites).advice
+    assert advice.declared is not None
+    with declared(advice.declared.base, *advice.declared.keep_float) as name:
+        twins = apply(loaded.model, Recipe("fp32")), apply(loaded.model, Recipe(name, "fp4_e2m1"), calibration)
+        kept = LogitComparison()
+        with torch.no_grad():
+            for batch in batches:
+                expected, found = (model(batch, use_cache=False).logits[:, :-1] for model in twins)
+                kept.update(found, expected, batch[:, 1:])
+    assert kept.metrics().kl == pytest.approx(advice.kl_kept, rel=1e-6)
 
 
 def test_progress_ends_at_the_whole_of_the_work(llama: tuple[Loaded, Calibration]) -> None:

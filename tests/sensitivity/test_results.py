@@ -10,6 +10,9 @@ import pytest
 
 from probe.commands import main
 from probe.report.sensitivity import describe, page, picture, table_rows
+from probe.running.declarations import read_declarations
+from probe.running.modes import register_mode, unregister_mode
+from probe.running.weights import Count, FloatWeights, Weights
 from probe.sensitivity import Advice, Effect, Figures, Sensitivity
 from probe.sensitivity.advice import advise
 
@@ -35,6 +38,9 @@ def found_with(
             for name, kl in alone.items()
         ),
         advice=Advice(keep=(), kl_all=whole, kl_kept=whole, reached=False, text="none"),
+        weights=Weights(
+            300, 100, [FloatWeights("layers.*.conv.weight", "convolutions", 100)], {"biases": Count(2, 0)}, False, []
+        ),
     )
 
 
@@ -127,8 +133,8 @@ def test_a_sensitivity_goes_to_json_and_comes_back() -> None:
     assert Sensitivity.from_dict(json.loads(text)) == found
     assert json.loads(text)["effects"][1]["rank_kl"] == 2
     assert json.loads(text)["effects"][1]["gain"] == 0.5
-    with pytest.raises(ValueError, match="this is not a sensitivity of version 1"):
-        Sensitivity.from_dict({"version": 2})
+    with pytest.raises(ValueError, match="this is not a sensitivity of version 2"):
+        Sensitivity.from_dict({"version": 1})
     broken = json.loads(text)
     del broken["advice"]
     with pytest.raises(ValueError, match="the sensitivity cannot be read: 'advice'"):
@@ -175,7 +181,8 @@ def test_the_command_prints_a_table_and_writes_page_and_figures(
     assert code == 0
     lines = out.splitlines()
     assert lines[0].startswith("tiny-mamba, mode_2_1-int8, 4 layers, 32 tokens; KL of the quantized model:")
-    assert [line.split()[0] for line in lines[3:7]] == ["1", "2", "3", "4"]
+    assert lines[1].startswith("weights on a grid: 100.0 % (")
+    assert [line.split()[0] for line in lines[4:8]] == ["1", "2", "3", "4"]
     assert any(line.startswith(("Keep layer_", "No choice")) for line in lines)
     assert "calibration on 2 x 64 tokens" in err
     assert "[100%]" in err
@@ -185,6 +192,46 @@ def test_the_command_prints_a_table_and_writes_page_and_figures(
     assert both[0] == both[1]
     advice: dict[str, Any] = both[0]["advice"]
     assert advice["text"] in out
+
+
+def test_the_advice_is_printed_and_saved_as_a_mode_and_another_one_is_not_overwritten(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "new" / "mixed.toml"
+    code, out, err = run(capsys, *SMALL, "--save-mode", str(file))
+    assert code == 0
+    table = file.read_text()
+    assert table.startswith('[tool.probe.modes.mixed]\nbase = "2-1"\nkeep_float = ["backbone.layers.')
+    assert f"As a mode:\n\n{table}" in out
+    assert err.endswith(f"mode mixed: {file}\n")
+    assert run(capsys, *SMALL, "--save-mode", str(file))[0] == 0, "the same once more is no other mode"
+    other = [*SMALL, "--mode", "2-4", "--save-mode", str(file)]
+    code, _, err = run(capsys, *other)
+    assert code == 2
+    assert "has another mode 'mixed' already. Give this one another name (--mode-name NAME)" in err
+    assert file.read_text() == table
+    assert run(capsys, *other, "--mode-name", "other")[0] == 0
+    assert list(read_declarations(file)) == ["mixed", "other"]
+    assert file.read_text().startswith(table)
+
+
+def test_without_advice_no_mode_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mixed.toml"
+    code, out, err = run(capsys, *SMALL, "--layers", "1", "--save-mode", str(file))
+    assert "No choice among these 1 halves the KL" in out
+    assert code == 1
+    assert f"no mode was written to {file}: there is nothing to keep float" in err
+    assert not file.exists()
+
+
+def test_sensitivity_of_a_recipe_that_changes_nothing_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    register_mode("same", lambda model, format, calibration: model)
+    try:
+        code, out, err = run(capsys, *SMALL, "--mode", "same")
+    finally:
+        unregister_mode("same")
+    assert (code, out) == (2, "")
+    assert "same-int8 was not applied to layer_0, layer_1, layer_2, layer_3: given the" in err.splitlines()[-1]
 
 
 def test_the_command_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +258,10 @@ def test_the_command_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[
         (["--seqlen", "1"], "seqlen is 1; expected at least 2"),
         (["--device", "cuda:0"], "device 'cuda:0' is not present here"),
         (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--no-advice", "--save-mode", "x.toml"], "--save-mode writes the advice, and --no-advice leaves it out"),
+        (["--mode-name", "a b"], "mode name 'a b' cannot be part of a test id"),
+        (["--mode-name", "2-1"], "there is a mode '2-1' already"),
+        (["--modes-from", "/nowhere.toml"], "/nowhere.toml cannot be read as TOML"),
     ],
 )
 def test_mistakes_are_one_message_and_code_2(

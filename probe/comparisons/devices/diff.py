@@ -1,14 +1,16 @@
 """`diff`: one model recorded on two devices, where they begin to differ, and whether that is noise or a fault."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from probe.comparisons.devices.differences import LayerDifference, Limits, Tolerances
+import numpy as np
+
+from probe.comparisons.devices.differences import LayerDifference, Limits, ReferenceErrors, Tolerances
 from probe.comparisons.devices.examination import Suspect, examine
-from probe.comparisons.devices.pairs import Inputs, Pair, Progress, compare_inputs, reference_errors
-from probe.comparisons.devices.verdict import DeviceVerdict, judge_figures, judge_values, mismatched
+from probe.comparisons.devices.pairs import Inputs, MeasuredTensor, Pair, Progress, compare_inputs, reference_errors
+from probe.comparisons.devices.verdict import DeviceVerdict, first_suspect, judge_figures, judge_values, mismatched
 from probe.comparisons.selection import Side, find_side, label_of, match_names, opened
 from probe.files.checked_json import finite
 from probe.recordings import Recording, RecordingError
@@ -18,6 +20,8 @@ Recorded = Recording | Path | str
 FLOAT = "fp32"
 #: Tensors in a ranking of the worst.
 WORST = 5
+#: A mismatched capture makes tensors differ by more than this part of their size.
+MISMATCHED = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +41,33 @@ class DeviceComparison:
     limits: Limits
     rtol: float
     atol: float
+    only_one_has: dict[str, int]
+    """How many tensors only A has, and only B."""
     notes: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        """Every limit is kept, and the verdict is neither a fault nor a mismatched capture."""
+        """Every limit is kept, and the verdict is identical or dtype noise."""
         fine = self.verdict.kind in ("identical", "dtype noise")
         return fine and bool(self.layers) and not any(layer.exceeded for layer in self.layers)
 
     @property
     def worst_by_max_abs(self) -> tuple[LayerDifference, ...]:
-        """The five largest differences; tensors with values that are finite on one side only come first."""
-        order = sorted(self.layers, key=lambda layer: (layer.lost > 0, layer.max_abs or 0.0), reverse=True)
-        return tuple(order[:WORST])
+        """The five largest differences; tensors with values that are finite on one side only, or NaN, come first."""
+
+        def rank(layer: LayerDifference) -> tuple[bool, bool, float]:
+            return layer.lost > 0, layer.nan_both > 0 or not layer.is_judged, layer.max_abs or 0.0
+
+        return tuple(sorted(self.layers, key=rank, reverse=True)[:WORST])
 
     @property
     def worst_by_cosine(self) -> tuple[LayerDifference, ...]:
-        """The five lowest cosines; tensors that differ and have no cosine come first."""
+        """The five lowest cosines; tensors without one come first, unless they are the same zeros on both sides."""
 
         def rank(layer: LayerDifference) -> float:
-            return layer.cosine if layer.cosine is not None else 1.0 if layer.identical else -2.0
+            if layer.cosine is not None:
+                return layer.cosine
+            return 1.0 if layer.identical and layer.compared else -2.0
 
         return tuple(sorted(self.layers, key=rank)[:WORST])
 
@@ -92,7 +103,8 @@ def diff(
                 recipe's own error
     rtol, atol  an element is within tolerance if |b - a| <= atol + rtol |a|
     limits      the limits that every tensor must keep
-    layers      a glob (`layer_*`) or, where that matches nothing, a regular expression of names
+    layers      a glob (`layer_*`) or, where that matches nothing, a regular expression of names; whether the
+                recordings are of the same capture is judged by all tensors
     verify      check every byte of the recordings against their manifests first (sha256)
     progress    called with a line of text for every tensor
     """
@@ -113,9 +125,15 @@ def diff(
         errors = {} if third is None else reference_errors(pair, third, chosen)
         tensors = pair.measure(chosen, tolerances, reference=errors, progress=progress)
         differences = tuple(tensor.difference for tensor in tensors)
-        judged = judge_figures(tensors, inputs, unit=pair.unit, on_grid=pair.recipe_error > 0)
-        if isinstance(judged, Suspect):
-            judged = judge_values(examine(pair, tensors, judged), tensors, inputs)
+        same = third is not None and _is_reference(pair, third, errors)
+        judged = judge_figures(tensors, inputs, unit=pair.unit, on_grid=pair.recipe_error > 0, recipe_is_float=same)
+        outside = any(tensor.given not in chosen and tensor.given_error > MISMATCHED for tensor in tensors)
+        if isinstance(judged, Suspect) or outside:
+            rest = [name for name in pair.names if name not in chosen]
+            others = {} if third is None else reference_errors(pair, third, rest)
+            unselected = pair.measure(rest, tolerances, reference=others, progress=progress)
+            with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 beyond 1e154
+                judged = _judge_all(pair, tensors, unselected, judged, inputs)
         verdict = judged
     return DeviceComparison(
         a=str(first.folder),
@@ -131,8 +149,39 @@ def diff(
         limits=tolerances.limits,
         rtol=rtol,
         atol=atol,
+        only_one_has={what: len(names) for what, names in pair.alone.items()},
         notes=_notes(pair, third),
     )
+
+
+def _judge_all(
+    pair: Pair,
+    selected: Sequence[MeasuredTensor],
+    unselected: Sequence[MeasuredTensor],
+    judged: DeviceVerdict | Suspect,
+    inputs: Inputs,
+) -> DeviceVerdict:
+    """The verdict on the selected tensors, `judged` by their figures; all that both have show another capture."""
+    tensors = sorted((*selected, *unselected), key=lambda tensor: pair.names.index(tensor.name))
+    began = first_suspect(tensors, unit=pair.unit, on_grid=pair.recipe_error > 0)
+    if began is None or any(began.tensor is tensor for tensor in selected):
+        began = None
+    else:
+        verdict = judge_values(examine(pair, tensors, began), tensors, inputs)
+        if verdict.kind == "mismatched capture":
+            return verdict
+    if isinstance(judged, DeviceVerdict):
+        return judged
+    return judge_values(examine(pair, tensors, judged), tensors, inputs, began=began)
+
+
+def _is_reference(pair: Pair, reference: Side, errors: Mapping[str, ReferenceErrors]) -> bool:
+    """Whether A is the same as the float reference, in the tensors that were not selected too."""
+    known = [one.recipe for one in errors.values() if one.recipe is not None]
+    if not known or any(known):
+        return False
+    rest = (reference_errors(pair, reference, [name]) for name in pair.names if name not in errors)
+    return not any(one.recipe for found in rest for one in found.values())
 
 
 def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, format: str | None) -> tuple[str, str]:
@@ -199,10 +248,11 @@ def _notes(pair: Pair, reference: Side | None) -> tuple[str, ...]:
     notes = []
     for side, what in ((pair.a, "A"), (pair.b, "B"), *([(reference, "reference")] if reference else [])):
         notes += [f"{what}: {note}" for note in side.recording.notes]
-    for side, other, what in ((pair.a, pair.b, "A"), (pair.b, pair.a, "B")):
-        alone = [label_of(name) for name in side.names if name not in other.names]
-        if alone:
-            notes.append(f"only {what} has {', '.join(alone)}: not compared")
+    notes += [
+        f"only {what} has {', '.join(map(label_of, names))}: not compared"
+        for what, names in pair.alone.items()
+        if names
+    ]
     first, second = pair.a.recording.manifest, pair.b.recording.manifest
     if first.fingerprint and second.fingerprint and first.fingerprint != second.fingerprint:
         notes.append(

@@ -7,7 +7,7 @@ own size n = rms(a), so that one huge token does not outweigh the rest:
     u = (a - base_a) / n              what the layer adds to its input if it is a residual layer, else all of a
     e = d - (base_b - base_a) / n     the difference in what it adds
 
-Rows with NaN or Inf on any side are left out.
+Elements that are NaN or Inf on any side are left out: they count as 0 in every sum, and n is of the others.
 """
 
 import math
@@ -25,11 +25,16 @@ from probe.metrics import KEPT, Comparison, Metrics
 from probe.metrics.tally import Magnitudes
 
 Array = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
 
 #: Elements converted to float64 at a time: 2 MB per temporary.
 CHUNK = 2**18
-#: Rows of a tensor that are read for a quick comparison.
-QUICK = 256
+#: Rows of a tensor that are read for a quick comparison, and elements at most.
+QUICK, QUICK_ELEMENTS = 256, 2**18
+#: A tensor is judged if this share of its elements, or more, is finite on both sides.
+SUFFICIENT = 0.9
+#: A layer that adds less than this part of the tensor is judged as if it added that much.
+LEAST_PART = 1e-6
 #: Added to |a| in relative differences.
 FLOOR = 1e-8
 _TINY = 1e-300
@@ -40,11 +45,16 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
 
 
-def sample_rows(tensor: Tensor, count: int = QUICK) -> Array:
-    """At most `count` of the rows, evenly spaced, in float64."""
+def sample_rows(tensor: Tensor) -> Array:
+    """At most QUICK of the rows, fewer if they are wide, evenly spaced, in float64."""
     rows = as_rows(tensor)
-    picked = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), count)).round().astype(np.int64))
+    picked = evenly(len(rows), min(QUICK, max(8, QUICK_ELEMENTS // rows.shape[1])))
     return rows[torch.from_numpy(picked)].double().numpy()
+
+
+def evenly(length: int, count: int) -> Places:
+    """At most `count` places in range(length), evenly spaced, with both ends."""
+    return np.unique(np.linspace(0, length - 1, min(length, count)).round().astype(np.int64))
 
 
 def chunks(*tensors: Tensor, size: int) -> Iterator[tuple[Array, ...]]:
@@ -56,15 +66,16 @@ def chunks(*tensors: Tensor, size: int) -> Iterator[tuple[Array, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """How the difference spreads, over the rows that are finite on both sides. A share is a part of sum e^2."""
+    """How the difference spreads, over the elements that are finite on both sides. A share is a part of sum e^2."""
 
-    rows: int
+    rows: int  # those with at least one such element
     per_sample: int  # rows of a sample
-    tokens: Array  # [5, tokens]: e^2, u^2, e u, d^2, a^2 summed over channels; NaN in rows that are left out
+    compared: float  # the share of such elements
+    tokens: Array  # [5, tokens]: e^2, u^2, e u, d^2, a^2 summed over channels; NaN in rows without such elements
     channels: Array  # [5, channels]: the same summed over rows
     error: float  # rms(d): the difference relative to the size of the tensor
     added: float  # rms(e) / rms(u): the difference in what the layer adds, relative to what it adds
-    part: float  # rms(u) / rms(a): how much of the tensor the layer added
+    part: float  # rms(u) / rms(a): how much of the tensor the layer added, LEAST_PART or more; 1 if a is 0
     slope: float  # sum e u / sum u^2: what B adds is 1 + slope times what A adds
     factor_share: float  # explained by one common factor
     channel_factor_share: float  # explained by a factor for each channel
@@ -105,22 +116,25 @@ def measure_structure(a: Tensor, b: Tensor, bases: tuple[Tensor, Tensor] | None)
     """One pass over the two tensors, and over those that they add to."""
     rows, width = as_rows(a).shape
     tokens, channels = np.full((5, rows), np.nan), np.zeros((5, width))
-    raw_sum, raw_squares, used, start = np.zeros(width), 0.0, 0, 0
-    for parts in chunks(*map(as_rows, (a, b, *(bases or ()))), size=CHUNK):
-        good = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
-        on_a, on_b, *base = (part[good] for part in parts)
-        size = np.sqrt(np.square(on_a).mean(1, keepdims=True))
-        size[size == 0] = 1.0
+    raw_sum, raw_squares, counts, used, start = np.zeros(width), 0.0, np.zeros(width, np.int64), 0, 0
+    tensors = [as_rows(one) for one in (a, b, *(bases or ()))]
+    for parts in chunks(*tensors, size=CHUNK):
+        good = np.logical_and.reduce([np.isfinite(part) for part in parts])
+        on_a, on_b, *base = parts if good.all() else (np.where(good, part, 0.0) for part in parts)
+        size = _row_sizes(on_a, good)
         apart = on_b - on_a
         error, adds = (apart - (base[1] - base[0]), on_a - base[0]) if base else (apart, on_a)
         raw_sum += error.sum(0)
-        raw_squares += float(np.square(error).sum())
+        with np.errstate(over="ignore"):
+            raw_squares += float(np.square(error).sum())
+        counts += good.sum(0)
         apart, error, adds, on_a = apart / size, error / size, adds / size, on_a / size
-        places = start + np.flatnonzero(good)
+        known = good.any(1)
+        places = start + np.flatnonzero(known)
         products = (error * error, adds * adds, error * adds, apart * apart, on_a * on_a)
         for row, product in enumerate(products):
             channels[row] += product.sum(0)
-            tokens[row, places] = product.sum(1)
+            tokens[row, places] = product.sum(1)[known]
         start, used = start + len(good), used + len(places)
     e, u, eu, d, x = (float(total) for total in channels.sum(1))
 
@@ -129,21 +143,38 @@ def measure_structure(a: Tensor, b: Tensor, bases: tuple[Tensor, Tensor] | None)
         explained = float(np.nansum(sums[2] ** 2 / np.maximum(sums[1], _TINY)))
         return min(1.0, explained / e) if e else 0.0
 
-    constant = float(np.square(raw_sum).sum()) / max(used, 1)
+    with np.errstate(over="ignore"):
+        constant = float((np.square(raw_sum) / np.maximum(counts, 1)).sum())
+    part = max(_ratio(u, x), LEAST_PART) if x else 1.0
     return Structure(
         rows=used,
         per_sample=max(1, a.numel() // max(1, a.shape[0] * a.shape[-1])) if a.dim() > 2 else 1,
+        compared=float(counts.sum()) / a.numel(),
         tokens=tokens,
         channels=channels,
         error=_ratio(d, x),
-        added=_ratio(e, u),
-        part=_ratio(u, x),
+        added=_ratio(e, max(u, LEAST_PART**2 * x)),
+        part=part,
         slope=eu / max(u, _TINY),
         factor_share=share(np.array([[e], [u], [eu]])),
         channel_factor_share=share(channels),
         token_factor_share=share(tokens),
-        constant_share=constant / raw_squares if raw_squares else 0.0,
+        constant_share=constant / raw_squares if 0 < raw_squares < math.inf else 0.0,
     )
+
+
+def _row_sizes(x: Array, good: npt.NDArray[np.bool_]) -> Array:
+    """rms of every row over its good elements, [rows, 1]; 1 where all are 0. The others are 0 in x."""
+    counts = np.maximum(good.sum(1, keepdims=True), 1)
+    with np.errstate(over="ignore"):
+        size: Array = np.sqrt(np.square(x).sum(1, keepdims=True) / counts)
+    extreme = ~((size > 1e-140) & (size < 1e140)).all(1)  # squares that are near the ends of float64
+    if extreme.any():
+        largest = np.abs(x[extreme]).max(1, keepdims=True)
+        scaled = x[extreme] / np.where(largest > 0, largest, 1.0)
+        size[extreme] = largest * np.sqrt(np.square(scaled).sum(1, keepdims=True) / counts[extreme])
+    size[size == 0] = 1.0
+    return size
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -193,6 +224,7 @@ class Tolerances:
 class LayerDifference:
     """One tensor, d = b - a; elements that are NaN or Inf on either side are counted and left out of the rest.
 
+        compared            share of the elements that are finite on both sides: those that the figures are of
         max_relative, ...   of |d| / (|a| + 1e-8): relative to A
         within              share of all elements with |d| <= atol + rtol |a|; equal infinities are within
         error               rms(d) / rms(a), every token in units of its own size
@@ -222,8 +254,15 @@ class LayerDifference:
     inf_a: int
     nan_b: int
     inf_b: int
+    compared: float
+    nan_both: int
+    """Elements that are NaN on both sides."""
+    inf_both: int
+    """Elements that are the same infinity on both sides."""
     lost: int
-    """Elements that are finite on one side only."""
+    """Elements that are not finite on one side, and not the same on the other."""
+    is_zero: bool
+    """Whether every element is 0 on both sides."""
     error: float
     added: float
     noise: float
@@ -239,6 +278,11 @@ class LayerDifference:
         return label_of(self.name)
 
     @property
+    def is_judged(self) -> bool:
+        """Whether enough of the tensor was compared for a verdict."""
+        return self.compared >= SUFFICIENT
+
+    @property
     def beyond_noise(self) -> float:
         """added / noise: above 1, the difference is more than noise."""
         return self.added / self.noise if self.noise else 0.0
@@ -246,11 +290,14 @@ class LayerDifference:
 
 @dataclass(frozen=True)
 class ReferenceErrors:
-    """Differences from the float reference: of the recipe, of what the recipe's layer adds, and of the device."""
+    """Differences from the float reference: of the recipe, of what the recipe's layer adds, and of the device.
 
-    recipe: float
-    recipe_added: float
-    device: float
+    None where less than SUFFICIENT of the tensor could be compared.
+    """
+
+    recipe: float | None
+    recipe_added: float | None
+    device: float | None
 
 
 def measure_difference(
@@ -269,11 +316,12 @@ def measure_difference(
     comparison.update(b, a)
     metrics = comparison.metrics()
     relative = Magnitudes(KEPT)
-    count, total, largest, within, lost = 0, 0.0, 0.0, 0, 0
+    count, total, largest, within, nan_both, inf_both = 0, 0.0, 0.0, 0, 0, 0
     for x, y in chunks(a.reshape(-1), b.reshape(-1), size=CHUNK):
         good = np.isfinite(x) & np.isfinite(y)
-        lost += int((np.isfinite(x) != np.isfinite(y)).sum() + (np.isinf(x) & np.isinf(y) & (x != y)).sum())
-        within += int((~good & (x == y)).sum())
+        if not good.all():
+            nan_both += int((np.isnan(x) & np.isnan(y)).sum())
+            inf_both += int((np.isinf(x) & (x == y)).sum())
         x, y = x[good], y[good]
         size, scale = np.abs(y - x), np.abs(x)
         within += int((size <= tolerances.atol + tolerances.rtol * scale).sum())
@@ -281,6 +329,8 @@ def measure_difference(
         relative.take(part)
         count, total = count + part.size, total + float(part.sum())
         largest = max(largest, float(part.max(initial=0.0)))
+    lost = a.numel() - count - nan_both - inf_both
+    ends = (getattr(metrics, f"{end}_{side}") for end in ("min", "max") for side in ("output", "reference"))
     counts = ((kind, side, of) for kind in ("nan", "inf") for side, of in (("a", "reference"), ("b", "output")))
     return LayerDifference(
         name=name,
@@ -294,26 +344,35 @@ def measure_difference(
         max_relative=finite(largest) if count else None,
         mean_relative=finite(total / count) if count else None,
         median_relative=finite(relative.quantiles((0.5,), largest=largest)[0]) if count else None,
-        within=within / a.numel(),
+        within=(within + inf_both) / a.numel(),
+        compared=count / a.numel(),
+        nan_both=nan_both,
+        inf_both=inf_both,
         lost=lost,
+        is_zero=count == a.numel() and not any(ends),
         error=structure.error,
         added=structure.added,
         noise=noise,
         recipe_error=errors.recipe if errors else None,
         device_error=errors.device if errors else None,
-        recipe_errors=structure.error / errors.recipe if errors and errors.recipe else None,
-        exceeded=_exceeded(metrics, tolerances.limits, lost),
+        recipe_errors=structure.error / errors.recipe if errors and errors.recipe and structure.compared else None,
+        exceeded=_exceeded(metrics, tolerances.limits, is_finite=not lost and not nan_both),
     )
 
 
-def _exceeded(metrics: Metrics, limits: Limits, lost: int) -> tuple[str, ...]:
-    """The limits that are not kept; a figure that is None keeps its limit only where nothing differs."""
-    if metrics.identical:
-        return ()
+def _exceeded(metrics: Metrics, limits: Limits, *, is_finite: bool) -> tuple[str, ...]:
+    """The limits that are not kept; a figure that is None keeps its limit only where nothing differs.
+
+    "compared" stands for a tensor that is finite or of equal infinities, too many for a verdict.
+    """
     known = (
         ("max_abs", metrics.max_abs is not None and metrics.max_abs < limits.max_abs),
         ("mean_abs", metrics.mae is not None and metrics.mae < limits.mean_abs),
         ("cosine", metrics.max_abs == 0 or (metrics.cosine is not None and metrics.cosine > limits.cosine)),
-        ("finite", not lost),
     )
-    return tuple(name for name, kept in known if not kept)
+    beyond = [] if metrics.identical else [name for name, kept in known if not kept]
+    if not is_finite:
+        beyond.append("finite")
+    elif metrics.compared < SUFFICIENT * metrics.count:
+        beyond.append("compared")
+    return tuple(beyond)

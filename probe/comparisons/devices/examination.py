@@ -8,18 +8,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from probe.comparisons.devices.differences import Array, as_rows, sample_rows
+from probe.comparisons.devices.differences import Array, Places, as_rows, evenly, sample_rows
 from probe.comparisons.devices.pairs import UNITS, MeasuredTensor, Pair, is_in_stream, is_layer
-from probe.comparisons.devices.patterns import NARROWER, SampledRows, narrower, off_grid, recognise, sample_tensor
+from probe.comparisons.devices.patterns import (
+    NARROWER,
+    SAMPLED,
+    Pattern,
+    SampledRows,
+    narrower,
+    off_grid,
+    recognise,
+    sample_tensor,
+)
 from probe.comparisons.selection import label_of
 from probe.words import LOGITS
 
 UNSTRUCTURED = "no bias, no common factor, no channel or sample that stands out: it looks like rounding"
 #: Two rows are the same if they differ by less than this part of the difference between other rows.
 SAME = 0.02
-#: Tokens that the head of a model is fitted to.
-_FITTED = 4096
+#: Tokens and words of the vocabulary that the head of a model is fitted to, at most.
+_FITTED, _VOCABULARY = 4096, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +56,7 @@ class Examination:
 
     suspect: Suspect
     is_first: bool
-    """Whether it is the first tensor of all."""
+    """Whether it is the first tensor that both have."""
     renamed: str
     moved_samples: str
     each_sample_once: bool
@@ -53,11 +64,11 @@ class Examination:
     """How many places later the tokens of B are: -1, 0 or 1."""
     other_prompt: str
     precision: HiddenPrecision | None
-    pattern: str
+    pattern: Pattern
 
 
 def examine(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Suspect) -> Examination:
-    """Read the values of the suspect, and of other tensors where they are needed; `tensors` are all measured ones."""
+    """Read the values of the suspect, and of other tensors where they are needed; `tensors` are all that both have."""
     tensor = suspect.tensor
     a, b = pair.tensors(tensor.name)
     given = pair.tensors(tensor.given) if tensor.given else None
@@ -102,8 +113,13 @@ def _renamed(pair: Pair, name: str) -> str:
 
 
 def distance(a: Array, b: Array) -> float:
-    """rms(b - a) / rms(a)."""
-    size = float(np.square(a).mean()) if a.size else 0.0
+    """rms(b - a) / rms(a) over the elements that are finite on both; infinite if there are none."""
+    good = np.isfinite(a) & np.isfinite(b)
+    if not good.all():
+        a, b = a[good], b[good]
+    if not a.size:
+        return np.inf
+    size = float(np.square(a).mean())
     return (float(np.square(b - a).mean()) / size) ** 0.5 if size else float(bool(b.any()))
 
 
@@ -123,30 +139,37 @@ def same_elsewhere(name: str, b: Array, others: Mapping[str, Array], *, noise: f
 
 def sample_order(rows: SampledRows) -> tuple[str, bool]:
     """Samples that are at other places on B, in words, and whether B has each sample of A once."""
-    for a, b in ((rows.a, rows.b), rows.added):
-        if rows.samples < 2 or len(a) % rows.samples or not len(a):
+    for x, y in rows.by_sample():
+        samples = len(x)
+        if samples < 2:
             continue
-        x, y = (side.reshape(rows.samples, -1) for side in (a, b))
-        own, nearest = np.square(y - x).sum(1), squared_distances(y, x).argmin(1)
-        nearest = np.where(own <= SAME**2 * np.square(x).sum(1), np.arange(rows.samples), nearest)
+        own, places = np.square(y - x).sum(1), np.arange(samples)
+        nearest = np.where(own <= SAME**2 * np.square(x).sum(1), places, _nearest(y, x))
         best = np.square(y - x[nearest]).sum(1)
-        moved = (nearest != np.arange(rows.samples)) & (best < SAME**2 * own)
+        moved = (nearest != places) & (best < SAME**2 * own)
         # samples at their own place differ by far less than the moved ones
         rest_agrees = moved.all() or own[~moved].max() < SAME * own[moved].min(initial=np.inf)
         if moved.any() and (moved | (own <= best * 1.0001)).all() and rest_agrees:
             first = int(np.flatnonzero(moved)[0])
-            words = f"{int(moved.sum())} of {rows.samples} samples: sample {first} of B is sample {nearest[first]} of A"
-            return words, len(set(nearest.tolist())) == rows.samples
+            words = f"{int(moved.sum())} of {samples} samples: sample {first} of B is sample {nearest[first]} of A"
+            return words, len(set(nearest.tolist())) == samples
     return "", False
+
+
+def _nearest(y: Array, x: Array) -> Places:
+    """The row of x that is nearest to each row of y."""
+    step = max(1, SAMPLED // len(x))
+    parts = [squared_distances(y[start : start + step], x).argmin(1) for start in range(0, len(y), step)]
+    return np.concatenate(parts)
 
 
 def token_shift(rows: SampledRows, a: Array, b: Array) -> int:
     """How many places later the tokens of B come than A's: -1, 0 or 1."""
-    if len(a) % rows.samples or len(a) // rows.samples < 4:
+    if rows.grid[2] < 4:
         return 0
-    x, y = (side.reshape(rows.samples, -1, side.shape[1]) for side in (a, b))
+    x, y = (side.reshape(*rows.grid, -1) for side in (a, b))
     here = distance(x, y)
-    for shift, moved in ((1, distance(x[:, :-1], y[:, 1:])), (-1, distance(x[:, 1:], y[:, :-1]))):
+    for shift, moved in ((1, distance(x[:, :, :-1], y[:, :, 1:])), (-1, distance(x[:, :, 1:], y[:, :, :-1]))):
         if moved < SAME * here:
             return shift
     return 0
@@ -158,7 +181,8 @@ def other_prompt(rows: SampledRows) -> str:
     Either some tokens agree and the rest do not at all, or B's tokens are found at other places of A, or every channel
     has the spread that it has on A while the values are unrelated.
     """
-    a, b = rows.a, rows.b
+    known = rows.a.any(1) | rows.b.any(1)
+    a, b = rows.a[known], rows.b[known]
     if len(a) < 4:
         return ""
     size = np.sqrt(np.square(a).mean(1)) + 1e-300
@@ -206,11 +230,10 @@ def hidden_precision(pair: Pair, tensors: Sequence[MeasuredTensor], suspect: Mea
         if not low < own < high or not all(low < one < 2 * high for one in added):
             continue
         cause = f"computed in {words}, though recorded as {suspect.difference.dtype_b}"
-        evidence = (
-            f"every layer differs by {min(added, default=own):.2g} to {max(added, default=own):.2g} of what it adds, "
-            f"from the first on: {words} causes that much",
-            UNSTRUCTURED,
-        )
+        size = f"{suspect.difference.label} differs by {own:.2g} of its size"
+        if added:
+            size = f"every layer differs by {min(added):.2g} to {max(added):.2g} of what it adds, from the first on"
+        evidence = (f"{size}: {words} causes that much", UNSTRUCTURED)
         on_grid = [off_grid(sample_rows(pair.b.tensor(layer.name)), name) < 0.05 for layer in layers]
         if len(on_grid) > 1 and on_grid[0] and not any(on_grid[1:]):
             return None
@@ -232,12 +255,12 @@ def head_error(pair: Pair) -> float | None:
     logits = W y: W is found from A by least squares over its tokens, and applied to B's y.
     """
     before = pair.given(LOGITS) if LOGITS in pair.names else None
-    if before is None:
+    if before is None or pair.a.shape(before)[-1] >= 2048:
         return None
     for normed in (None, "rms", "spread") if before != "final_norm.output" else (None,):
-        x, y = (_features(sample_rows(side.tensor(before), _FITTED), normed) for side in (pair.a, pair.b))
-        out, other = (sample_rows(side.tensor(LOGITS), _FITTED) for side in (pair.a, pair.b))
-        if len(x) != len(out) or len(x) < 1.25 * x.shape[1] or x.shape[1] > 2048:
+        x, y = (_features(_fitted(side.tensor(before)), normed) for side in (pair.a, pair.b))
+        out, other = (_fitted(side.tensor(LOGITS), _VOCABULARY) for side in (pair.a, pair.b))
+        if len(x) != len(out) or len(x) < 1.25 * x.shape[1]:
             return None
         if not all(np.isfinite(part).all() for part in (x, y, out, other)):
             return None
@@ -246,6 +269,13 @@ def head_error(pair: Pair) -> float | None:
         if float(np.sqrt(np.square(x @ head - out).mean())) / size < 1e-5:
             return float(np.sqrt(np.square(y @ head - other).mean())) / size
     return None
+
+
+def _fitted(tensor: Tensor, most: int | None = None) -> Array:
+    """At most _FITTED rows and `most` columns, evenly spaced, in float64."""
+    rows = as_rows(tensor)
+    picked, columns = evenly(len(rows), _FITTED), evenly(rows.shape[1], most or rows.shape[1])
+    return rows[torch.from_numpy(picked)[:, None], torch.from_numpy(columns)[None]].double().numpy()
 
 
 def _features(x: Array, normed: str | None) -> Array:

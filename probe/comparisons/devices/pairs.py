@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from probe.comparisons.devices.differences import (
+    LEAST_PART,
+    SUFFICIENT,
     LayerDifference,
     ReferenceErrors,
     Structure,
@@ -42,7 +44,8 @@ from probe.words import LOGITS
 
 Progress = Callable[[str], None]
 #: Tensors that layers read and write, beside the outputs of layers; each is made of the one before.
-ENDS = ("embedding.output", "final_norm.output", LOGITS)
+EMBEDDING = "embedding.output"
+ENDS = (EMBEDDING, "final_norm.output", LOGITS)
 #: Half a step, relative: 2^-(mantissa bits + 1).
 UNITS = {
     name: torch.finfo(getattr(torch, name)).eps / 2
@@ -106,6 +109,8 @@ class MeasuredTensor:
     difference: LayerDifference
     structure: Structure
     given: str | None
+    given_error: float
+    """The relative difference of that tensor; 0 without one."""
     residual: bool
     """Whether the layer adds to its input."""
 
@@ -126,6 +131,12 @@ class Pair:
     def names(self) -> tuple[str, ...]:
         """The tensors that both have, in the order of the data flow."""
         return tuple(name for name in self.a.names if name in self.b.names)
+
+    @property
+    def alone(self) -> dict[str, list[str]]:
+        """The tensors that only A has, and only B."""
+        sides = {"A": (self.a, self.b), "B": (self.b, self.a)}
+        return {what: [n for n in side.names if n not in other.names] for what, (side, other) in sides.items()}
 
     @cached_property
     def stream(self) -> tuple[str, ...]:
@@ -164,8 +175,9 @@ class Pair:
             return None
         bases = self.tensors(given)
         output, base = sample_rows(a), sample_rows(bases[0])
-        good = np.isfinite(output).all(1) & np.isfinite(base).all(1)
-        output, base = output[good], base[good]
+        good = np.isfinite(output) & np.isfinite(base)
+        scale = float(np.abs(output[good]).max(initial=0.0)) or 1.0  # squares stay within float64
+        output, base = output[good] / scale, base[good] / scale
         return bases if np.square(output - base).sum() < np.square(output).sum() else None
 
     def measure(
@@ -188,14 +200,16 @@ class Pair:
                 errors[given] = measure_structure(*self.tensors(given), None).error
             structure, against = measure_structure(a, b, bases), reference.get(name)
             error = self._error_given(name, given, errors)
-            least = against.recipe_added if against else self.recipe_error
+            measured_error = against.recipe_added if against else None
+            least = self.recipe_error if measured_error is None else measured_error
             noise = noise_bound(self.unit, given=error, part=structure.part, channels=a.shape[-1], at_least=least)
             dtypes = (self.a.dtype(name), self.b.dtype(name))
             difference = measure_difference(
                 name, a, b, structure, dtypes=dtypes, tolerances=tolerances, noise=noise, errors=against
             )
             errors[name] = structure.error
-            measured.append(MeasuredTensor(difference, structure, given, bases is not None))
+            given_error = errors[given] if given is not None else 0.0
+            measured.append(MeasuredTensor(difference, structure, given, given_error, bases is not None))
         return measured
 
     def _error_given(self, name: str, given: str | None, errors: Mapping[str, float]) -> float:
@@ -228,7 +242,12 @@ def reference_errors(pair: Pair, reference: Side, names: Sequence[str]) -> dict[
             expected, emulated = floats.tensors(name)
             recipe = measure_structure(expected, emulated, floats.bases(name, expected))
             device = measure_structure(expected, pair.b.tensor(name), None)
-            errors[name] = ReferenceErrors(recipe.error, recipe.added, device.error)
+            judged = recipe.compared >= SUFFICIENT
+            errors[name] = ReferenceErrors(
+                recipe=recipe.error if judged else None,
+                recipe_added=recipe.added if judged else None,
+                device=device.error if device.compared >= SUFFICIENT else None,
+            )
     return errors
 
 
@@ -250,7 +269,7 @@ def noise_bound(unit: float, *, given: float, part: float, channels: int, at_lea
     roundings = ROUNDINGS * unit
     if unit <= UNITS["float32"]:
         roundings = SUMS * unit * math.sqrt(max(1.0, channels / 128))
-    residual = RESIDUAL * unit / max(part, 1e-6)
+    residual = RESIDUAL * unit / max(part, LEAST_PART)
     return max(at_least, math.hypot(GAIN * given, roundings, residual))
 
 

@@ -4,7 +4,7 @@ Each pattern returns a description, or an empty text where it does not fit; the 
 that the gate knows too are those of probe/diagnosis/signatures.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from probe.comparisons.devices.differences import Array, Structure, as_rows, chunks, sample_rows
+from probe.comparisons.devices.differences import CHUNK, Array, Places, Structure, as_rows, chunks, evenly
 from probe.comparisons.devices.pairs import ROUNDINGS, UNITS
 from probe.diagnosis.signatures import SIGNATURES, Step
 
@@ -24,16 +24,47 @@ EXPLAINED, PARTLY = 0.9, 0.5
 NARROWER = (0.25, ROUNDINGS)
 #: The dtypes that devices compute in without reporting it, with the words for them; fine first.
 HIDDEN = {"float16": "float16 or tf32", "bfloat16": "bfloat16"}
+#: Adjacent tokens that are sampled together.
+WINDOW = 16
+#: Values that a pattern needs at least.
+_FEWEST = 8
 #: Channels that are matched with all others at most.
 _MATCHED = 256
+_NORMAL = {
+    float(torch.finfo(getattr(torch, name)).tiny): name for name in ("bfloat16", "float16", "float32", "float64")
+}
 _LARGEST = {float(torch.finfo(getattr(torch, name)).max): name for name in UNITS if name != "float64"}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a difference looks like, in words."""
+
+    words: str
+    is_cause: bool
+    """Whether it is the cause, and not only a description."""
+
+
+@dataclass(frozen=True, eq=False)
+class OneSided:
+    """The elements that are not finite on one side and not the same on the other."""
+
+    a: Array
+    b: Array
+    """Their values on both sides, at most 2^16 and the rest of a chunk."""
+    a_only: int
+    """How many there are that are not finite on A, and finite on B."""
+    b_only: int
+    on_both: int
+    """NaN on one side and Inf on the other, or infinities of other signs."""
 
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """Rows of one tensor on both devices, spread evenly over the recording; only rows that are finite on both.
+    """Rows of one tensor on both devices: windows of adjacent tokens, at the same places in every sample.
 
-    `given` are the rows of the layer's input on both devices; with `residual` the layer adds to them.
+    Elements that are not finite on any side are 0 on all. `given` are the rows of the layer's input on both devices;
+    with `residual` the layer adds to them.
     """
 
     unit: float
@@ -42,44 +73,123 @@ class SampledRows:
     b: Array
     given: tuple[Array, Array] | None
     residual: bool
-    samples: int
-    one_sided: tuple[Array, Array]  # values of a and b where just one of them is finite; not all if there are many
+    grid: tuple[int, int, int]
+    """Samples, windows of each, tokens of each window: the rows are in this order."""
+    tensors: tuple[Tensor, ...]
+    """Where the rows come from: a, b and the input on both devices, [samples, tokens, channels]."""
+    one_sided: OneSided
 
     @cached_property
     def added(self) -> tuple[Array, Array]:
         """What the layer adds on A and on B."""
-        if self.residual and self.given is not None:
-            return self.a - self.given[0], self.b - self.given[1]
-        return self.a, self.b
+        return self._added(self.a, self.b, *(self.given or ()))
 
     @cached_property
     def difference(self) -> Array:
         """The difference in what the layer adds."""
         return self.added[1] - self.added[0]
 
+    def _added(self, a: Array, b: Array, *given: Array) -> tuple[Array, Array]:
+        return (a - given[0], b - given[1]) if self.residual and given else (a, b)
+
+    def by_sample(self) -> Iterator[tuple[Array, Array]]:
+        """Values of every sample, [samples, values]: those of A and B, and then what the layer adds on A and on B.
+
+        All values if they fit into SAMPLED elements, else those at some tokens, and some channels if there are many
+        samples; the same ones of every sample.
+        """
+        samples, _, channels = self.tensors[0].shape
+        most = max(1, SAMPLED // samples)
+        picked = choose(_token_energy(self.structure, samples).sum(0), max(1, most // channels))
+        tensors = self.tensors if self.residual else self.tensors[:2]
+        parts = []
+        for tensor in tensors:
+            some = evenly(tensor.shape[2], most)
+            values = tensor[:, torch.from_numpy(picked)[:, None], torch.from_numpy(some)[None]]
+            parts.append(values.double().numpy().reshape(samples, -1))
+        x, y, *base = _finite_on_all(parts)
+        yield x, y
+        if base:
+            yield self._added(x, y, *base)
+
 
 def sample_tensor(
     a: Tensor, b: Tensor, given: tuple[Tensor, Tensor] | None, *, residual: bool, unit: float, structure: Structure
 ) -> SampledRows:
-    """All rows if they fit into SAMPLED elements, else as many as do, evenly spaced."""
-    tensors = [as_rows(x) for x in (a, b, *(given or ()))]
-    parts = [sample_rows(one, max(1, SAMPLED // max(tensors[0].shape[1], 1))) for one in tensors]
-    good = np.logical_and.reduce([np.isfinite(part).all(1) for part in parts])
-    x, y, *base = (part[good] for part in parts)
-    one_sided = _one_sided(tensors[0], tensors[1])
-    return SampledRows(unit, structure, x, y, (base[0], base[1]) if base else None, residual, a.shape[0], one_sided)
+    """All rows if they fit into SAMPLED elements, else windows of tokens: where most of the difference is, and others.
+
+    The windows are at the same places in every sample. Only if there are too many samples are some of them left out.
+    """
+    samples, per_sample = len(a), structure.per_sample
+    tensors = tuple(as_rows(x).reshape(samples, per_sample, -1) for x in (a, b, *(given or ())))
+    most = max(1, SAMPLED // max(tensor.shape[2] for tensor in tensors))
+    energy = _token_energy(structure, samples)
+    if samples * per_sample <= most:
+        chosen, starts, length = np.arange(samples), np.zeros(1, np.int64), per_sample
+    else:
+        length = min(per_sample, WINDOW, most)
+        chosen = choose(energy.sum(1), max(1, most // length))
+        starts = np.unique(np.append(np.arange(0, per_sample - length, length), per_sample - length))
+        windows = np.add.reduceat(energy[chosen].sum(0), starts)
+        starts = starts[choose(windows, max(1, most // (length * len(chosen))))]
+    places = chosen[:, None, None] * per_sample + starts[None, :, None] + np.arange(length)
+    index = torch.from_numpy(places.reshape(-1))
+    parts = [tensor.reshape(samples * per_sample, -1)[index].double().numpy() for tensor in tensors]
+    x, y, *base = _finite_on_all(parts)
+    return SampledRows(
+        unit=unit,
+        structure=structure,
+        a=x,
+        b=y,
+        given=(base[0], base[1]) if base else None,
+        residual=residual,
+        grid=(len(chosen), len(starts), length),
+        tensors=tensors,
+        one_sided=_one_sided(tensors[0], tensors[1]),
+    )
 
 
-def _one_sided(a: Tensor, b: Tensor) -> tuple[Array, Array]:
-    """At most 2^16 values and the rest of a chunk."""
-    values = [np.zeros((2, 0))]
-    for x, y in chunks(a, b, size=SAMPLED):
-        odd = np.isfinite(x) != np.isfinite(y)
-        values.append(np.stack([x[odd], y[odd]]))
-        if sum(part.shape[1] for part in values) > 2**16:
-            break
+def choose(energy: Array, count: int) -> Places:
+    """`count` places in order: half of them evenly spaced, the others where the energy is largest."""
+    if count >= len(energy):
+        return np.arange(len(energy))
+    even = evenly(len(energy), count - count // 2)
+    largest = np.argsort(-energy, kind="stable")
+    return np.sort(np.concatenate([even, largest[~np.isin(largest, even)][: count - len(even)]]))
+
+
+def _token_energy(structure: Structure, samples: int) -> Array:
+    """[samples, tokens]: the squared difference in what the layer adds."""
+    energy: Array = np.nan_to_num(structure.tokens[0]).reshape(samples, -1)
+    return energy
+
+
+def _finite_on_all(parts: Sequence[Array]) -> list[Array]:
+    """The parts with 0 where any is not finite; parts of another width than the first have 0 in those rows."""
+    width = parts[0].shape[1]
+    good = np.logical_and.reduce([np.isfinite(part) for part in parts if part.shape[1] == width])
+    for part in parts:
+        if part.shape[1] != width:
+            good = good & np.isfinite(part).all(1, keepdims=True)
+    if good.all():
+        return list(parts)
+    rows = good.any(1, keepdims=True)
+    return [np.where(good if part.shape[1] == width else rows, part, 0.0) for part in parts]
+
+
+def _one_sided(a: Tensor, b: Tensor) -> OneSided:
+    values, counts = [np.zeros((2, 0))], np.zeros(3, np.int64)
+    for x, y in chunks(a.reshape(-1), b.reshape(-1), size=CHUNK):
+        on_a, on_b = np.isfinite(x), np.isfinite(y)
+        if on_a.all() and on_b.all():
+            continue
+        unlike = ~on_a & ~on_b & (x != y) & ~(np.isnan(x) & np.isnan(y))
+        odd = (on_a != on_b) | unlike
+        counts += [int((~on_a & on_b).sum()), int((on_a & ~on_b).sum()), int(unlike.sum())]
+        if sum(part.shape[1] for part in values) < 2**16:
+            values.append(np.stack([x[odd], y[odd]]))
     on_a, on_b = np.concatenate(values, axis=1)
-    return on_a, on_b
+    return OneSided(on_a, on_b, *map(int, counts))
 
 
 def off_grid(x: Array, dtype: str) -> float:
@@ -107,34 +217,77 @@ def _squares(x: Array) -> float:
     return float(np.square(x).sum())
 
 
-def recognise(rows: SampledRows) -> str:
-    """The cause in words; empty if no pattern fits."""
-    return next((found for pattern in PATTERNS.values() if (found := pattern(rows))), "")
+def recognise(rows: SampledRows) -> Pattern:
+    """The first pattern that fits; one without words if none does."""
+    few = rows.structure.rows * rows.a.shape[1] < _FEWEST  # anything explains a few values
+    names = [name for name in PATTERNS if not few or name == "NaN or Inf"]
+    found = ((name, PATTERNS[name](rows)) for name in names)
+    return next((Pattern(words, name not in DESCRIPTIONS) for name, words in found if words), Pattern("", False))
 
 
 def _lost(rows: SampledRows) -> str:
     """NaN or Inf on one side only."""
-    a, b = rows.one_sided
-    if not len(a):
-        return ""
-    gone, kept = ~np.isfinite(b), ~np.isfinite(a)
-    if gone.sum() >= kept.sum():
-        kind = "NaN" if np.isnan(b[gone]).any() else "Inf"
-        largest = float(np.abs(a[gone]).max())
+    found = rows.one_sided
+    on_a, on_b = np.isfinite(found.a), np.isfinite(found.b)
+    lines = []
+    if found.b_only:
+        largest = float(np.abs(found.a[~on_b & on_a]).max(initial=0.0))
         past = next((name for top, name in sorted(_LARGEST.items(), reverse=True) if largest > top), None)
-        why = f": A reaches {largest:.4g}, beyond {past}" if past else ""
-        return f"{kind} on B where A is finite, {_counted(int(gone.sum()))}{why}"
-    values = np.unique(np.abs(b[kept]))
-    if len(values) <= 4 and values[-1] > 0:
-        name = _LARGEST.get(float(values[-1]))
-        return f"saturates instead of NaN or Inf: +-{values[-1]:.6g} on B" + (f", the largest {name}" if name else "")
-    if not values.any():
-        return "NaN or Inf of A is replaced by 0 on B"
-    return f"B is finite where A is NaN or Inf, {_counted(int(kept.sum()))}"
+        why = _saturation(found.a[on_a & ~on_b], None, "A", ": A saturates there")
+        why = why or (f": A reaches {largest:.4g}, beyond {past}" if past else "")
+        lines.append(f"{_kind(found.b[on_a & ~on_b])} on B where A is finite, {_counted(found.b_only)}{why}")
+    if found.a_only:
+        values = found.b[on_b & ~on_a]
+        where = f"{_kind(found.a[on_b & ~on_a])} on A where B is finite, {_counted(found.a_only)}"
+        zeros = "" if values.any() else "NaN or Inf of A is replaced by 0 on B"
+        instead = _saturation(values, rows.b, "B", "saturates instead of NaN or Inf")
+        lines.append(instead or zeros or where)
+    if found.on_both:
+        kinds = [_kind(side[~on_a & ~on_b]) for side in (found.a, found.b)]
+        unlike = f"{kinds[0]} on A and {kinds[1]} on B" if kinds[0] != kinds[1] else "infinities of other signs"
+        lines.append(f"{unlike} at the same places, {_counted(found.on_both)}")
+    first = 0 if found.b_only >= found.a_only or len(lines) < 2 else 1
+    return "; ".join([lines[first], *lines[:first], *lines[first + 1 :]]) if lines else ""
+
+
+def _kind(values: Array) -> str:
+    nan = np.isnan(values)
+    return "NaN" if nan.all() else "NaN or Inf" if nan.any() else "Inf"
+
+
+def _saturation(values: Array, others: Array | None, side: str, words: str) -> str:
+    """The largest magnitude that stands in for NaN or Inf, in words; empty if there is no evidence of one.
+
+    Nearly all of the values must be the same number: the end of a format or, if `others` are given, one that is there
+    twice or more and that none of them exceeds.
+    """
+    magnitudes, counts = np.unique(np.abs(values), return_counts=True)
+    top, count = float(magnitudes[counts.argmax()]), int(counts.max())
+    name = _LARGEST.get(top)
+    is_end = name is not None or (others is not None and count > 1 and top >= float(np.abs(others).max(initial=0.0)))
+    if top == 0 or count < EXPLAINED * len(values) or not is_end:
+        return ""
+    return f"{words}: +-{top:.6g} on {side}" + (f", the largest {name}" if name else "")
 
 
 def _counted(count: int) -> str:
     return "in one value" if count == 1 else f"in {count} values"
+
+
+def _flushed(rows: SampledRows) -> str:
+    """B is 0 where A is below the smallest normal number of a dtype, and nowhere has such a value."""
+    a, b = np.abs(rows.a), np.abs(rows.b)
+    gone = (b == 0) & (a > 0)
+    if not gone.any():
+        return ""
+    largest, least = float(a[gone].max()), float(b[b > 0].min(initial=np.inf))
+    scale = 1 / float(np.abs(rows.b - rows.a).max())
+    if _squares((rows.b - rows.a)[gone] * scale) < EXPLAINED * _squares((rows.b - rows.a) * scale):
+        return ""
+    for normal, name in sorted(_NORMAL.items()):
+        if largest < normal <= least and (least < np.inf or name != "float16"):  # zeros alone may be any small values
+            return f"subnormals are flushed to zero: values below {normal:.2g} are 0 on B ({name})"
+    return ""
 
 
 def _skipped(rows: SampledRows) -> str:
@@ -272,9 +425,12 @@ def _rough(rows: SampledRows) -> str:
     return ""
 
 
+#: Patterns that describe a difference, but are not its cause.
+DESCRIPTIONS = ("unrelated", "a little less", "partly", "rough noise")
 #: In the order in which they are tried.
 PATTERNS: dict[str, Callable[[SampledRows], str]] = {
     "NaN or Inf": _lost,
+    "flushed subnormals": _flushed,
     "zeros": lambda rows: SIGNATURES["zeros"](_step(rows.a, rows.b)),
     "skipped": _skipped,
     "saturated": _clipped,

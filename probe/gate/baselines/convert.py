@@ -29,16 +29,23 @@ Rows = dict[str, np.ndarray[Any, Any]]
 def convert(root: Path) -> Iterator[str]:
     """Convert every model under `root`, and say what was compared of each mode."""
     for environment_file in sorted(root.glob(f"*/{OLD_ENVIRONMENT}")):
-        folder = environment_file.parent
-        environment = _read_json(environment_file)["environment"]
-        for file in sorted(folder.glob("*/*.json")):
-            if _read_json(file).get("version") == 1:
-                yield _convert_mode(file, environment)
-            for left in (file.with_suffix(".safetensors"), *file.parent.glob(f"{file.stem}.*.partial")):
-                left.unlink(missing_ok=True)
-        environment_file.unlink()
-        atomic.sync(folder)
-        yield f"{folder.name}: {len(environment)} facts of the environment; removed {environment_file.name}"
+        with atomic.locked(environment_file.parent):
+            yield from _convert_model(environment_file)
+
+
+def _convert_model(environment_file: Path) -> Iterator[str]:
+    folder = environment_file.parent
+    environment = _read_json(environment_file)["environment"]
+    for device in dict.fromkeys(file.parent for file in sorted(folder.glob("*/*.json"))):
+        atomic.remove_unfinished(device)  # of a conversion that was killed
+    for file in sorted(folder.glob("*/*.json")):
+        if _read_json(file).get("version") == 1:
+            yield _convert_mode(file, environment)
+        for left in (file.with_suffix(".safetensors"), *file.parent.glob(f"{file.stem}.*.partial")):
+            left.unlink(missing_ok=True)
+    environment_file.unlink()
+    atomic.sync(folder)
+    yield f"{folder.name}: {len(environment)} facts of the environment; removed {environment_file.name}"
 
 
 def _convert_mode(file: Path, environment: dict[str, str]) -> str:

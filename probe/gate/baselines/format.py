@@ -17,10 +17,11 @@
      "environment": {"torch": "2.13.0"},                what made them: versions, machine, input, anchors
      "mode": "mode_2_1",
      "model": "tiny-mamba",
+     "tests": {"tests/test_gate.py::test_modes": "all"},   which test compares which cases; else ["fp8_e4m3/layer_0"]
      "version": 2
     }
 
-Keys are sorted, a figure is a line, values have 6 significant digits and spreads 2.
+Keys are sorted, a figure is a line, values have 6 significant digits (counts have all) and spreads 2.
 """
 
 import base64
@@ -40,11 +41,13 @@ from probe.files.checked_json import Node, document
 from probe.files.defects import DefectError
 from probe.files.paths import safe_name
 from probe.gate.cases import Case
+from probe.gate.tolerances import RULES
 
 VERSION = 2
 VALUE_DIGITS = 6
 SPREAD_DIGITS = 2
 FLOAT_MODE = "-"  # the key of the empty format
+ALL = "all"  # of a test that compares every case of the mode
 VALUES = "values"  # the key of the golden values, so no group of figures can be called that
 SETTINGS = "settings"  # nor that
 RECORDED = "recorded:"
@@ -97,6 +100,8 @@ class ModeBaselines:
     mode: str
     environment: dict[str, str]
     entries: dict[Case, Entry]
+    tests: dict[Case, tuple[str, ...]] = field(default_factory=dict)
+    """By case, the tests that compare it, as `file::function`; a run that lacks them must say why."""
 
     def to_json(self) -> bytes:
         """The content of the file; the same baselines always give the same bytes."""
@@ -110,7 +115,15 @@ class ModeBaselines:
                 groups.setdefault(group, {})[rest] = [figure.value, figure.spread, *reason]
             cases.setdefault(case.format or FLOAT_MODE, {})[case.layer] = groups
         names = {"device": self.device, "mode": self.mode, "model": self.model}
-        return json_lines({"cases": cases, "environment": self.environment, **names, "version": VERSION})
+        tests = {"tests": self._cases_by_test()} if self.tests else {}
+        return json_lines({"cases": cases, "environment": self.environment, **names, **tests, "version": VERSION})
+
+    def _cases_by_test(self) -> dict[str, str | list[str]]:
+        compared: dict[str, list[str]] = {}
+        for case in self.entries:
+            for test in self.tests.get(case, ()):
+                compared.setdefault(test, []).append(_case_key(case))
+        return {test: ALL if len(keys) == len(self.entries) else sorted(keys) for test, keys in compared.items()}
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
@@ -118,7 +131,10 @@ class ModeBaselines:
         whole = document(data, version=VERSION)
         if isinstance(whole.value, dict) and whole.value.get("version") == 1:
             raise OldLayoutError("was written by an older probe")
-        members = whole.members("cases", "device", "environment", "mode", "model", "version")
+        keys = ["cases", "device", "environment", "mode", "model", "version"]
+        if isinstance(whole.value, dict) and "tests" in whole.value:
+            keys.append("tests")
+        members = whole.members(*keys)
         if not data.endswith(b"\n"):
             raise DefectError("the last line does not end: the file is cut off")
         model, device, mode = (members[key].text() for key in ("model", "device", "mode"))
@@ -128,7 +144,8 @@ class ModeBaselines:
                 raise DefectError(f"{layers.key}: a format has no '/'")
             for layer, node in layers.members().items():
                 entries[Case(mode, layer, device, "" if format_key == FLOAT_MODE else format_key)] = _entry(node)
-        return cls(model, device, mode, _texts(members["environment"], empty=True), entries)
+        tests = _tests(members["tests"], list(entries)) if "tests" in members else {}
+        return cls(model, device, mode, _texts(members["environment"], empty=True), entries, tests)
 
 
 def path_part(name: str) -> str:
@@ -154,10 +171,15 @@ def significant(x: float, digits: int = VALUE_DIGITS) -> float:
     return float(f"{x:.{digits}g}") + 0.0
 
 
+def _kept(name: str, x: float) -> float:
+    """A count as it is, all other figures with 6 digits."""
+    return x + 0.0 if name in RULES and RULES[name].exact else significant(x)
+
+
 def rounded(entry: Entry) -> Entry:
-    """The entry as it is read back: figures with 6 digits, spreads with 2, values as float32."""
+    """The entry as it is read back: figures with 6 digits, counts with all, spreads with 2, values as float32."""
     figures = {
-        name: Stored(significant(figure.value), significant(figure.spread, SPREAD_DIGITS), figure.reason)
+        name: Stored(_kept(name, figure.value), significant(figure.spread, SPREAD_DIGITS), figure.reason)
         for name, figure in entry.figures.items()
     }
     return Entry(figures, tuple(_row(entry.values).tolist()), entry.settings)
@@ -218,6 +240,20 @@ def _entry(node: Node) -> Entry:
             raise DefectError(f"{rows.key}: a group of figures has no '.'")
         figures |= {f"{group}.{name}": _figure(row) for name, row in rows.members().items()}
     return Entry(figures, _decoded(values) if values else (), _texts(settings) if settings else {})
+
+
+def _case_key(case: Case) -> str:
+    return f"{case.format or FLOAT_MODE}/{case.layer}"
+
+
+def _tests(node: Node, cases: list[Case]) -> dict[Case, tuple[str, ...]]:
+    known = {_case_key(case): case for case in cases}
+    found: dict[Case, tuple[str, ...]] = {}
+    for test, listed in node.members().items():
+        keys = list(known) if listed.value == ALL else [entry.one_of(known) for entry in listed.entries()]
+        for key in keys:
+            found[known[key]] = (*found.get(known[key], ()), test)
+    return found
 
 
 def _figure(row: Node) -> Stored:

@@ -13,7 +13,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -89,6 +89,15 @@ class Store:
             _check_names(folder, mode, model=model)
         return sorted(mode.device for mode in found)
 
+    def inventory(self) -> dict[str, list[ModeBaselines]]:
+        """Every stored mode by the true name of its model, each file read once."""
+        found: dict[str, list[ModeBaselines]] = {}
+        for folder in _folders_in(self.root):
+            with self._locked(folder, shared=True):
+                for mode in (self._load(file) for device in _folders_in(folder) for file in self._files(device)):
+                    found.setdefault(mode.model, []).append(mode)
+        return found
+
     def environment(self, model: str) -> dict[str, str] | None:
         """What a model's baselines were made with, None if there are none; where modes differ, `2.12.0 or 2.13.0`."""
         modes = [mode for device in self.devices(model) for mode in self.modes(model, device)]
@@ -116,9 +125,12 @@ class Store:
         *,
         environment: Mapping[str, str] | None = None,
         anchors: bytes | None = None,
+        tests: Mapping[Case, tuple[str, ...]] | None = None,
         drop: Collection[Case] = (),
     ) -> list[str]:
         """Drop the cases in `drop`, store `entries`, and return what changed; all other cases stay.
+
+        `tests` has the tests that compare each case; a case that it lacks keeps those that are stored.
 
         Each entry is stored as `rounded(entry)`. A mode whose cases, input and anchors did not change is not touched,
         so it keeps its environment; the file of a mode without cases is deleted. After an error or a kill, every mode
@@ -126,6 +138,8 @@ class Store:
         """
         facts = {**(environment or {}), **({ANCHORS: _anchors_name(anchors)} if anchors is not None else {})}
         check_texts(f"environment of {model}:", facts)
+        known = tests or {}
+        check_texts("tests:", {test: test for listed in known.values() for test in listed})
         new = {case: rounded(entry) for case, entry in entries.items()}
         for case, entry in new.items():
             check(case, entry)
@@ -140,7 +154,7 @@ class Store:
             for file, mode in stored.items():
                 names = dict(zip(("device", "mode"), files.get(file, ()), strict=False))
                 _check_names(file, mode, model=model, **names)
-            renewed = {file: _renewed(stored.get(file), model, *files[file], new, drop, facts) for file in files}
+            renewed = {file: _renewed(stored.get(file), model, *files[file], new, drop, facts, known) for file in files}
             wanted = {**stored, **renewed}
             self._replace(folder, stored, wanted, anchors)
         return changes(_entries(stored.values()), _entries(wanted.values()))
@@ -259,15 +273,18 @@ def _renewed(
     new: Mapping[Case, Entry],
     drop: Collection[Case],
     facts: Mapping[str, str],
+    known: Mapping[Case, tuple[str, ...]],
 ) -> ModeBaselines:
     """A mode with its new cases and without the dropped ones; its environment is `facts` if anything changed."""
     before = old.entries if old else {}
     entries = {case: entry for case, entry in before.items() if case not in drop}
     entries |= {case: entry for case, entry in new.items() if (case.device, case.mode) == (device, mode)}
+    stored = {**(old.tests if old else {}), **known}
+    tests = {case: stored[case] for case in entries if stored.get(case)}
     bound = {name: fact for name, fact in facts.items() if name.startswith((INPUT, ANCHORS))}
     if old is not None and entries == before and bound.items() <= old.environment.items():
-        return old
-    return ModeBaselines(model, device, mode, dict(facts), entries)
+        return replace(old, tests=tests)
+    return ModeBaselines(model, device, mode, dict(facts), entries, tests)
 
 
 def _entries(modes: Iterable[ModeBaselines]) -> dict[Case, Entry]:

@@ -5,9 +5,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from probe.gate.accounting import NOTHING_STORED, Account
 from probe.gate.cases import Figure, Outcome
 from probe.report.document import render
-from probe.report.gate.recipes import HeatMap, Run, cell_text, error_of, heat_maps, runs, totals
+from probe.report.gate.recipes import (
+    HeatMap,
+    Run,
+    cell_text,
+    error_of,
+    heat_maps,
+    run_groups,
+    runs,
+    totals,
+    weight_lines,
+)
 from probe.report.gate.text import heading, story
 from probe.report.numbers import change, number, ranked, short, tolerance, value
 from probe.running.environment import differences
@@ -18,7 +29,11 @@ SHADES = 33
 
 
 def front(
-    outcomes: Sequence[Outcome], *, environment: Mapping[str, str], baseline_environment: Mapping[str, str] | None
+    outcomes: Sequence[Outcome],
+    *,
+    environment: Mapping[str, str],
+    baseline_environment: Mapping[str, str] | None,
+    account: Account = NOTHING_STORED,
 ) -> str:
     """HTML for `prefix` of pytest_html_results_summary. Nothing in it is loaded from elsewhere."""
     found = runs(outcomes)
@@ -26,8 +41,11 @@ def front(
     return render(
         "gate.html",
         totals=totals(outcomes),
+        accounting=account.line,
+        is_complete=not account.count("not compared"),
         changed="; ".join(changed) if any(run.failing for run in found) else "",
         stories=_stories(found, changed),
+        weights=weight_lines(outcomes),
         **_maps(heat_maps(outcomes)),
         recipes=_recipes(found),
         environment=_environment(environment, baseline_environment),
@@ -93,7 +111,7 @@ def _map(heat: HeatMap, low: int, high: int) -> dict[str, Any]:
     return {
         "title": heat.title,
         "failed": sum(cell.status == "failed" for cell in heat.cells()),
-        "count": sum(1 for _ in heat.cells()),
+        "count": heat.cases,
         "columns": [{"title": title, "label": label} for title, label in zip(titles, heat.labels, strict=True)],
         "rows": [
             {"label": label, "cells": [cell and _heat_cell(cell, low, high) for cell in cells]}
@@ -140,15 +158,16 @@ def _recipes(found: Sequence[Run]) -> dict[str, Any]:
     names += ["KL of logits", "change in bits per byte", "verdict"]
     rows = [
         {
-            "recipe": run.case.recipe,
+            "recipe": group.recipes,
             "anchor": quote(run.case.recipe) if run.failing else "",
             "texts": [*[run.model] * models, *[run.case.device] * devices],
-            "passed": sum(outcome.status == "passed" for outcome in run.outcomes),
+            "passed": sum(outcome.status == "passed" for one in group.runs for outcome in one.outcomes),
             "failed": len(run.failing),
             "figures": _worst(run, "injected.relative_mse" if relative else "injected.mse"),
             "verdict": ", ".join(totals(run.failing)) or run.outcomes[0].status,
         }
-        for run in sorted(found, key=lambda run: not run.failing)
+        for group in run_groups(sorted(found, key=lambda run: not run.failing))
+        for run in [group.first]
     ]
     return {"columns": names, "rows": rows}
 

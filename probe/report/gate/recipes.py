@@ -8,7 +8,7 @@ from typing import get_args
 
 from probe.gate.cases import Case, Outcome, Verdict
 from probe.report.numbers import short, value
-from probe.words import LOGITS, natural_key, short_names
+from probe.words import LOGITS, natural_key, shared_lines, short_names
 
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 
@@ -58,6 +58,49 @@ def runs(outcomes: Iterable[Outcome]) -> list[Run]:
     return [Run(tuple(found[key])) for key in sorted(found, key=lambda key: [natural_key(part) for part in key])]
 
 
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that are one row of a table: one run, or those of modes that are equal by definition and gave the same."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        """The run that stands for all."""
+        return self.runs[0]
+
+    @property
+    def modes(self) -> str:
+        """mode_2_1 = mode_2_2."""
+        return " = ".join(run.case.mode for run in self.runs)
+
+    @property
+    def recipes(self) -> str:
+        """mode_2_1-int8 = mode_2_2-int8."""
+        return " = ".join(run.case.recipe for run in self.runs)
+
+
+def run_groups(runs: Iterable[Run]) -> list[RunGroup]:
+    """The runs, those of equal modes together. A run that fails, or that differs, stays alone."""
+    found: list[list[Run]] = []
+    by_definition: dict[tuple[str, ...], list[list[Run]]] = {}
+    for run in runs:
+        case = run.case
+        alike = by_definition.setdefault((run.model, case.device, case.format, run.outcomes[0].equals or case.mode), [])
+        same = next((group for group in alike if not run.failing and _figures(group[0]) == _figures(run)), None)
+        if same is None:
+            found.append([run])
+            alike += [] if run.failing else [found[-1]]
+        else:
+            same.append(run)
+    return [RunGroup(tuple(group)) for group in found]
+
+
+def _figures(run: Run) -> list[tuple[str, str, dict[str, float | None]]]:
+    """Everything that is shown of a run."""
+    return [(o.case.layer, o.status, {name: figure.new for name, figure in o.figures.items()}) for o in run.outcomes]
+
+
 def is_inherited(outcome: Outcome) -> bool:
     """Whether only the accumulated error has changed."""
     moved = [name for name, figure in outcome.figures.items() if figure.moved]
@@ -95,6 +138,7 @@ class HeatMap:
     title: str
     layers: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Outcome | None, ...]], ...]
+    cases: int  # equal modes share a row
 
     @property
     def labels(self) -> list[str]:
@@ -105,6 +149,15 @@ class HeatMap:
     def cells(self) -> Iterator[Outcome]:
         """The outcomes of all cells that have a case."""
         return (cell for _, row in self.rows for cell in row if cell)
+
+
+def weight_lines(outcomes: Iterable[Outcome]) -> list[str]:
+    """How much of each model is on a grid: a line for the recipes that share it."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in outcomes:
+        if one.weights:
+            found.setdefault(one.model, []).append((one.case.recipe, one.weights))
+    return [f"{model}: {line}" for model, lines in sorted(found.items()) for line in shared_lines(lines)]
 
 
 def heat_maps(outcomes: Iterable[Outcome]) -> list[HeatMap]:
@@ -121,10 +174,12 @@ def _heat_map(runs: Sequence[Run], title: str) -> HeatMap:
     layers = layer_names(runs)
     several = len({run.case.device for run in runs}) > 1
     rows = []
-    for run in runs:
+    for group in run_groups(runs):
+        run = group.first
         cells = {outcome.case.layer: outcome for outcome in (*run.outcomes, *run.failing)}  # the failing ones win
-        rows.append((f"{run.case.mode} {run.case.device}" if several else run.case.mode, tuple(map(cells.get, layers))))
-    return HeatMap(title, tuple(layers), tuple(rows))
+        label = f"{group.modes} {run.case.device}" if several else group.modes
+        rows.append((label, tuple(map(cells.get, layers))))
+    return HeatMap(title, tuple(layers), tuple(rows), sum(len({o.case.layer for o in run.outcomes}) for run in runs))
 
 
 def error_of(outcome: Outcome) -> float | None:

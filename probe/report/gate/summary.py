@@ -5,8 +5,9 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 from probe.files.checked_json import finite
+from probe.gate.accounting import NOTHING_STORED, Account
 from probe.gate.cases import Outcome
-from probe.report.gate.recipes import HeatMap, Run, cell_text, heat_maps, is_inherited, runs, totals
+from probe.report.gate.recipes import HeatMap, Run, cell_text, heat_maps, is_inherited, runs, totals, weight_lines
 from probe.report.gate.text import selection
 from probe.report.numbers import change, ranked, tolerance
 from probe.running.environment import differences
@@ -18,10 +19,17 @@ Facts = Mapping[str, str]
 LAYOUT = 1
 #: GitHub accepts 65536 characters in a comment.
 MOST_CHARACTERS = 60_000
+#: Lines of the weights in such a comment; the report has all.
+MOST_WEIGHT_LINES = 8
 
 
 def summary(
-    outcomes: Sequence[Outcome], *, environment: Facts, baseline_environment: Facts | None, exit_status: int
+    outcomes: Sequence[Outcome],
+    *,
+    environment: Facts,
+    baseline_environment: Facts | None,
+    exit_status: int,
+    account: Account = NOTHING_STORED,
 ) -> dict[str, Any]:
     """Everything but the sampled values, as plain JSON: NaN and Inf are null."""
     found = runs(outcomes)
@@ -30,6 +38,7 @@ def summary(
         "probe": VERSION,
         "exit_status": exit_status,
         "totals": totals(outcomes),
+        "accounting": account.as_dict(),
         "environment": dict(environment),
         "baseline_environment": None if baseline_environment is None else dict(baseline_environment),
         "recipes": [_recipe(run) for run in found],
@@ -38,7 +47,12 @@ def summary(
 
 
 def markdown(
-    outcomes: Sequence[Outcome], *, environment: Facts, baseline_environment: Facts | None, exit_status: int
+    outcomes: Sequence[Outcome],
+    *,
+    environment: Facts,
+    baseline_environment: Facts | None,
+    exit_status: int,
+    account: Account = NOTHING_STORED,
 ) -> str:
     """A comment for a pull request, of at most MOST_CHARACTERS; it says how much is left out."""
     found = runs(outcomes)
@@ -46,6 +60,8 @@ def markdown(
     counts = ", ".join(f"**{count}** {name}" for name, count in totals(outcomes).items()) or "no case was judged"
     passed = exit_status == 0 and not failing
     text = f"### probe: {'passed' if passed else 'failed'}\n\n{counts} in {len(found)} recipes.\n"
+    text += f"\n{harmless(account.line, most=400)}.\n" if account.line else ""
+    text += "".join(f"\n{harmless(line, most=400)}.\n" for line in weight_lines(outcomes)[:MOST_WEIGHT_LINES])
     changed = differences(baseline_environment, environment)
     if changed and failing:
         listed = first_few([harmless(line, most=100) for line in changed], "; ")
@@ -89,6 +105,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         "model": run.model,
         **{name: getattr(run.case, name) for name in ("device", "mode", "format", "recipe")},
         "totals": totals(run.outcomes),
+        "weights": next((outcome.weights for outcome in run.outcomes if outcome.weights), ""),
         "first_failing_layer": failing[0].case.layer if failing else None,
         "verdict": failing[0].verdict if failing else None,
         "cause": failing[0].cause if failing else "",
@@ -99,7 +116,7 @@ def _recipe(run: Run) -> dict[str, Any]:
 
 def _case(outcome: Outcome) -> dict[str, Any]:
     facts = outcome.as_dict()
-    del facts["points"]
+    del facts["points"], facts["weights"]
     return dict(finite({"id": str(outcome.case), **facts.pop("case"), **facts}))
 
 

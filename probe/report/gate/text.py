@@ -141,7 +141,9 @@ def _first_seen(outcome: Outcome, room: int) -> list[Row]:
     only_limited = outcome.verdict == "over the limit" and not any(one.moved for one in outcome.figures.values())
     if outcome.verdict in ("missing", "obsolete") or only_limited:
         return []
-    return _wrapped("first seen", "; ".join(part for part in (outcome.case.layer, outcome.cause) if part), room)
+    layer, cause = outcome.case.layer, outcome.cause
+    is_named = cause.startswith((f"{layer};", f"{layer} "))
+    return _wrapped("first seen", cause if is_named else "; ".join(filter(None, (layer, cause))), room)
 
 
 def _worst_figure(outcome: Outcome, *, direction: bool = False) -> str:

@@ -65,17 +65,20 @@ def test_the_sums_are_those_of_a_plain_computation(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(differences, "CHUNK", chunk)
     draw = np.random.default_rng(3)
     a, b, pa, pb = (draw.normal(0, 1, (3, 5, 8)) for _ in range(4))
-    a[1, 2, 3] = np.nan
+    a[1, 2, 3] = b[0, 1] = np.nan  # one element, and a whole row
     tensors = [torch.from_numpy(x) for x in (a, b, pa, pb)]
     found = measure_structure(tensors[0], tensors[1], (tensors[2], tensors[3]) if residual else None)
-    rows = [row for row in range(15) if row != 7]
+    rows = [row for row in range(15) if row != 1]
     a, b, pa, pb = (x.reshape(15, 8)[rows] for x in (a, b, pa, pb))
-    n = np.sqrt((a**2).mean(1, keepdims=True))
+    good = np.isfinite(a)
+    a, b, pa, pb = (np.where(good, x, 0.0) for x in (a, b, pa, pb))
+    n = np.sqrt((a**2).sum(1, keepdims=True) / good.sum(1, keepdims=True))
     d = (b - a) / n
     u, e = ((a - pa) / n, d - (pb - pa) / n) if residual else (a / n, d)
     assert (found.rows, found.per_sample) == (14, 5)
-    assert np.flatnonzero(np.isnan(found.tokens[0])).tolist() == [7]
-    assert found.error == pytest.approx(math.sqrt((d**2).mean()))
+    assert found.compared == pytest.approx((13 * 8 + 7) / (15 * 8))
+    assert np.flatnonzero(np.isnan(found.tokens[0])).tolist() == [1]
+    assert found.error == pytest.approx(math.sqrt((d**2).sum() / good.sum()))
     assert found.added == pytest.approx(np.linalg.norm(e) / np.linalg.norm(u))
     assert found.part == pytest.approx(np.linalg.norm(u) / np.linalg.norm(a / n))
     assert found.slope == pytest.approx((e * u).sum() / (u**2).sum())
@@ -85,7 +88,7 @@ def test_the_sums_are_those_of_a_plain_computation(monkeypatch: pytest.MonkeyPat
     assert found.channel_factor_share == pytest.approx(by_channel)
     assert found.token_factor_share == pytest.approx(by_token)
     raw = e * n
-    assert found.constant_share == pytest.approx((raw.mean(0) ** 2).sum() * 14 / (raw**2).sum())
+    assert found.constant_share == pytest.approx((raw.sum(0) ** 2 / good.sum(0)).sum() / (raw**2).sum())
     whole = np.full(15, np.nan)
     whole[rows] = (e**2).sum(1)
     assert found.samples() == pytest.approx(np.nanmean(whole.reshape(3, 5), 1))

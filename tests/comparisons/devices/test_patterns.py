@@ -73,12 +73,12 @@ PATTERNS: dict[str, tuple[Callable[[Array, Array], Array], str]] = {
 @pytest.mark.parametrize(("fault", "says"), PATTERNS.values(), ids=PATTERNS)
 def test_a_fault_is_recognised(fault: Callable[[Array, Array], Array], says: str) -> None:
     given, adds = stream()
-    assert recognise(sampled(given, adds, fault(given, adds))).startswith(says)
+    assert recognise(sampled(given, adds, fault(given, adds))).words.startswith(says)
 
 
 def test_zeros_are_recognised() -> None:
     given, adds = stream()
-    assert recognise(sampled(given, adds, 0 * adds, residual=False)) == "gives only zeros"
+    assert recognise(sampled(given, adds, 0 * adds, residual=False)).words == "gives only zeros"
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_what_is_finite_on_one_side_only_is_explained(on_a: float, on_b: float, 
     other = adds.copy()
     for place in ((0, 1, 2), (2, 3, 4)):
         adds[place], other[place] = on_a, on_b
-    assert recognise(sampled(0 * given, adds, other)) == says
+    assert recognise(sampled(0 * given, adds, other)).words == says
 
 
 def test_noise_is_recognised_as_nothing() -> None:
     given, adds = stream()
     noise = sampled(given, adds, adds * (1 + 1e-6 * np.random.default_rng(1).normal(0, 1, adds.shape)))
     assert noise.structure.is_unstructured
-    assert recognise(noise) == ""
+    assert recognise(noise).words == ""
 
 
 @pytest.mark.parametrize("fault", [_per_channel, _one_channel, lambda g, x: 1.01 * x, lambda g, x: x + 0.01])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from probe.gate.baselines.format import BaselineError
 from probe.gate.baselines.store import Store
+from tests.files.accidents import killed_before
 from tests.gate.baselines.examples import (
     MODEL,
     Entries,
@@ -66,10 +68,15 @@ def kill_at(after: int, store: Store, old: Entries, new: Entries) -> bool:
 
 def test_a_kill_before_any_system_call_leaves_old_or_new(store: Store) -> None:
     old, new = two_states()
+    move(store, {}, old)
+    saved = store.root.with_name("saved")
+    shutil.copytree(store.root, saved)
+    events = []
     for after in itertools.count():
-        shutil.rmtree(store.root, ignore_errors=True)
-        move(store, {}, old)
-        killed = kill_at(after, store, old, new)
+        shutil.rmtree(store.root)
+        shutil.copytree(saved, store.root)
+        killed = killed_before(after, lambda: move(store, old, new), folder=store.root)
+        events.append(killed)
         found = store.read(MODEL, "cpu")
         assert_each_mode_is_whole(found, old, new)
         assert killed or found == new
@@ -78,7 +85,7 @@ def test_a_kill_before_any_system_call_leaves_old_or_new(store: Store) -> None:
         assert not list(store.root.rglob(".*.tmp"))
         if not killed:
             break
-    assert after == 17
+    assert Counter(events) == {"os.mkdir": 6, "open": 6, "fsync": 9, "os.rename": 6, "os.remove": 2, "": 1}
 
 
 def test_a_second_kill_while_the_first_is_mended_leaves_old_or_new(store: Store) -> None:

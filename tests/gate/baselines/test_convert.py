@@ -1,10 +1,9 @@
 """Baselines of an older probe: recognised with one message, converted without a change, at any interruption."""
 
+import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,9 @@ import pytest
 from safetensors.numpy import save
 
 from probe.gate.baselines.convert import convert, main
-from probe.gate.baselines.format import BaselineError, Entry, Stored, digest, json_lines, rounded
+from probe.gate.baselines.format import BaselineError, Entry, Stored, digest, json_lines
 from probe.gate.baselines.store import Store
+from tests.files.accidents import killed_before
 from tests.gate.baselines.examples import MODEL, case, entry, files
 
 ENTRIES = {
@@ -88,45 +88,27 @@ def test_everything_is_converted_and_nothing_is_changed(old: Store, capsys: pyte
     assert_converted(old)
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_a_conversion_that_was_killed_is_completed_by_another(old: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_was_killed_is_completed_by_another(old: Store) -> None:
     saved = old.root.with_name("saved")
     shutil.copytree(old.root, saved)
-    for moment in range(1, 40):
+    events = set()
+    for moment in itertools.count():
         shutil.rmtree(old.root)
         shutil.copytree(saved, old.root)
-        left = [moment]
-
-        def deadly(name: str, left: list[int] = left) -> None:
-            real = getattr(os, name)
-
-            def call(*given: object, **named: object) -> object:
-                left[0] -= 1
-                if left[0] <= 0:
-                    raise Killed
-                return real(*given, **named)
-
-            monkeypatch.setattr(os, name, call)
-
-        with monkeypatch.context():
-            for name in ("replace", "unlink"):
-                deadly(name)
-            with suppress(Killed):
-                list(convert(old.root))
-        monkeypatch.undo()
-        done = left[0] > 0
+        event = killed_before(moment, lambda: list(convert(old.root)), folder=old.root)
+        if event:
+            events.add(event)
+        if (old.root / MODEL / "environment.json").exists():
+            with pytest.raises(BaselineError, match=f"convert {old.root}$"):
+                old.check_layout(MODEL)
+        else:
+            assert_converted(old)
         list(convert(old.root))
-        assert {name for name in files(old.root) if ".tmp" not in name} == {
-            *(f"{MODEL}/cpu/{mode}.json" for mode in ("mode_2_1", "mode_3")),
-            f"{MODEL}/{FACTS['anchors']}",
-        }
-        assert old.read(MODEL, "cpu") == {case: rounded(entry) for case, entry in ENTRIES.items()}
-        if done:
+        assert_converted(old)
+        if not event:
             break
-    assert moment > 5, "replacing two modes and removing what they had"
+    assert moment > 8, "replacing two modes and removing what they had"
+    assert events == {"os.mkdir", "open", "fsync", "os.rename", "os.remove"}
 
 
 def test_values_that_a_killed_write_of_version_1_left_aside_are_found(old: Store) -> None:

@@ -210,3 +210,11 @@ def test_loading_the_module_does_not_load_torch() -> None:
         [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], capture_output=True, text=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_a_count_is_stored_with_all_its_digits() -> None:
+    """Of a large layer 6 digits would let a whole matrix pass."""
+    entry = Entry({"weights.on_grid": Stored(6_738_415_617.0), "injected.mse": Stored(6_738_415_617.0)})
+    figures = rounded(entry).figures
+    assert figures["weights.on_grid"].value == 6_738_415_617
+    assert figures["injected.mse"].value == 6_738_420_000

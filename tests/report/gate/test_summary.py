@@ -145,6 +145,7 @@ def test_a_recipe_of_the_summary_names_the_layers() -> None:
             "format": "fp8_e4m3",
             "recipe": "mode_2_1-fp8_e4m3",
             "totals": {"passed": 2, "drift": 5},
+            "weights": "",
             "first_failing_layer": "layer_2",
             "verdict": "drift",
             "cause": recipe(faulty=0)[0].cause,

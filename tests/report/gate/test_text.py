@@ -71,6 +71,19 @@ def test_24_drifting_layers_are_one_story() -> None:
     assert text(found, report="report.html", environment=["torch 2.12.1 -> 2.13.0"]) == DRIFT
 
 
+@pytest.mark.parametrize(
+    ("cause", "seen"),
+    [
+        ("layer_0; its output is the float layer's", "layer_0; its output is the float layer's"),
+        ("layer_0 as a whole; it is negated", "layer_0 as a whole; it is negated"),
+        ("layer_01; a name that begins alike", "layer_0; layer_01; a name that begins alike"),
+        ("weight a; it is transposed", "layer_0; weight a; it is transposed"),
+    ],
+)
+def test_the_first_failing_layer_is_named_once(cause: str, seen: str) -> None:
+    assert f"  first seen     {seen}\n" in text([failing("not finite", cause=cause)])
+
+
 def test_a_missing_baseline_says_how_to_create_it() -> None:
     assert text([failing("missing")]) == MISSING
 

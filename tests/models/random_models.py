@@ -1,0 +1,89 @@
+"""Tiny models of random weights from transformers' configurations: experts in 3-D parameters, and Conv1D."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+def _built(kind: str, **settings: Any) -> nn.Module:
+    import transformers
+
+    from probe.data.library_logs import quietly
+
+    torch.manual_seed(0)
+    library: Any = transformers
+    with quietly():
+        config = getattr(library, f"{kind}Config")(**settings)
+        model: nn.Module = library.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.2)
+    return model
+
+
+def make_mixtral() -> nn.Module:
+    """Experts [expert, out, in] in both layers."""
+    return _built("Mixtral", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2)
+
+
+def make_jamba() -> nn.Module:
+    """A Mamba layer with experts, and an attention layer without."""
+    return _built(
+        "Jamba",
+        **SIZES,
+        intermediate_size=48,
+        num_experts=3,
+        num_experts_per_tok=2,
+        expert_layer_period=2,
+        expert_layer_offset=0,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    )
+
+
+def make_qwen3_next() -> nn.Module:
+    """Linear attention with a convolution, attention, and experts beside a shared one."""
+    return _built(
+        "Qwen3Next",
+        **SIZES,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=3,
+        num_experts_per_tok=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+    )
+
+
+def make_gpt_oss() -> nn.Module:
+    """Experts [expert, in, out], with biases, gate and up interleaved."""
+    return _built("GptOss", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2, head_dim=16)
+
+
+def make_gpt2() -> nn.Module:
+    """Conv1D: weights [in, out]. The head is the embedding."""
+    return _built(
+        "GPT2", vocab_size=256, n_positions=256, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
+    )
