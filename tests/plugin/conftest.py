@@ -1,5 +1,6 @@
 """A repository to run pytest in, in this process: torch is loaded already."""
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 
@@ -59,6 +60,9 @@ def project(
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
         after()
+        # Python takes a .pyc of the same second and size for current: "both" rewritten as "half" would run as "both"
+        for cache in pytester.path.rglob("__pycache__"):
+            shutil.rmtree(cache)
         forget()
         options = QUIET if cached else (*QUIET, "-p", "no:cacheprovider")
         if subprocess:
