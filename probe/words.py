@@ -9,6 +9,9 @@ T = TypeVar("T")
 
 #: The label of the whole model's output, beside `layer_0` and the names of modules.
 LOGITS = "logits"
+#: Cases of a recipe beside its layers: what lies outside of them, and ways through the model other than one prefill.
+OUTSIDE = ("embedding", "norm", "head")
+PATHS = ("decode", "ragged", "batch_1", "padded")
 
 #: The difflib ratio from which a name counts as a likely misspelling of another.
 ALIKE = 0.5

@@ -6,11 +6,13 @@ from typing import Any, Literal, Self
 Verdict = Literal[
     "missing",
     "obsolete",
+    "reference moved",
     "uncovered",
     "not applied",
     "not float",
     "not finite",
     "over the limit",
+    "differs from prefill",
     "drift",
     "changed values",
 ]
@@ -18,11 +20,13 @@ Verdict = Literal[
 HEADINGS: dict[Verdict, str] = {
     "missing": "has no baseline",
     "obsolete": "has a baseline, but the matrix no longer produces it",
+    "reference moved": "cannot be judged: the float reference moved",
     "uncovered": "was not covered",
     "not applied": "was not applied",
     "not float": "is declared float, but changed",
     "not finite": "is not finite",
     "over the limit": "is over its limit",
+    "differs from prefill": "differs from the prefill of the same tokens",
     "drift": "drifted from its baseline",
     "changed values": "gives other values than its baseline, though its figures agree",
 }
@@ -33,6 +37,7 @@ NEXT: dict[Verdict, str] = {
     "(keep_float). See: probe modes",
     "not float": "cannot be stored as a baseline: keep the layer float, or change keep_float of its mode",
     "not finite": "cannot be stored as a baseline: fix the first layer that is not finite, then rerun",
+    "differs from prefill": "cannot be stored as a baseline: make this path give what the prefill gives",
     "over the limit": "no baseline overrides a limit: lower the error, or change the limit in [tool.probe]",
 }
 Status = Literal["passed", "failed", "skipped", "updated"]

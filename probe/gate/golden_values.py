@@ -10,23 +10,23 @@ Two things are kept of a stream of elements x_0 .. x_(n-1), whatever batches it 
 NaN and Inf make both useless, and are a verdict of their own before these are looked at.
 """
 
+import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 SKETCH = 64
 SAMPLE = 40
-#: Buckets for what the grids of a layer make of corner values (corners.py), which no noise reaches.
-CORNERS = 16
 #: What is kept of each group. In a run of the whole model nearly every element moves by noise, so there only the
 #: distance says something.
-KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH, "corners": CORNERS}
+KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH}
 #: How many points of a layer a plot is given.
 POINTS = 384
 #: An element of the sample has moved if it differs by more than this part of the recipe's own rms error.
@@ -70,12 +70,11 @@ class Golden:
         return tuple(float(x) for x in np.concatenate([self.sketch, self.sample]).astype(np.float32))
 
 
-def corner_sketch(answers: Iterable[npt.NDArray[np.float64]]) -> tuple[tuple[float, ...], int]:
-    """The sketch of several tensors in a row, in CORNERS buckets, and how many elements they have."""
-    row = np.concatenate([answer.reshape(-1) for answer in answers])
-    bucket, sign = _hashed(0, row.size)
-    sketch = np.bincount(bucket * CORNERS // SKETCH, weights=sign * row, minlength=CORNERS)
-    return tuple(float(x) for x in sketch.astype(np.float32)), row.size
+def digest_of(tensor: Tensor) -> str:
+    """The first 8 hex digits of the sha256 of a tensor: its dtype, its shape and its bits."""
+    whole = tensor.detach().cpu().contiguous()
+    head = f"{whole.dtype} {list(whole.shape)}".encode()
+    return hashlib.sha256(head + whole.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
 
 
 def flat(values: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from probe.data.samples import token_fingerprint
 from probe.gate.cases import Verdict
-from probe.gate.golden_values import Golden, corner_sketch
+from probe.gate.golden_values import Golden, digest_of
 from probe.gate.tolerances import OF_VALUES, RULES
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.recordings.manifest import AGAIN, RecordingError
@@ -52,6 +52,7 @@ class Observation:
     points: dict[str, list[float]] = field(default_factory=dict)
     flaws: tuple[Flaw, ...] = ()
     weights: str = ""  # how much of the whole model is on a grid, in a line
+    digests: dict[str, str] = field(default_factory=dict)  # of exact tensors: corners.NAME, weights.NAME
 
 
 class Stream:
@@ -158,12 +159,10 @@ def _with_changed(seen: Observation, changed: Sequence[str]) -> Observation:
 
 
 def _with_corners(seen: Observation, module: str, answers: dict[str, CornerAnswer]) -> Observation:
-    """The observation of a layer, with the golden values of its grids on corner values."""
-    inside = [answer.relative.numpy() for name, answer in answers.items() if name.startswith(f"{module}.")]
-    if not inside:
-        return seen
-    sketch, count = corner_sketch(inside)
-    return replace(seen, values={**seen.values, "corners": sketch}, counts={**seen.counts, "corners": count})
+    """The observation of a layer, with digests of what its grids make of corner values."""
+    inside = {name: answer for name, answer in answers.items() if name.startswith(f"{module}.")}
+    digests = {f"corners.{name.removeprefix(f'{module}.')}": digest_of(one.answer) for name, one in inside.items()}
+    return replace(seen, digests={**seen.digests, **digests})
 
 
 def _layer_observation(

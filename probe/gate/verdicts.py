@@ -5,19 +5,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from probe.gate.baselines.format import Entry, Stored
+from probe.gate.baselines.format import VARIES, Entry, Stored
 from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
 from probe.gate.golden_values import SKETCH, flat, gap, parted
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import OF_FLOAT, OF_VALUES, RULES, Rule, own_error, tolerance
 from probe.running.modes import equal_to
-from probe.words import look_up
+from probe.words import first_few, look_up
 
 #: The verdict of a case with several findings is the first of these. What no baseline may excuse comes first.
 ORDER: tuple[Verdict, ...] = (
-    *("uncovered", "not finite", "not float", "not applied"),
-    *("over the limit", "missing", "drift", "changed values"),
+    *("reference moved", "uncovered", "not finite", "not float", "not applied"),
+    *("differs from prefill", "over the limit", "missing", "drift", "changed values"),
 )
+
+
+#: The figures that count digests which are not the stored ones; nothing but the digests is stored.
+CHANGED = ".changed"
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ def judge(
     else:
         figures = compared(seen, entry, standards, is_float_mode=not case.format)
         if sound:  # else the flaw explains every figure that moved
-            findings += _moved(figures)
+            findings += _moved(figures, changed_digests(seen, entry))
     findings.sort(key=lambda flaw: ORDER.index(flaw.verdict))
     first = findings[0] if findings else None
     return Outcome(
@@ -78,6 +82,19 @@ def compared(seen: Observation, entry: Entry, standards: Standards, *, is_float_
         if not inside and new is not None and rule.worse:
             direction = "worse" if (new - stored.value) * rule.worse > 0 else "better"
         found[name] = Figure(new, stored.value, allowed, not inside, direction, stored.reason)
+    for group, names in changed_digests(seen, entry).items():
+        found[f"{group}.changed"] = Figure(float(len(names)), 0.0, 0.0, bool(names))
+    return found
+
+
+def changed_digests(seen: Observation, entry: Entry) -> dict[str, list[str]]:
+    """By group, the tensors that have other bits than the stored ones, or that only one side has."""
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys([*seen.digests, *entry.digests]):
+        group, _, tensor = name.partition(".")
+        changed = found.setdefault(group, [])
+        if seen.digests.get(name) != entry.digests.get(name) and entry.digests.get(name) != VARIES:
+            changed.append(tensor)
     return found
 
 
@@ -104,15 +121,16 @@ def _unit(group: str, figures: Mapping[str, float | None], golden: tuple[float, 
     return own_error(figures, group) or OF_FLOAT * math.sqrt(sum(x * x for x in golden[:SKETCH]) / count)
 
 
-def _moved(figures: Mapping[str, Figure]) -> list[Flaw]:
+def _moved(figures: Mapping[str, Figure], digests: Mapping[str, Sequence[str]]) -> list[Flaw]:
     moved = {name: figure for name, figure in figures.items() if figure.moved}
     if not moved:
         return []
-    of_values = all(name.endswith(OF_VALUES) for name in moved)
-    of_text = {name: figure for name, figure in moved.items() if not name.startswith("corners.")}  # these say more
+    of_values = all(name.endswith((*OF_VALUES, CHANGED)) for name in moved)
+    of_text = {name: figure for name, figure in moved.items() if not name.endswith(CHANGED)}  # these say more
     name, figure = max((of_text or moved).items(), key=lambda pair: strength(pair[1]))
     text = f"{len(moved)} of {len(figures)} figures moved, most of all {name}: {_change(figure)}."
-    return [Flaw("changed values" if of_values else "drift", text)]
+    details = [f"other {group} than stored: {first_few(names)}" for group, names in digests.items() if names]
+    return [Flaw("changed values" if of_values else "drift", text, tuple(details))]
 
 
 def strength(figure: Figure) -> float:
@@ -180,7 +198,11 @@ def renewed(
         for name in OF_VALUES:
             if f"{group}.{name}" in RULES:
                 figures[f"{group}.{name}"] = Stored(0.0, max((getattr(one, name) for one in gaps), default=0.0))
-    return Entry(figures, flat(base.values))
+    digests = {
+        name: digest if all(other.digests.get(name) == digest for other in others) else VARIES
+        for name, digest in base.digests.items()
+    }
+    return Entry(figures, flat(base.values), digests=digests)
 
 
 def _between(value: float, other: float | None) -> float:

@@ -33,7 +33,7 @@ from probe.gate.baselines.format import (
 )
 from probe.gate.cases import Case
 from probe.running.environment import ANCHORS, INPUT
-from probe.words import natural_key
+from probe.words import first_few, natural_key
 
 Modes = Mapping[Path, ModeBaselines]
 
@@ -245,6 +245,10 @@ def changes(old: Mapping[Case, Entry], new: Mapping[Case, Entry]) -> list[str]:
         for name in sorted({*before.settings, *after.settings}):
             then, now = (entry.settings.get(name, "none") for entry in (before, after))
             lines += [f"{case}  {name}  {then} -> {now}"] if then != now else []
+        digests = [
+            name for name in {*before.digests, *after.digests} if before.digests.get(name) != after.digests.get(name)
+        ]
+        lines += [f"{case}  digests  {len(digests)} changed: {first_few(sorted(digests))}"] if digests else []
         moved = [one != other for one, other in zip_longest(before.values, after.values)]
         if any(moved):
             lines.append(f"{case}  golden values  {sum(moved)} of {len(moved)} changed")
