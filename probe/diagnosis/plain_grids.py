@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from probe.diagnosis.signatures import scaled
 from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.reference import exponent_of, power, round_elements, scale_exponent
@@ -22,6 +23,7 @@ SMALLEST_BLOCK_SCALE = 2.0**-9  # of nvfp4: the smallest e4m3 number
 ROUND: dict[str, Callable[[Tensor], Tensor]] = {
     "half_even": torch.round,
     "half_away": lambda x: torch.copysign(torch.floor(x.abs() + 0.5), x),
+    "half_down": lambda x: torch.copysign(torch.ceil(x.abs() - 0.5), x),
     "toward_zero": torch.trunc,
     "floor": torch.floor,
 }
@@ -36,6 +38,7 @@ class PlainGrid:
     per_sequence: bool = False  # one scale for each sequence [batch, time, channel]
     rounding: str = "half_even"
     factor: float = 1.0  # of the scale
+    fixed_scale: float | None = None  # of integers, in the place of amax / max
     block_size: int | None = None
     axis: int = -1
     rule: str = "floor"
@@ -88,6 +91,8 @@ class PlainGrid:
             if self.amax is not None and not self.per_sequence:
                 amax = torch.full_like(amax, torch.tensor(self.amax).item())
             scale = (amax / self.format.max).clamp(min=SMALLEST_INTEGER_SCALE).float().double()
+            if self.fixed_scale is not None:
+                scale = torch.full_like(scale, self.fixed_scale)
         elif self.format.scale == "e4m3":
             whole = self._second_scale(rows)
             e4m3 = FORMATS["fp8_e4m3"]
@@ -111,7 +116,9 @@ class PlainGrid:
             q = ROUND[self.rounding](y)
             first, last = -(fmt.max + 1), fmt.max
         else:
-            q = round_elements(y, replace(fmt, max=8 * fmt.max), self.rounding, None)
+            down = self.rounding == "half_down"  # y has 24 bits: only ties are moved by a part of 2^-40
+            rounding = "half_even" if down else self.rounding
+            q = round_elements(y * (1 - down * 2.0**-40), replace(fmt, max=8 * fmt.max), rounding, None)
             first, last = -fmt.max, fmt.max
         if self.flush and fmt.min_normal is not None:
             q = torch.where(q.abs() < fmt.min_normal, 0.0, q)
@@ -143,6 +150,34 @@ def _ends(grid: PlainGrid) -> dict[str, dict[str, Any]]:
     return faults
 
 
+def other_scales(grid: PlainGrid, x: Tensor, made: Tensor) -> Iterator[tuple[str, PlainGrid]]:
+    """The grid at the scale that its output shows: the quantum of integers, or the factor of most of the values."""
+    unit, levels = grid.unit(x).double(), torch.unique(made[made.isfinite()].double())
+    if grid.format.scale == "float32" and not grid.per_sequence and unit.numel():
+        right = float(unit.reshape(-1)[0])
+        gaps = levels.diff()
+        near = float(gaps[gaps <= 1.5 * gaps.min()].mean()) if gaps.numel() >= 4 else right
+        for quantum in dict.fromkeys((right, near)):
+            codes = (levels / quantum).round()
+            if not bool(codes.any()) or abs(quantum / right - 1) > 10:
+                continue
+            scale = float((levels @ codes / codes.square().sum()).float())
+            if scale != right:
+                yield _rescaled(scale, right), replace(grid, fixed_scale=scale)
+    else:
+        right_values = grid(x).double()
+        usable = (right_values != 0) & made.isfinite()
+        ratio = float((made.double()[usable] / right_values[usable]).median()) if int(usable.sum()) >= 8 else 1.0
+        if ratio > 0 and ratio != 1.0:
+            yield scaled(ratio), replace(grid, factor=ratio)
+
+
+def _rescaled(scale: float, right: float) -> str:
+    ulps = int(torch.tensor(scale).view(torch.int32)) - int(torch.tensor(right).view(torch.int32))
+    side = "up" if ulps > 0 else "down"
+    return f"the scale is one ulp {side}" if abs(ulps) == 1 else scaled(scale / right)
+
+
 def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Iterator[tuple[str, PlainGrid]]:
     """The faults of a grid that can be replayed: a sentence, and the grid with the fault.
 
@@ -154,6 +189,7 @@ def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Ite
         "rounding looks like toward zero, not nearest": {"rounding": "toward_zero"},
         "ties are rounded away from zero instead of to even": {"rounding": "half_away"},
         "ties are rounded to even instead of away from zero": {"rounding": "half_even"},
+        "ties are rounded toward zero": {"rounding": "half_down"},
         **_ends(grid),
         "not clamped": {"ends": "open"},
         "Inf where values should saturate": {"ends": "infinite"},

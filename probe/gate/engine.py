@@ -14,7 +14,7 @@ from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import RULES, Rule
-from probe.gate.verdicts import RefusedError, Standards, judge, renewed
+from probe.gate.verdicts import RefusedError, Standards, golden_of, judge, renewed
 from probe.running.environment import differences, is_recorded
 from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
@@ -136,7 +136,8 @@ class Gate:
         moved = [name for name, figure in first.figures.items() if figure.moved]
         trace = LayerTrace(bench.loaded.model, recipe, reference, calibration, first.case.layer)
         only_corners = bool(moved) and all(name.startswith("corners.") for name in moved)
-        cause = corner_cause(trace) if only_corners else diagnose(trace)
+        golden = golden_of(bench.entry(first.case), "injected")
+        cause = corner_cause(trace) if only_corners else diagnose(trace, (), golden)
         return {**outcomes, first.case.layer: replace(first, cause=cause)}
 
     def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other_input: bool) -> Judged:

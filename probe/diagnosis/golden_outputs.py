@@ -1,0 +1,312 @@
+"""The likely cause of a change against the stored output of a layer, from its outputs alone.
+
+Nothing must be known of the layer, so this works for modes of users. Of the stored output there are a sketch and a
+sample (numerics/sketches.py). A hypothesis undoes a fault: it makes of the output, of the layer's input and of the float
+layer's output what the layer would have given without it. The sketch is linear, so the part of the change that a
+hypothesis explains is 1 - |sketch(undone) - stored|^2 / |sketch(output) - stored|^2, whatever the quantizer does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from probe.diagnosis.explanations import EXPLAINED, UNKNOWN
+from probe.numerics.sketches import SAMPLE, SKETCH, Doubles, hashed, places_of, sketched
+
+#: Values of the sample that must have moved before a function of the value can be read from them.
+FEWEST = 8
+#: The stored output is given again if the change is below this part of the output.
+SAME = 1e-6
+#: The names of the dimensions of an output.
+NAMES = ("sequence", "token", "channel")
+#: Lines that are matched with one another at most.
+MATCHED = 4096
+NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A sentence, and the part of the change that is left if it is true."""
+
+    left: float
+    sentence: str
+
+
+@dataclass(frozen=True, eq=False)
+class ChangedOutput:
+    """The output of a layer over all batches, beside its input, the float layer's output, and what is stored of it."""
+
+    output: Tensor
+    given: Tensor
+    expected: Tensor
+    stored: tuple[float, ...]  # sketch, then perhaps sample
+
+    @classmethod
+    def of(
+        cls, outputs: Sequence[Tensor], given: Sequence[Tensor], expected: Sequence[Tensor], stored: tuple[float, ...]
+    ) -> "ChangedOutput | None":
+        """None where the outputs cannot be compared with what is stored."""
+        batches = [torch.cat([x.double() for x in parts]) for parts in (outputs, expected, given)]
+        fitting = batches[0].shape == batches[1].shape and len(stored) in (SKETCH, SKETCH + SAMPLE)
+        if not fitting or not all(bool(x.isfinite().all()) for x in batches):
+            return None
+        base = batches[2] if batches[2].shape == batches[0].shape else torch.zeros_like(batches[0])
+        return cls(batches[0], base, batches[1], stored)
+
+    @cached_property
+    def golden(self) -> Doubles:
+        """The stored sketch."""
+        return np.array(self.stored[:SKETCH], dtype=np.float64)
+
+    @cached_property
+    def sample(self) -> tuple[Doubles, Doubles, Doubles]:
+        """Stored, present and input values at the places of the sample; empty where none was stored."""
+        stored = np.array(self.stored[SKETCH:], dtype=np.float64)
+        places = places_of(self.output.numel(), SAMPLE)[: stored.size]
+        return stored, _flat(self.output)[places], _flat(self.given)[places]
+
+    @cached_property
+    def sketch(self) -> Doubles:
+        """Of the output."""
+        return sketched(_flat(self.output))
+
+    @property
+    def change(self) -> float:
+        """|sketch(output) - stored|^2: an estimate of the squared change of all elements together."""
+        return _squares(self.sketch - self.golden)
+
+    @property
+    def relative(self) -> float:
+        """The rms of the change over that of what the layer adds to its input."""
+        added = float((self.expected - self.given).square().sum()) or 1.0
+        return float(np.sqrt(self.change / added))
+
+    def left(self, sketch: Doubles) -> float:
+        """The part of the change that is left by a hypothesis with this sketch."""
+        return _squares(sketch - self.golden) / self.change
+
+    def fitted(self, base: Doubles, along: Doubles) -> tuple[float, float]:
+        """The number c for which base + c * along is nearest to what is stored, and the part that it leaves."""
+        size = _squares(along)
+        c = float((self.golden - base) @ along) / size if size > 0 else 0.0
+        return c, self.left(base + c * along)
+
+    def by_index(self, values: Tensor, axis: int) -> Doubles:
+        """[index, bucket]: the sketch of each channel, token or sequence alone."""
+        size = values.shape[axis]
+        shape = [size if other == axis else 1 for other in range(values.dim())]
+        index = torch.arange(size).reshape(shape).expand(values.shape).reshape(-1).numpy()
+        bucket, sign = _hash_of(values.numel())
+        sums = np.bincount(index * SKETCH + bucket, weights=sign * _flat(values), minlength=size * SKETCH)
+        return sums.reshape(size, SKETCH)
+
+
+def explain_change(found: ChangedOutput) -> str:
+    """What has become of the stored output, in a few words; it says so where no hypothesis explains it."""
+    if found.change <= (SAME**2) * float(found.output.square().sum()):
+        return "run again, it gives the stored output: what was measured is stale, or random"
+    best = min(_hypotheses(found), key=lambda one: one.left, default=Found(1.0, ""))
+    if best.left <= 1 - EXPLAINED:
+        return best.sentence
+    return f"{UNKNOWN}: its output moved by {found.relative:.2g} of what it adds{_most(found)}"
+
+
+def undone(found: ChangedOutput, outputs: Sequence[Tensor]) -> bool:
+    """Whether these outputs, made by the layer in another way, are the stored ones."""
+    made = torch.cat([x.double() for x in outputs])
+    if made.shape != found.output.shape or not bool(made.isfinite().all()) or found.change == 0:
+        return False
+    return found.left(sketched(_flat(made))) <= 1 - EXPLAINED
+
+
+def _hypotheses(found: ChangedOutput) -> Iterator[Found]:
+    yield from _as_a_whole(found)
+    yield from _by_value(found)
+    if found.output.dim() == 3:
+        yield from _repeated(found)
+        yield from _moved(found)
+        yield from _in_one_place(found)
+        yield from _in_a_stretch(found)
+    yield from _clipped(found)
+
+
+def _as_a_whole(found: ChangedOutput) -> Iterator[Found]:
+    nothing, added = np.zeros(SKETCH), found.output - found.given
+    c, left = found.fitted(nothing, found.sketch)
+    if c:
+        yield Found(left, _times("its output", 1 / c))
+    if bool(found.given.any()):
+        of_given = sketched(_flat(found.given))
+        c, left = found.fitted(of_given, sketched(_flat(added)))
+        if c:
+            yield Found(left, _times("what it adds", 1 / c))
+        c, left = found.fitted(found.sketch, of_given)
+        yield Found(left, f"{-c:+.4g} times its input is added to its output")
+    c, left = found.fitted(found.sketch, sketched(np.ones(found.output.numel())))
+    yield Found(left, f"{-c:+.4g} is added to every value")
+
+
+def _by_value(found: ChangedOutput) -> Iterator[Found]:
+    """A function of the value, read from the sample: present = f(stored)."""
+    then, now, given = found.sample
+    moved = int(np.count_nonzero(then != now))
+    if moved < FEWEST:
+        return
+    before = _squares(now - then)
+    for name, dtype in NARROW.items():
+        for words, base in (("its output is", np.zeros_like(then)), ("what it adds is", given)):
+            made = base + torch.from_numpy(then - base).to(dtype).double().numpy()
+            yield Found(_squares(now - made) / before, f"{words} rounded to {name}")
+
+
+def _repeated(found: ChangedOutput) -> Iterator[Found]:
+    """A sequence that is the copy of another, though its input is not."""
+    output, given = found.output, found.given
+    for later in range(1, len(output)):
+        for earlier in range(later):
+            if torch.equal(output[later], output[earlier]) and not torch.equal(given[later], given[earlier]):
+                left = found.left(found.sketch + sketched(_flat(_only(found.expected - output, 0, later))))
+                yield Found(left, f"sequence {later} is a copy of sequence {earlier}")
+
+
+def _moved(found: ChangedOutput) -> Iterator[Found]:
+    """Channels, tokens or sequences at other places, of the output or of what the layer adds."""
+    nothing = torch.zeros_like(found.output)
+    for what, base in (("", nothing), ("what it adds: ", found.given)):
+        actual, expected = found.output - base, found.expected - base
+        for axis in reversed(range(3)):
+            size = actual.shape[axis]
+            if not 2 <= size <= MATCHED:
+                continue
+            mapping = _nearest(actual, expected, axis)
+            away = (mapping != torch.arange(size)).nonzero().reshape(-1)
+            if not away.numel():
+                continue
+            restored = actual.clone()
+            lines, sources = restored.movedim(axis, 0), actual.movedim(axis, 0)
+            lines[away] = expected.movedim(axis, 0)[away]  # where nothing else is known
+            lines[mapping[away]] = sources[away]
+            left = found.left(sketched(_flat(base + restored)))
+            yield Found(left, what + _permutation(NAMES[axis], mapping, away))
+        if not bool(found.given.any()):
+            break
+
+
+def _in_one_place(found: ChangedOutput) -> Iterator[Found]:
+    """One channel, token or sequence: a factor of it, an offset, or anything at all."""
+    output, given, expected = found.output, found.given, found.expected
+    for axis in reversed(range(3)):
+        if output.shape[axis] < 2:
+            continue
+        own, base, plain, ones = (
+            found.by_index(x, axis) for x in (output, given, expected, torch.ones_like(output))
+        )
+        energy = (output - expected).square().sum(dim=[other for other in range(3) if other != axis])
+        for index in range(output.shape[axis]):
+            name, rest = f"{NAMES[axis]} {index}", found.sketch - own[index]
+            c, left = found.fitted(rest, own[index])
+            if c:
+                yield Found(left, _times(name, 1 / c))
+            c, left = found.fitted(rest + base[index], own[index] - base[index])
+            if c:
+                yield Found(left, _times(f"what it adds to {name}", 1 / c))
+            c, left = found.fitted(found.sketch, ones[index])
+            yield Found(left, f"{-c:+.4g} is added to {name}")
+            line = output.select(axis, index)
+            zero = " is zero" if not bool(line.any()) else ""
+            same = " is its input" if bool((line == given.select(axis, index)).all()) and not zero else ""
+            left = found.left(rest + plain[index])
+            alone = float(energy[index] / energy.sum().clamp(min=1e-300))
+            yield Found(left, f"only {name}{zero or same or ' has changed'} ({alone:.0%} of its error)")
+
+
+def _in_a_stretch(found: ChangedOutput) -> Iterator[Found]:
+    """The last tokens or the first ones, of every sequence."""
+    own, plain = found.by_index(found.output, 1), found.by_index(found.expected, 1)
+    change = np.cumsum((plain - own)[::-1], axis=0)[::-1]
+    for first in range(1, len(own) - 1):
+        zero = "are zero" if not bool(found.output[:, first:].any()) else "have changed"
+        yield Found(found.left(found.sketch + change[first]), f"only the tokens from {first} on {zero}")
+        zero = "are zero" if not bool(found.output[:, :first].any()) else "have changed"
+        yield Found(found.left(found.sketch + change[0] - change[first]), f"only the first {first} tokens {zero}")
+
+
+def _clipped(found: ChangedOutput) -> Iterator[Found]:
+    for what, base in (("values", torch.zeros_like(found.output)), ("what it adds", found.given)):
+        actual, expected = found.output - base, found.expected - base
+        top = float(actual.abs().max())
+        at_top = actual.abs() >= top * (1 - 1e-6)
+        if int(at_top.sum()) >= 2 and top > 0 and bool((expected[at_top].abs() > 0.9 * top).all()):
+            restored = torch.where(at_top, base + expected, found.output)
+            yield Found(found.left(sketched(_flat(restored))), f"{what} beyond +-{top:.4g} {_are(what)} cut there")
+
+
+def _are(what: str) -> str:
+    return "are" if what == "values" else "is"
+
+
+def _times(what: str, factor: float) -> str:
+    if abs(factor + 1) < 1e-3:
+        return f"{what} has the other sign"
+    return f"{what} is {factor:.4g} times the stored one"
+
+
+def _permutation(name: str, mapping: Tensor, away: Tensor) -> str:
+    size, count, first = mapping.numel(), away.numel(), int(away[0])
+    source = int(mapping[first])
+    offsets = away - mapping[away]
+    offset = int(offsets.mode().values)
+    if count == 2 and int(mapping[source]) == first:
+        return f"{name}s {first} and {source} are swapped"
+    if count == 1:
+        return f"{name} {first} is {name} {source}"
+    if count > 0.5 * size and float((offsets == offset).double().mean()) > 0.8:
+        return f"shifted by {abs(offset)} {name}{'s' if abs(offset) > 1 else ''}, too {'late' if offset > 0 else 'early'}"
+    if bool((mapping[away] == size - 1 - away).all()):
+        return f"{name}s are in reverse order"
+    return f"{count} of {size} {name}s are permuted: {name} {first} is {name} {source}"
+
+
+def _nearest(actual: Tensor, expected: Tensor, axis: int) -> Tensor:
+    """Which line of `expected` each line of `actual` is nearest to; its own unless another is much nearer."""
+    size = actual.shape[axis]
+    a, e = (x.movedim(axis, 0).reshape(size, -1) for x in (actual, expected))
+    if a.shape[1] > MATCHED:
+        some = torch.linspace(0, a.shape[1] - 1, MATCHED).round().long()
+        a, e = a[:, some], e[:, some]
+    distance = e.square().sum(1)[None] - 2 * (a @ e.T) + a.square().sum(1)[:, None]
+    nearest, index = distance.min(1)
+    return torch.where(nearest < 0.25 * distance.diagonal(), index, torch.arange(size))
+
+
+def _most(found: ChangedOutput) -> str:
+    """The channel, token or sequence without which least of the change is left, if it holds most of it."""
+    if found.output.dim() != 3:
+        return ""
+    places = [one for one in _in_one_place(found) if one.sentence.startswith("only ")]
+    best = min(places, key=lambda one: one.left, default=None)
+    if best is None or best.left > 0.5:
+        return ""
+    return f", most of it in {' '.join(best.sentence.split()[1:3])}"
+
+
+def _only(values: Tensor, axis: int, index: int) -> Tensor:
+    kept = torch.zeros_like(values)
+    kept.select(axis, index).copy_(values.select(axis, index))
+    return kept
+
+
+def _flat(x: Tensor) -> Doubles:
+    return x.detach().double().reshape(-1).cpu().numpy()
+
+
+def _hash_of(count: int) -> tuple[np.ndarray, Doubles]:
+    return hashed(0, count)
+
+
+def _squares(x: Doubles) -> float:
+    return float(np.square(x).sum())
