@@ -94,12 +94,12 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
         return outside or _told(sources) or f"{UNKNOWN}: embedding, norm and head are those of the float model"
     examined = 0
     conv_outputs: dict[str, list[Tensor]] = {}
-    for batch in trace.batches():
+    for number, batch in enumerate(trace.batches()):
         if batch.output is None:
             return f"{label} is never called as a module, so its hooks do not fire: compiled, fused or skipped"
         if obvious := _obvious(batch, label, batch.output):
             return _float_reference(trace) or _told(sources) or obvious if "not applied" in obvious else obvious
-        if not examined and (carried := _second_run(trace, batch.output)):
+        if number == 0 and (carried := _second_run(trace, batch.output)):
             return carried
         for name, tensors in batch.parts.items():
             conv_outputs.setdefault(name, []).append(tensors.get("conv1d.output.given", torch.zeros(0)))
@@ -113,7 +113,8 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
     if outside:
         return outside
     if mode.kind in ("user", "float") or not examined:
-        return _told(sources) or _as_a_whole(trace, golden)
+        whole = _as_a_whole(trace, golden)
+        return (UNKNOWN in whole and _told(sources)) or whole
     corner = _wrong_corner(trace)
     return (
         _about(sources, "format")

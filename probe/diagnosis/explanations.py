@@ -21,6 +21,7 @@ EXPLAINED = 0.9
 ALL = 1 - 1e-6
 #: What is said where no claim fits.
 UNKNOWN = "no known cause"
+LAST_BLOCK = "the last, shorter block"
 
 
 def explain(step: Step) -> str:
@@ -103,6 +104,8 @@ def places(step: Step, differs: Tensor) -> Iterator[tuple[str, Tensor]]:
     """
     axes = step.axes or AXES.get(differs.dim(), ())
     found: list[tuple[str, Tensor]] = []
+    blocks = list(_blocks(step, differs)) if step.block else []
+    yield from (one for one in blocks if one[0] == LAST_BLOCK)
     if int(differs.sum()) > 1 and len(axes) > 1:
         for axis in reversed(range(len(axes))):
             hit = differs.any(dim=[other for other in range(len(axes)) if other != axis])
@@ -123,8 +126,7 @@ def places(step: Step, differs: Tensor) -> Iterator[tuple[str, Tensor]]:
     if len(found) > 1:
         yield " of ".join(words for words, _ in found), torch.stack([mask for _, mask in found]).all(0)
     yield from found
-    if step.block:
-        yield from _blocks(step, differs)
+    yield from (one for one in blocks if one[0] != LAST_BLOCK)
 
 
 def _blocks(step: Step, differs: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -142,7 +144,7 @@ def _blocks(step: Step, differs: Tensor) -> Iterator[tuple[str, Tensor]]:
     if width % step.block and not bool(hit[:, :-1].any()):
         last = torch.zeros_like(hit)
         last[:, -1] = True
-        yield "the last, shorter block", last[:, number].reshape(differs.shape)
+        yield LAST_BLOCK, last[:, number].reshape(differs.shape)
     yield f"{some} of {total} blocks", mask
 
 

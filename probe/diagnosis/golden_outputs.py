@@ -1,8 +1,8 @@
 """The likely cause of a change against the stored output of a layer, from its outputs alone.
 
 Nothing must be known of the layer, so this works for modes of users. Of the stored output there are a sketch and a
-sample (numerics/sketches.py). A hypothesis undoes a fault: it makes of the output, of the layer's input and of the float
-layer's output what the layer would have given without it. The sketch is linear, so the part of the change that a
+sample (numerics/sketches.py). A hypothesis undoes a fault: from the output, the layer's input and the float layer's
+output it makes what the layer would have given without it. The sketch is linear, so the part of the change that a
 hypothesis explains is 1 - |sketch(undone) - stored|^2 / |sketch(output) - stored|^2, whatever the quantizer does.
 """
 
@@ -21,6 +21,7 @@ from probe.numerics.sketches import SAMPLE, SKETCH, Doubles, hashed, places_of, 
 FEWEST = 8
 #: The stored output is given again if the change is below this part of the output.
 SAME = 1e-6
+SAME_OUTPUT = "alone it gives its stored output: it was fed something else, or a stale or random run was measured"
 #: The names of the dimensions of an output.
 NAMES = ("sequence", "token", "channel")
 #: Lines that are matched with one another at most.
@@ -100,15 +101,17 @@ class ChangedOutput:
         size = values.shape[axis]
         shape = [size if other == axis else 1 for other in range(values.dim())]
         index = torch.arange(size).reshape(shape).expand(values.shape).reshape(-1).numpy()
-        bucket, sign = _hash_of(values.numel())
+        bucket, sign = hashed(0, values.numel())
         sums = np.bincount(index * SKETCH + bucket, weights=sign * _flat(values), minlength=size * SKETCH)
-        return sums.reshape(size, SKETCH)
+        return sums.astype(np.float64).reshape(size, SKETCH)
 
 
 def explain_change(found: ChangedOutput) -> str:
     """What has become of the stored output, in a few words; it says so where no hypothesis explains it."""
     if found.change <= (SAME**2) * float(found.output.square().sum()):
-        return "run again, it gives the stored output: what was measured is stale, or random"
+        return SAME_OUTPUT
+    if not bool(found.output.any()):
+        return "gives only zeros"
     best = min(_hypotheses(found), key=lambda one: one.left, default=Found(1.0, ""))
     if best.left <= 1 - EXPLAINED:
         return best.sentence
@@ -202,10 +205,7 @@ def _in_one_place(found: ChangedOutput) -> Iterator[Found]:
     for axis in reversed(range(3)):
         if output.shape[axis] < 2:
             continue
-        own, base, plain, ones = (
-            found.by_index(x, axis) for x in (output, given, expected, torch.ones_like(output))
-        )
-        energy = (output - expected).square().sum(dim=[other for other in range(3) if other != axis])
+        own, base, plain, ones = (found.by_index(x, axis) for x in (output, given, expected, torch.ones_like(output)))
         for index in range(output.shape[axis]):
             name, rest = f"{NAMES[axis]} {index}", found.sketch - own[index]
             c, left = found.fitted(rest, own[index])
@@ -216,37 +216,42 @@ def _in_one_place(found: ChangedOutput) -> Iterator[Found]:
                 yield Found(left, _times(f"what it adds to {name}", 1 / c))
             c, left = found.fitted(found.sketch, ones[index])
             yield Found(left, f"{-c:+.4g} is added to {name}")
-            line = output.select(axis, index)
-            zero = " is zero" if not bool(line.any()) else ""
-            same = " is its input" if bool((line == given.select(axis, index)).all()) and not zero else ""
-            left = found.left(rest + plain[index])
-            alone = float(energy[index] / energy.sum().clamp(min=1e-300))
-            yield Found(left, f"only {name}{zero or same or ' has changed'} ({alone:.0%} of its error)")
+            words = _state(output.select(axis, index), given.select(axis, index))
+            yield Found(found.left(rest + plain[index]), f"only {name} {words}")
 
 
 def _in_a_stretch(found: ChangedOutput) -> Iterator[Found]:
-    """The last tokens or the first ones, of every sequence."""
+    """The last tokens or the first ones, of every sequence; at most half of them."""
     own, plain = found.by_index(found.output, 1), found.by_index(found.expected, 1)
-    change = np.cumsum((plain - own)[::-1], axis=0)[::-1]
-    for first in range(1, len(own) - 1):
-        zero = "are zero" if not bool(found.output[:, first:].any()) else "have changed"
-        yield Found(found.left(found.sketch + change[first]), f"only the tokens from {first} on {zero}")
-        zero = "are zero" if not bool(found.output[:, :first].any()) else "have changed"
-        yield Found(found.left(found.sketch + change[0] - change[first]), f"only the first {first} tokens {zero}")
+    change, tokens = np.cumsum((plain - own)[::-1], axis=0)[::-1], len(own)
+    for first in range(max(1, (tokens + 1) // 2), tokens - 1):
+        words = _state(found.output[:, first:], found.given[:, first:], many=True)
+        yield Found(found.left(found.sketch + change[first]), f"only the tokens from {first} on {words}")
+    for last in range(2, tokens // 2 + 1):
+        words = _state(found.output[:, :last], found.given[:, :last], many=True)
+        yield Found(found.left(found.sketch + change[0] - change[last]), f"only the first {last} tokens {words}")
+
+
+def _state(output: Tensor, given: Tensor, *, many: bool = False) -> str:
+    """What has become of a part of the output."""
+    if not bool(output.any()):
+        return "are zero" if many else "is zero"
+    if bool((output == given).all()):
+        return "are returned as they came in" if many else "is returned as it came in"
+    return "have changed" if many else "has changed"
 
 
 def _clipped(found: ChangedOutput) -> Iterator[Found]:
+    """Values beyond a limit are that limit."""
     for what, base in (("values", torch.zeros_like(found.output)), ("what it adds", found.given)):
         actual, expected = found.output - base, found.expected - base
         top = float(actual.abs().max())
-        at_top = actual.abs() >= top * (1 - 1e-6)
-        if int(at_top.sum()) >= 2 and top > 0 and bool((expected[at_top].abs() > 0.9 * top).all()):
+        at_top = actual.abs() >= top * (1 - 1e-4)
+        beyond = (expected[at_top].abs() > 0.9 * top).double().mean() if bool(at_top.any()) else torch.zeros(())
+        if int(at_top.sum()) >= 2 and top > 0 and float(beyond) > EXPLAINED:
             restored = torch.where(at_top, base + expected, found.output)
-            yield Found(found.left(sketched(_flat(restored))), f"{what} beyond +-{top:.4g} {_are(what)} cut there")
-
-
-def _are(what: str) -> str:
-    return "are" if what == "values" else "is"
+            left = found.left(sketched(_flat(restored)))
+            yield Found(left, f"{what} beyond +-{top:.4g} {'are' if what == 'values' else 'is'} cut there")
 
 
 def _times(what: str, factor: float) -> str:
@@ -265,7 +270,9 @@ def _permutation(name: str, mapping: Tensor, away: Tensor) -> str:
     if count == 1:
         return f"{name} {first} is {name} {source}"
     if count > 0.5 * size and float((offsets == offset).double().mean()) > 0.8:
-        return f"shifted by {abs(offset)} {name}{'s' if abs(offset) > 1 else ''}, too {'late' if offset > 0 else 'early'}"
+        return (
+            f"shifted by {abs(offset)} {name}{'s' if abs(offset) > 1 else ''}, too {'late' if offset > 0 else 'early'}"
+        )
     if bool((mapping[away] == size - 1 - away).all()):
         return f"{name}s are in reverse order"
     return f"{count} of {size} {name}s are permuted: {name} {first} is {name} {source}"
@@ -302,10 +309,6 @@ def _only(values: Tensor, axis: int, index: int) -> Tensor:
 
 def _flat(x: Tensor) -> Doubles:
     return x.detach().double().reshape(-1).cpu().numpy()
-
-
-def _hash_of(count: int) -> tuple[np.ndarray, Doubles]:
-    return hashed(0, count)
 
 
 def _squares(x: Doubles) -> float:

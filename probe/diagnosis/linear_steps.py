@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probe.diagnosis.plain_grids import PlainGrid, other_scales, suspects
-from probe.diagnosis.signatures import AXES_OF_WEIGHTS, GRIDS, SUMS, Replay, Step
+from probe.diagnosis.signatures import AXES_OF_WEIGHTS, SUMS, Replay, Step
 from probe.formats import FORMATS, Format
 from probe.models.linear import GridLinear, linear_layers
 from probe.running.corners import linear_amax
@@ -123,7 +123,7 @@ def grid_step(
 ) -> Step:
     """A tensor that should be put on a grid, bit for bit, or, without a grid, pass unchanged."""
     if grid is None:
-        return Step(name, made, given, suspects=lambda: iter((more or {}).items()), noise=GRIDS)
+        return Step(name, made, given, suspects=lambda: iter((more or {}).items()), noise=0.0)
 
     def replays() -> Iterator[tuple[str, Replay]]:
         yield from (more or {}).items()
@@ -138,13 +138,15 @@ def grid_step(
     return Step(name, made, grid(given), given, grid.unit(given), replays, noise, block=block)
 
 
-def weight_step(name: str, fmt: Format, plain: Tensor, actual: Tensor, more: Suspects | None = None) -> Step:
+def weight_step(
+    name: str, fmt: Format, plain: Tensor, actual: Tensor, more: Suspects | None = None, *, noise: float = 0.0
+) -> Step:
     """A weight that should be on the grid of a format, with scales from the weight itself."""
     grid = PlainGrid(fmt)
     others: dict[str, Replay] = {"zero": lambda: torch.zeros_like(plain), **(more or {})}
     if plain.dim() == 2 and plain.shape[0] == plain.shape[1]:
         others["transposed"] = lambda: grid(plain).T
-    step = grid_step(f"weight {name}", grid, plain, actual, more=others, noise=GRIDS)
+    step = grid_step(f"weight {name}", grid, plain, actual, more=others, noise=noise)
     return replace(step, axes=AXES_OF_WEIGHTS.get(plain.dim(), ()))
 
 
@@ -154,7 +156,7 @@ def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype | None = 
     for name, parameter in stock.named_parameters():
         if name in found:
             plain = parameter.detach().to(dtype or parameter.dtype)
-            yield Step(f"weight {name}", found[name].detach(), plain, noise=GRIDS)
+            yield Step(f"weight {name}", found[name].detach(), plain, noise=0.0)
 
 
 def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:

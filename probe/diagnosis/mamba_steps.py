@@ -25,7 +25,7 @@ from probe.diagnosis.linear_steps import (
     weight_step,
 )
 from probe.diagnosis.plain_grids import PlainGrid
-from probe.diagnosis.signatures import Replay, Step
+from probe.diagnosis.signatures import GRIDS, Replay, Step
 from probe.formats import Format
 from probe.models.mamba import SITES, SiteMixer
 from probe.numerics.hadamard import hadamard_matrix
@@ -124,11 +124,25 @@ def _to_conv1d(block: Block) -> Iterator[Step]:
         "its taps are reversed": lambda: functional.silu(convolved(x, taps.flip(-1), bias)),
         "it begins with the tokens of the sequence before": lambda: functional.silu(leaking(x, taps, bias)),
         **_narrow(lambda x, taps: functional.silu(convolved(x, taps, None if bias is None else bias.to(x))), x, taps),
+        **_narrow_convolutions(x, taps, bias),
     }
     if bias is not None:
         replays = {**replays, "the bias is added twice": lambda: functional.silu(made + bias)}
     yield sums_step("conv1d and SiLU", block.given("conv1d.output"), functional.silu(made), replays)
     yield _site(block, "conv1d.output")
+
+
+def _narrow_convolutions(x: Tensor, taps: Tensor, bias: Tensor | None) -> dict[str, Replay]:
+    """The convolution alone in narrower floats, SiLU in float32."""
+
+    def replayed(dtype: torch.dtype) -> Tensor:
+        operands = (x.to(dtype).double(), taps.to(dtype).double(), None if bias is None else bias.to(dtype).double())
+        return functional.silu(convolved(*operands).to(dtype).double())
+
+    return {
+        f"the convolution is computed in {str(dtype).removeprefix('torch.')}": partial(replayed, dtype)
+        for dtype in NARROW
+    }
 
 
 def _to_scan(block: Block) -> Iterator[Step]:
@@ -200,20 +214,7 @@ def _scan(block: Block) -> Step:
         words = f"softplus is the identity above {limit:g}, not above 20"
         replays[words] = partial(lambda limit: scan(u, softplus(step + bias, limit), A, B, C), limit)
     for dtype in NARROW:
-        name = str(dtype).removeprefix("torch.")
-
-        def narrow(x: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-            return x.to(dtype).float()
-
-        replays |= {
-            f"the state is rounded to {name}": partial(scan, u, delta, A, B, C, state=dtype),
-            f"A is computed in {name}": lambda n=narrow: scan(u, delta, n(-torch.exp(n(A_log))), B, C),
-            f"A is rounded to {name}": lambda n=narrow: scan(u, delta, n(A), B, C),
-            f"delta is rounded to {name}": lambda n=narrow: scan(u, n(delta), A, B, C),
-            f"delta is computed in {name}": lambda n=narrow: scan(u, n(softplus(n(n(step) + n(bias)))), A, B, C),
-            f"B and C are rounded to {name}": lambda n=narrow: scan(u, delta, A, n(B), n(C)),
-            f"its inputs are rounded to {name}": lambda n=narrow: scan(n(u), n(delta), n(A), n(B), n(C)),
-        }
+        replays |= _narrow_scans(u, step, bias, A_log, B, C, dtype)
     expected = run(torch.float64)
     first = _first_token(actual, expected)
     if first:
@@ -224,6 +225,26 @@ def _scan(block: Block) -> Step:
         kept = (torch.arange(A.shape[1]) != lost).to(C)
         replays[f"state {lost} of {A.shape[1]} is lost"] = lambda: scan(u, delta, A, B, C * kept)
     return sums_step("the scan", actual, expected, replays)
+
+
+def _narrow_scans(
+    u: Tensor, step: Tensor, bias: Tensor, A_log: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype
+) -> dict[str, Replay]:
+    """The scan with its state, or some of its inputs, in a narrower float."""
+    delta, A, name = softplus(step + bias), -torch.exp(A_log), str(dtype).removeprefix("torch.")
+
+    def n(x: Tensor) -> Tensor:
+        return x.to(dtype).float()
+
+    return {
+        f"the state is rounded to {name}": lambda: scan(u, delta, A, B, C, state=dtype),
+        f"A is computed in {name}": lambda: scan(u, delta, n(-torch.exp(n(A_log))), B, C),
+        f"A is rounded to {name}": lambda: scan(u, delta, n(A), B, C),
+        f"delta is rounded to {name}": lambda: scan(u, n(delta), A, B, C),
+        f"delta is computed in {name}": lambda: scan(u, n(softplus(n(n(step) + n(bias)))), A, B, C),
+        f"B and C are rounded to {name}": lambda: scan(u, delta, A, n(B), n(C)),
+        f"its inputs are rounded to {name}": lambda: scan(n(u), n(delta), n(A), n(B), n(C)),
+    }
 
 
 def _first_token(actual: Tensor, expected: Tensor) -> int:
@@ -272,17 +293,7 @@ def _to_output(block: Block) -> Iterator[Step]:
         "the gate is applied twice": lambda: rotated(whole * gate * gate),
     }
     for dtype in NARROW:
-        name = str(dtype).removeprefix("torch.")
-
-        def narrow(x: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-            return x.to(dtype).double()
-
-        replays |= {
-            f"the gate is computed in {name}": lambda n=narrow: rotated(whole * n(functional.silu(n(z)))),
-            f"y is rounded to {name}": lambda n=narrow: rotated(n(y + D * u) * gate),
-            f"the product is rounded to {name}": lambda n=narrow: rotated(n(whole * gate)),
-            f"the rotation is computed in {name}": lambda n=narrow: n(rotated(n(whole * gate))),
-        }
+        replays |= _narrow_gates(whole, z, dtype)
     yield sums_step("D u, gate and rotation", block.given("out_proj.input"), rotated(whole * gate), replays)
     yield _site(block, "out_proj.input")
     yield _weight(block, "out_proj.weight")
@@ -296,6 +307,21 @@ def _to_output(block: Block) -> Iterator[Step]:
         **_narrow(torch.add, h, added),
     }
     yield sums_step("the residual", block.made("block"), h + added, skipped)
+
+
+def _narrow_gates(whole: Tensor, z: Tensor, dtype: torch.dtype) -> dict[str, Replay]:
+    """The gate, what it gates, or the rotation, in a narrower float; `whole` is y + D u."""
+    gate, name = functional.silu(z), str(dtype).removeprefix("torch.")
+
+    def n(x: Tensor) -> Tensor:
+        return x.to(dtype).double()
+
+    return {
+        f"the gate is computed in {name}": lambda: rotated(whole * n(functional.silu(n(z)))),
+        f"y is rounded to {name}": lambda: rotated(n(whole) * gate),
+        f"the product is rounded to {name}": lambda: rotated(n(whole * gate)),
+        f"the rotation is computed in {name}": lambda: n(rotated(n(whole * gate))),
+    }
 
 
 def _linear(block: Block, name: str, given: Tensor, made: Tensor) -> Step:
@@ -329,8 +355,9 @@ def _weight(block: Block, name: str) -> Step:
         others["the norm's gamma is not folded in"] = lambda: grid(rotated(plain).float())
     if name not in gridded_weights(block.mode, block.name):
         more: Suspects = {"put on a grid, though it is declared float": lambda: grid(folded)}
-        return grid_step(f"weight {name}", None, folded, actual, more=more)
-    return weight_step(name, block.format, folded, actual, others)
+        return grid_step(f"weight {name}", None, folded, actual, more=more, noise=GRIDS)
+    noise = GRIDS if name in ROTATED else 0.0  # folded with another order of sums
+    return weight_step(name, block.format, folded, actual, others, noise=noise)
 
 
 def rotated(x: Tensor) -> Tensor:

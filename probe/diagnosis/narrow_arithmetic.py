@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map
 NARROW = (torch.bfloat16, torch.float16)
 
 
-class _Widened(TorchDispatchMode):
+class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every cast to a narrower float keeps float32; `narrowed` has the dtypes that were asked for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.narrowed: dict[torch.dtype, None] = {}
 
     def __torch_dispatch__(

@@ -43,7 +43,10 @@ def changed(place: Any, value: float | Tensor) -> Tensor:
         (changed((1, 3, 17), 8.0), "one value, at [1, 3, 17]: 8 instead of"),
         (torch.where(EXPECTED.abs() < 0.3, 0.0, EXPECTED), "values are zero and should not be"),
         (EXPECTED.flip(1), "tokens are in reverse order"),
-        (torch.randn(EXPECTED.shape, generator=torch.Generator().manual_seed(6)), "no known cause: unrelated to the ex"),
+        (
+            torch.randn(EXPECTED.shape, generator=torch.Generator().manual_seed(6)),
+            "no known cause: unrelated to the ex",
+        ),
         (EXPECTED + 0.05 * EXPECTED.flip(1), "of the values differ, by 0.05 of the rms"),
     ],
 )
