@@ -53,6 +53,7 @@ class Observation:
     flaws: tuple[Flaw, ...] = ()
     weights: str = ""  # how much of the whole model is on a grid, in a line
     digests: dict[str, str] = field(default_factory=dict)  # of exact tensors: corners.NAME, weights.NAME
+    units: dict[str, float] = field(default_factory=dict)  # of distances, by group, where the figures do not tell it
 
 
 class Stream:

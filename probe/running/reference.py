@@ -161,7 +161,7 @@ def _run_injected(
         depth = sum(name.startswith(f"{other}.") for other in modules.values())
         levels.setdefault(depth, {})[label] = name
     for depth in sorted(levels):
-        with _injecting(twin, levels[depth], inputs):
+        with injecting(twin, levels[depth], inputs):
             _run(twin, batches, levels[depth], take)
 
 
@@ -177,7 +177,7 @@ def _run(
 
 
 @contextmanager
-def _injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> Iterator[None]:
+def injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> Iterator[None]:
     """While the block runs, each of these modules gets the next of its inputs as the first tensor of its call."""
     found = dict(twin.named_modules())
 
