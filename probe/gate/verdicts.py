@@ -7,9 +7,20 @@ from fnmatch import fnmatchcase
 
 from probe.gate.baselines.format import VARIES, Entry, Stored
 from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
-from probe.gate.golden_values import SKETCH, flat, gap, group_of, parted
+from probe.gate.golden_values import flat, gap, group_of, parted
 from probe.gate.observations import Flaw, Observation
-from probe.gate.tolerances import OF_FLOAT, OF_PATHS, OF_VALUES, RULES, Rule, is_of_values, own_error, rule_of, tolerance
+from probe.gate.tolerances import (
+    OF_FLOAT,
+    OF_PATHS,
+    OF_VALUES,
+    RULES,
+    Rule,
+    is_of_values,
+    own_error,
+    rule_of,
+    tolerance,
+)
+from probe.numerics.sketches import SKETCH
 from probe.running.modes import equal_to
 from probe.words import first_few
 
@@ -205,9 +216,9 @@ def renewed(
         count = base.counts[group]
         unit = _unit(base, group, base.figures, values)
         gaps = [gap(other.values[group], values, count=count, rmse=unit) for other in others]
-        for figure, name in zip(_figures_of(group), OF_VALUES, strict=False):
-            if figure in RULES or group.startswith(OF_PATHS):
-                figures[figure] = Stored(0.0, max((getattr(one, name) for one in gaps), default=0.0))
+        for stored, name in zip(_figures_of(group), OF_VALUES, strict=False):
+            if stored in RULES or group.startswith(OF_PATHS):
+                figures[stored] = Stored(0.0, max((getattr(one, name) for one in gaps), default=0.0))
     digests = {
         name: digest if all(other.digests.get(name) == digest for other in others) else VARIES
         for name, digest in base.digests.items()

@@ -25,7 +25,7 @@ from probe.running.capture import UncoveredError, first_tensor
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, float_blocks, gridded_sites
 from probe.running.reference import Reference, injecting, run_reference
-from probe.words import PATHS, describe_error
+from probe.words import PATHS, describe_error, first_few
 
 #: Tokens of the paths: what is prefilled before decode and what is decoded, what ragged has more than a row, and so on.
 PREFILLED, DECODED, BEYOND, ALONE, REAL, PADDING = 40, 8, 29, 64, 48, 5
@@ -170,7 +170,7 @@ def path_layers(reference: Reference) -> list[str]:
             found.append(label)
     if not found:
         raise UncoveredError(
-            f"none of {', '.join(modules)} has inputs and outputs of the shape [batch, time, ...], so no path can be fed."
+            f"no input and output of {first_few(list(modules))} is [batch, time, ...], as a path needs."
         )
     return found
 
@@ -260,7 +260,9 @@ def keeps_prefill(model: nn.Module, recipe: Recipe, path: Path, modules: Mapping
         return dict.fromkeys(modules, True)
     assert recipe.format is not None
     left, format = float_blocks(model, mode), FORMATS[recipe.format]
-    gridded = [(name, gridded_sites(mode, format, f"{name}.mixer")) for name, _ in mamba_blocks(model) if name not in left]
+    gridded = [
+        (name, gridded_sites(mode, format, f"{name}.mixer")) for name, _ in mamba_blocks(model) if name not in left
+    ]
     found: dict[str, bool | None] = {}
     for label, module in modules.items():
         related = [own for name, own in gridded if f"{name}.".startswith(f"{module}.") or module.startswith(f"{name}.")]

@@ -1,18 +1,18 @@
-"""Observations of paths: every layer on a path against its own prefill of the same tokens, and its golden values.
+"""The figures of paths: every layer on a path against its own prefill of the same tokens, and its golden values.
 
-    relation.LAYER    rms of path - prefill, over the layer's own error
-    distance.LAYER    rms of path - golden path, estimated from sketches, over the layer's own error
+relation.LAYER    rms of path - prefill, over the layer's own error
+distance.LAYER    rms of path - golden path, estimated from sketches, over the layer's own error
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from probe.gate.golden_values import HALF, sketch_of
-from probe.gate.observations import Flaw, Observation
-from probe.gate.tolerances import FLOAT_FACTOR
+from probe.gate.cases import Verdict
+from probe.gate.golden_values import sketch_of
+from probe.gate.tolerances import FLOAT_FACTOR, OF_PATHS
 from probe.running.modes import Mode
 from probe.running.paths import Path, joined_rows
 
@@ -26,11 +26,17 @@ DECIMALS = 5
 
 
 @dataclass(frozen=True, eq=False)
-class PathObservation(Observation):
-    """The observation of a path; `profiles` has the relation of every token by layer, NaN where there is none."""
+class PathFigures:
+    """What is known of a path: figures, golden values by group with their counts and units, and what is wrong."""
 
-    path: Path | None = None
+    path: Path
+    figures: dict[str, float | None] = field(default_factory=dict)
+    values: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    units: dict[str, float] = field(default_factory=dict)
+    wrong: list[tuple[Verdict, str]] = field(default_factory=list)
     profiles: dict[str, Tensor] = field(default_factory=dict)
+    """By layer, the relation of every token of `path.places` to the prefill; NaN where there is none."""
 
 
 class PrefillRows:
@@ -52,46 +58,36 @@ class PrefillRows:
         return joined_rows(self._kept[label], self.rows)[places]
 
 
-def observe_path(
+def path_figures(
     path: Path,
     outputs: Mapping[str, Tensor],
     prefill: PrefillRows,
     units: Mapping[str, float],
     bounds: Mapping[str, float | None],
-) -> PathObservation:
+) -> PathFigures:
     """The figures and golden values of every layer on a path; `units` are the layers' own errors.
 
     `bounds`: how far a layer may be from its prefill, None where that is not known.
     """
     related, places, half = path.is_related, path.places, path.half
-    figures: dict[str, float | None] = {}
-    values, counts, flaws = {}, {}, []
-    profiles: dict[str, Tensor] = {}
+    found = PathFigures(path)
     for label, output in outputs.items():
-        flat = output.flatten(1)
-        difference = flat[related].double() - prefill.of(label, places[related]).flatten(1).double()
+        flat, group, unit = output.flatten(1), f"{OF_PATHS}{label}", units[label]
+        found.values[group], found.counts[group], found.units[group] = sketch_of(flat, half), flat.numel(), unit
+        squares = (flat[related].double() - prefill.of(label, places[related]).flatten(1).double()).square()
+        relation = float(squares.mean().sqrt()) / unit
+        found.figures[f"relation.{label}"] = round(relation, DECIMALS)
         profile = torch.full((len(flat),), torch.nan, dtype=torch.float64)
-        profile[related] = difference.square().mean(1).sqrt() / units[label]
-        relation = float(difference.square().mean().sqrt()) / units[label]
-        profiles[label], figures[f"relation.{label}"] = profile, round(relation, DECIMALS)
-        group = f"distance.{label}"
-        values[group], counts[group] = sketch_of(flat, half), flat.numel()
-        bound = bounds[label]
-        if not bool(flat.isfinite().all()):
-            at = int(path.places[int((~flat.isfinite().all(1)).nonzero()[0])])
-            flaws.append(Flaw("not finite", f"{path.name} of {label} has NaN or Inf, first at {token_of(path, at)}."))
+        profile[related] = squares.mean(1).sqrt() / unit
+        found.profiles[label] = profile
+        finite, bound = flat.isfinite().all(1), bounds[label]
+        if not bool(finite.all()):
+            first = token_of(path, int(places[~finite][0]))
+            found.wrong.append(("not finite", f"{path.name} of {label} has NaN or Inf, first at {first}."))
         elif bound is not None and not relation <= bound:
             text = f"{path.name} of {label} differs from the prefill {where(path, profile)}: {relation:.2g} of its own "
-            flaws.append(Flaw("differs from prefill", f"{text}error, where {bound:g} is the most that sums may cause."))
-    return PathObservation(
-        figures,
-        values,
-        counts,
-        flaws=tuple(flaws),
-        units={f"distance.{label}": unit for label, unit in units.items()},
-        path=path,
-        profiles=profiles,
-    )
+            found.wrong.append(("differs from prefill", f"{text}error; sums in another order cause at most {bound:g}."))
+    return found
 
 
 def bound_of(mode: Mode, keeps: bool | None) -> float | None:
