@@ -170,7 +170,7 @@ def path_layers(reference: Reference) -> list[str]:
             found.append(label)
     if not found:
         raise UncoveredError(
-            f"no input and output of {first_few(list(modules))} is [batch, time, ...], as a path needs."
+            f"no input and output of {first_few(list(modules))} is [batch, time, ...]."
         )
     return found
 
