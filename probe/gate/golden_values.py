@@ -22,7 +22,7 @@ from probe.words import natural_key
 
 #: What is kept of each group. In a run of the whole model nearly every element moves by noise, so there only the
 #: distance says something.
-KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH}
+KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH, "outside": 16}
 #: How many points of a layer a plot is given.
 POINTS = 384
 #: An element of the sample has moved if it differs by more than this part of the recipe's own rms error.
@@ -58,6 +58,10 @@ class Golden:
     def values(self) -> tuple[float, ...]:
         """Sketch, then sample, as float32: what a baseline stores."""
         return tuple(float(x) for x in np.concatenate([self.sketch, self.sample]).astype(np.float32))
+
+    def coarse(self, buckets: int) -> tuple[float, ...]:
+        """A sketch of fewer buckets, each the sum of as many of the fine ones; float32."""
+        return tuple(float(x) for x in self.sketch.reshape(buckets, -1).sum(axis=1).astype(np.float32))
 
 
 #: Buckets of a sketch for each half of a path.

@@ -4,7 +4,7 @@ relation.LAYER    rms of path - prefill, over the layer's own error
 distance.LAYER    rms of path - golden path, estimated from sketches, over the layer's own error
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,27 +30,33 @@ class PathFigures:
     """What is known of a path: figures, golden values by group with their counts and units, and what is wrong."""
 
     path: Path
-    figures: dict[str, float | None] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
     values: dict[str, tuple[float, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     units: dict[str, float] = field(default_factory=dict)
     wrong: list[tuple[Verdict, str]] = field(default_factory=list)
+    bounded: dict[str, float] = field(default_factory=dict)
+    """The bound of the relation of every layer that has one."""
     profiles: dict[str, Tensor] = field(default_factory=dict)
     """By layer, the relation of every token of `path.places` to the prefill; NaN where there is none."""
+
+    @property
+    def broken(self) -> list[str]:
+        """The layers that are further from their prefill than they may be."""
+        return [label for label, bound in self.bounded.items() if not self.figures[f"relation.{label}"] <= bound]
 
 
 class PrefillRows:
     """The outputs of the first rows of an injected run, by layer: what paths are compared with."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, layers: Sequence[str], rows: int) -> None:
         self.rows = rows
-        self._kept: dict[str, list[Tensor]] = {}
+        self._kept: dict[str, list[Tensor]] = {label: [] for label in layers}
 
     def take(self, label: str, output: Tensor) -> None:
         """Append a batch; what is not needed is not kept."""
-        kept = self._kept.setdefault(label, [])
-        missing = self.rows - sum(map(len, kept))
-        if missing:
+        kept = self._kept.get(label)
+        if kept is not None and (missing := self.rows - sum(map(len, kept))):
             kept.append(output[:missing].clone())
 
     def of(self, label: str, places: Tensor) -> Tensor:
@@ -81,6 +87,8 @@ def path_figures(
         profile[related] = squares.mean(1).sqrt() / unit
         found.profiles[label] = profile
         finite, bound = flat.isfinite().all(1), bounds[label]
+        if bound is not None:
+            found.bounded[label] = bound
         if not bool(finite.all()):
             first = token_of(path, int(places[~finite][0]))
             found.wrong.append(("not finite", f"{path.name} of {label} has NaN or Inf, first at {first}."))

@@ -169,9 +169,7 @@ def path_layers(reference: Reference) -> list[str]:
         if shapes and not any(name.startswith(f"{other}.") for other in modules.values()):
             found.append(label)
     if not found:
-        raise UncoveredError(
-            f"no input and output of {first_few(list(modules))} is [batch, time, ...]."
-        )
+        raise UncoveredError(f"no input and output of {first_few(list(modules))} is [batch, time, ...].")
     return found
 
 
