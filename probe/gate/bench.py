@@ -23,6 +23,7 @@ from probe.gate.observations import Observation, observe, observe_recording
 from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba
+from probe.models.outside import outside_modules
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.declarations import read_declarations
@@ -31,7 +32,7 @@ from probe.running.kept_float import float_layers
 from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
 from probe.running.recipes import Recipe, check_recipes, recipes_of
-from probe.running.reference import Reference, load_reference, run_reference, save_reference
+from probe.running.reference import UNFED, Reference, load_reference, run_reference, running_once, save_reference
 from probe.words import LOGITS
 
 T = TypeVar("T")
@@ -94,14 +95,25 @@ class Bench:
         return list(dict.fromkeys(name for declared in tables.values() for name in declared))
 
     @cached_property
+    def outside(self) -> dict[str, str]:
+        """The modules outside the layers by label; a selected layer of the same label takes its place."""
+        found = running_once(self.loaded.model, outside_modules(self.loaded.model), self.batches()[0])
+        return {label: name for label, name in found.items() if label not in self.labels}
+
+    @cached_property
     def cases(self) -> tuple[Case, ...]:
         """The whole matrix, recipe by recipe."""
         return tuple(
             Case(find_mode(recipe.mode).id, label, device, recipe.format or "")
             for device in self.settings.devices
             for recipe in self.recipes
-            for label in (*self.labels, LOGITS)
+            for label in self.labels_on(device)
         )
+
+    def labels_on(self, device: str) -> tuple[str, ...]:
+        """The labels of the cases that every recipe has on a device; a recording has only layers and logits."""
+        beside = () if is_recorded(device) else tuple(self.outside)
+        return (*self.labels, *beside, LOGITS)
 
     def check(self) -> None:
         """Refuse what cannot be measured: a layer, mode or text that is not there, or too little text."""
@@ -198,7 +210,7 @@ class Bench:
     def make_anchors(self, variation: Variation) -> None:
         """Add anchors of all layers that have none, from the run under `variation`."""
         there = self.anchors or Anchors()
-        if not set(self.labels) <= set(there.places):
+        if not {*self.labels, *self.outside} - {UNFED} <= set(there.places):
             ties = self.reference(variation).ties
             places, values = ({label: pair[side] for label, pair in ties.items()} for side in (0, 1))
             self.anchors = Anchors.united([there, Anchors(places, values, self.calibration(variation).amax)])
@@ -229,7 +241,9 @@ class Bench:
             batches = self.batches(variation.batch_size if variation else None)
             jitter = variation.jitter if variation else 0
             wanted = self.settings.layers
-            return run_reference(self.loaded.model, batches, wanted, anchors=self.anchors, jitter=jitter)
+            return run_reference(
+                self.loaded.model, batches, wanted, outside=self.outside, anchors=self.anchors, jitter=jitter
+            )
 
     def _calibrate(self, variation: Variation | None) -> Calibration:
         ours = self.settings.calibration

@@ -72,6 +72,10 @@ RULES: dict[str, Rule] = {
     "logits.bits_per_byte": Rule(relative=0.01, worse=1),
     "logits.change_in_bits_per_byte": Rule(absolute=0.01, worse=1),
     "logits.distance": Rule(absolute=0.6),
+    "outside.mse": Rule(relative=7e-4, worse=1),
+    "outside.max_abs": Rule(relative=1e-3, worse=1),
+    "outside.correlation": Rule(of_rest=7e-4, worse=-1),
+    "outside.distance": Rule(absolute=0.04),
     "weights.on_grid": Rule(exact=True),  # elements of the layer's weights; of the logits: of the whole model
     "weights.float": Rule(exact=True),
     "weights.changed": Rule(exact=True),  # tensors that have other bits than the stored ones, by their digests
