@@ -175,7 +175,7 @@ def one_sign(w: Tensor) -> Tensor:
 
 def nibbles_swapped(w: Tensor) -> Tensor:
     """Codes are unpacked in the wrong order: neighbours change places."""
-    return w.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return w.reshape(*w.shape[:-1], -1, 2).flip(-1).flatten(-2)
 
 
 def one_column_stale(w: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def batch_scale(healthy: SequenceGrid) -> Callable[[Tensor], Tensor]:
     """One dynamic scale for the batch, nvfp4 with its second scale."""
 
     def on_grid(x: Tensor) -> Tensor:
-        whole = {"tensor_scale": healthy.tensor_scale} if healthy.tensor_scale is not None else {}
+        whole: dict[str, Any] = {"tensor_scale": healthy.tensor_scale} if healthy.tensor_scale is not None else {}
         return fake_quantize(x.reshape(1, -1), healthy.format, block_size=x.numel(), **whole).reshape(x.shape)
 
     return on_grid

@@ -16,7 +16,7 @@ from probe.models import mamba
 from probe.models.mamba import CHUNK, SiteMixer
 from probe.numerics.grids import BlockGrid
 from probe.numerics.quantize import fake_quantize
-from tests.faults.breaking import Damage, Functional, Patient, holding, recalled, scanning, submodule
+from tests.faults.breaking import Damage, Functional, Patient, holding, scanning, submodule
 from tests.faults.catalogue import FP4, FP8, INT8, NVFP4, PATH, Fault
 
 FAST, FAST8, LLAMA_W, LLAMA_WA = "mode_0-int8", "mode_0-fp8_e4m3", "linear_w-fp8_e4m3", "linear_wa-int8"

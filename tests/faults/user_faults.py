@@ -1,4 +1,4 @@
-"""Faults of a user's own modes, of which the gate sees outputs only: an int8 mode for tiny-llama, one for a small net."""
+"""Faults of a user's own modes, of which the gate sees outputs only: one for tiny-llama, one for a small network."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class OwnLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, format: str) -> None:
         super().__init__()
-        rows = {"block_size": linear.in_features} if format == "int8" else {}
+        rows: dict[str, Any] = {"block_size": linear.in_features} if format == "int8" else {}
         self.format, self.rows = format, rows
         self.weight = nn.Parameter(fake_quantize(linear.weight.detach(), format, **rows), requires_grad=False)
 
