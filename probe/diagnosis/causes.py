@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from probe.diagnosis.explanations import UNKNOWN, best_claim, explain, facts, not_finite
 from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, undone
-from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps, outside_step
+from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps, other_tokens, outside_step
 from probe.diagnosis.mamba_steps import Block, NeverRanError, mamba_steps
 from probe.diagnosis.narrow_arithmetic import in_float32
 from probe.diagnosis.plain_grids import PlainGrid
@@ -75,7 +75,16 @@ def _about(sources: Sequence[str], subject: str) -> str:
 def wrong_corners(answers: Iterable[CornerAnswer]) -> dict[str, str]:
     """The sites whose grid is not that of the recipe, with an explanation each."""
     steps = {one.site: grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer) for one in answers}
-    return {site: explanation for site, step in steps.items() if (explanation := explain(step))}
+    return {site: explanation for site, step in steps.items() if (explanation := explain(step) or _zero_signs(step))}
+
+
+def _zero_signs(step: Step) -> str:
+    """Says so if zeros have lost, or got, a sign."""
+    if step.block is None:  # integers have no -0
+        return ""
+    zero = (step.actual == 0) & (step.expected == 0)
+    count = int((zero & (step.actual.signbit() != step.expected.signbit())).sum())
+    return f"the sign of zeros is wrong, {count} of {int(zero.sum())}" if count else ""
 
 
 def _wrong_corner(trace: LayerTrace) -> str:
@@ -180,8 +189,10 @@ def _outside_cause(trace: LayerTrace) -> str:
         if batch.output is None:
             return f"{label} is never called as a module, so its hooks do not fire: compiled, fused or skipped"
         if explanation := explain(outside_step(label, stock, batch.given, batch.output, batch.expected)):
-            other = label == "embedding" and " is sequence " in explanation
-            return f"{label}; {'other tokens: ' + explanation.replace('sequence', 'sample') if other else explanation}"
+            is_table = label == "embedding" and isinstance(stock, nn.Embedding)
+            table = stock.get_parameter("weight") if is_table else None
+            tokens = "" if table is None else other_tokens(table, batch.given, batch.output)
+            return f"{label}; {tokens or explanation}"
     return ""
 
 
@@ -209,7 +220,8 @@ def _second_run(trace: LayerTrace, output: Tensor) -> str:
     if again is None or _is_same(again, output) or not bool(output.isfinite().all()):
         return ""
     part = float((again - output).double().square().mean().sqrt()) / max(rms(output), 1e-30)
-    return f"{trace.label} is not a function of its input: its second run differs, by {part:.2g} of the rms"
+    what = f"its second run differs by {part:.2g} (a carried state, or chance)"
+    return f"{trace.label} is not a function of its input: {what}"
 
 
 def _float_reference(trace: LayerTrace) -> str:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from probe.diagnosis.explanations import EXPLAINED, UNKNOWN
+from probe.diagnosis.signatures import permutation
 from probe.numerics.sketches import SAMPLE, SKETCH, Doubles, hashed, places_of, sketched
 
 #: Values of the sample that must have moved before a function of the value can be read from them.
 FEWEST = 8
 #: The stored output is given again if the change is below this part of the output.
 SAME = 1e-6
-SAME_OUTPUT = "alone it gives its stored output: it was fed something else, or a stale or random run was measured"
+SAME_OUTPUT = "alone it gives its stored output: another input, or a stale or random run, was measured"
 #: The names of the dimensions of an output.
 NAMES = ("sequence", "token", "channel")
 #: Lines that are matched with one another at most.
@@ -150,7 +151,7 @@ def _as_a_whole(found: ChangedOutput) -> Iterator[Found]:
         c, left = found.fitted(found.sketch, of_given)
         yield Found(left, f"{-c:+.4g} times its input is added to its output")
     c, left = found.fitted(found.sketch, sketched(np.ones(found.output.numel())))
-    yield Found(left, f"{-c:+.4g} is added to every value")
+    yield Found(left, f"a constant, {-c:+.4g}, is added to every value")
 
 
 def _by_value(found: ChangedOutput) -> Iterator[Found]:
@@ -194,7 +195,7 @@ def _moved(found: ChangedOutput) -> Iterator[Found]:
             lines[away] = expected.movedim(axis, 0)[away]  # where nothing else is known
             lines[mapping[away]] = sources[away]
             left = found.left(sketched(_flat(base + restored)))
-            yield Found(left, what + _permutation(NAMES[axis], mapping, away))
+            yield Found(left, what + permutation(NAMES[axis], mapping, away))
         if not bool(found.given.any()):
             break
 
@@ -215,7 +216,7 @@ def _in_one_place(found: ChangedOutput) -> Iterator[Found]:
             if c:
                 yield Found(left, _times(f"what it adds to {name}", 1 / c))
             c, left = found.fitted(found.sketch, ones[index])
-            yield Found(left, f"{-c:+.4g} is added to {name}")
+            yield Found(left, f"a constant, {-c:+.4g}, is added to {name}")
             words = _state(output.select(axis, index), given.select(axis, index))
             yield Found(found.left(rest + plain[index]), f"only {name} {words}")
 
@@ -258,24 +259,6 @@ def _times(what: str, factor: float) -> str:
     if abs(factor + 1) < 1e-3:
         return f"{what} has the other sign"
     return f"{what} is {factor:.4g} times the stored one"
-
-
-def _permutation(name: str, mapping: Tensor, away: Tensor) -> str:
-    size, count, first = mapping.numel(), away.numel(), int(away[0])
-    source = int(mapping[first])
-    offsets = away - mapping[away]
-    offset = int(offsets.mode().values)
-    if count == 2 and int(mapping[source]) == first:
-        return f"{name}s {first} and {source} are swapped"
-    if count == 1:
-        return f"{name} {first} is {name} {source}"
-    if count > 0.5 * size and float((offsets == offset).double().mean()) > 0.8:
-        return (
-            f"shifted by {abs(offset)} {name}{'s' if abs(offset) > 1 else ''}, too {'late' if offset > 0 else 'early'}"
-        )
-    if bool((mapping[away] == size - 1 - away).all()):
-        return f"{name}s are in reverse order"
-    return f"{count} of {size} {name}s are permuted: {name} {first} is {name} {source}"
 
 
 def _nearest(actual: Tensor, expected: Tensor, axis: int) -> Tensor:

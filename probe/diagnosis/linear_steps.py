@@ -193,7 +193,28 @@ def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
 def outside_step(label: str, stock: Any, given: Tensor, made: Tensor, expected: Tensor) -> Step:
     """The embedding, the final norm or the head; what the float one gave is expected where its kind is not known."""
     if label == "norm" and getattr(stock, "bias", None) is None and hasattr(stock, "variance_epsilon"):
-        return norm_step(label, given, made, float(stock.variance_epsilon), stock.weight, {})
+        x, eps = given.double(), float(stock.variance_epsilon)
+        centred = x - x.mean(-1, keepdim=True)
+        unmean = stock.weight.double() * centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+        more: Suspects = {"the norm is left out": lambda: x, "the mean is subtracted first": lambda: unmean}
+        return norm_step(label, given, made, eps, stock.weight, more)
     if label == "head" and isinstance(stock, nn.Linear):
         return linear_step(label, stock, given, made)
     return Step(label, made, expected.to(made.dtype), noise=0.0 if label == "embedding" else SUMS)
+
+
+def other_tokens(table: Tensor, tokens: Tensor, made: Tensor) -> str:
+    """Which tokens an embedding was given instead, where every vector of its output is in its table; else empty."""
+    rows = {row.tobytes(): index for index, row in reversed(list(enumerate(table.detach().float().numpy())))}
+    found = [rows.get(vector.tobytes(), -1) for vector in made.float().reshape(-1, made.shape[-1]).contiguous().numpy()]
+    seen, wanted = torch.tensor(found).reshape(tokens.shape), tokens.long()
+    if bool((seen < 0).any()) or bool((seen == wanted).all()):
+        return ""
+    for later in range(len(seen)):
+        for earlier in range(len(wanted)):
+            if later != earlier and bool((seen[later] == wanted[earlier]).all()):
+                return f"other tokens: sample {later} is sample {earlier}"
+    offset = (seen - wanted).reshape(-1)
+    if float((offset == offset.mode().values).double().mean()) > 0.9:
+        return f"other tokens: ids are off by {int(offset.mode().values):+d}"
+    return f"other tokens: {int((seen != wanted).sum())} of {wanted.numel()}"

@@ -203,6 +203,7 @@ def _scan(block: Block) -> Step:
         "delta is left out of the drive": lambda: scan(u / delta, delta, A, B, C),
         "delta is left out of the decay": lambda: scan(u, delta, A, B, C, decay=torch.ones_like(delta)),
         "D u is added before site scan.y": lambda: run(torch.float32) + D * u,
+        "exp(delta A) is replaced by 1 + delta A": lambda: scan(u, delta, A, B, C, euler=True),
         "B is one token late": lambda: scan(u, delta, A, late(B, 1), C),
         "C is one token late": lambda: scan(u, delta, A, B, late(C, 1)),
         "B and C are one token late": lambda: scan(u, delta, A, late(B, 1), late(C, 1)),
@@ -383,11 +384,12 @@ def scan(
     lost_at: int = -1,
     carried: bool = False,
     decay: Tensor | None = None,
+    euler: bool = False,
 ) -> Tensor:
     """h = exp(delta A) h + delta B u, y = C h, token by token.
 
     `state` rounds h; `every` and `lost_at` forget it; `carried` begins with the last one of the sequence before;
-    `decay` takes the place of delta in the first term.
+    `decay` takes the place of delta in the first term; `euler` replaces the exponential by 1 + delta A.
     """
     if carried and u.shape[0] > 1:
         joined = [x.reshape(1, -1, x.shape[-1]) for x in (u, delta, B, C)]
@@ -398,7 +400,9 @@ def scan(
     for t in range(u.shape[1]):
         if (every and t % every == 0) or t == lost_at:
             h = torch.zeros_like(h)
-        h = torch.exp(rate[:, t, :, None] * A) * h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None, :]
+        power = rate[:, t, :, None] * A
+        kept = (1 + power).clamp(min=0) if euler else torch.exp(power)
+        h = kept * h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None, :]
         if state is not None:
             h = h.to(state).to(u.dtype)
         outputs.append((h * C[:, t, None, :]).sum(-1))

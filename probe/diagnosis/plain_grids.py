@@ -24,6 +24,7 @@ ROUND: dict[str, Callable[[Tensor], Tensor]] = {
     "half_even": torch.round,
     "half_away": lambda x: torch.copysign(torch.floor(x.abs() + 0.5), x),
     "half_down": lambda x: torch.copysign(torch.ceil(x.abs() - 0.5), x),
+    "half_odd": lambda x: torch.where((x - x.trunc()).abs() == 0.5, 2 * torch.floor(x / 2) + 1, torch.round(x)),
     "toward_zero": torch.trunc,
     "floor": torch.floor,
 }
@@ -46,6 +47,10 @@ class PlainGrid:
     low: float | None = None  # the first and last element, of int8 -128 and 127
     high: float | None = None
     flush: bool = False  # subnormals become zero
+    shared: Literal["", "batch", "token"] = ""  # one scale for all of it, or for each token, whatever the blocks are
+    late: int = 0  # blocks have the scale of so many blocks before them
+    reciprocal: bool = False  # values are multiplied by 1 / scale in float32
+    ragged: Literal["", "joined", "borrowed"] = ""  # of a shorter last block: its scale is that of both, of the former
     tensor_scale: float | None = None  # of nvfp4
 
     @classmethod
@@ -56,12 +61,13 @@ class PlainGrid:
     def __call__(self, x: Tensor) -> Tensor:
         """`x` on the grid, in its own dtype."""
         rows, blocks = self._split(x)
-        return self._join(self._elements(rows) * self._scale(rows), blocks, x)
+        scale = self._scale(rows, blocks.count)
+        return self._join(self._elements(rows, scale) * scale, blocks, x)
 
     def unit(self, x: Tensor) -> Tensor:
         """The distance between neighbours on the grid, where each element of `x` lies."""
         rows, blocks = self._split(x)
-        scale = self._scale(rows)
+        scale = self._scale(rows, blocks.count)
         if self.format.scale == "float32":
             return self._join(scale.expand(rows.shape), blocks, x)
         exponent = exponent_of(rows / scale).clamp(min=self.format.min_exponent, max=self.format.max_exponent)
@@ -69,7 +75,10 @@ class PlainGrid:
 
     def _split(self, x: Tensor) -> tuple[Tensor, Blocks]:
         wide = x.detach().double()
-        if self.per_sequence:
+        if self.shared:
+            wide = wide.reshape(1, -1) if self.shared == "batch" else wide
+            blocks = Blocks.of(wide, -1, None)
+        elif self.per_sequence:
             wide = wide.reshape(wide.shape[0], -1)
             blocks = Blocks.of(wide, -1, None)
         elif self.format.scale == "float32":
@@ -83,10 +92,22 @@ class PlainGrid:
     def _join(self, rows: Tensor, blocks: Blocks, x: Tensor) -> Tensor:
         return blocks.join(rows.contiguous()).reshape(x.shape).to(x.dtype)
 
-    def _scale(self, rows: Tensor) -> Tensor:
-        """One scale per row; NaN where it is taken from a row with NaN or Inf."""
+    def _amax(self, rows: Tensor, count: int) -> Tensor:
         amax = rows.abs().amax(-1, keepdim=True)
-        amax = torch.where(amax.isfinite(), amax, torch.nan)
+        if (self.late or self.ragged) and count > 1 and amax.numel() % count == 0:
+            lines = amax.reshape(-1, count)
+            if self.late:
+                lines = lines.roll(self.late, -1)
+            elif self.ragged == "joined":
+                lines = torch.cat([lines[:, :-1], lines[:, -2:].amax(-1, keepdim=True)], -1)
+            else:
+                lines = torch.cat([lines[:, :-1], lines[:, -2:-1]], -1)
+            amax = lines.reshape(-1, 1)
+        return torch.where(amax.isfinite(), amax, torch.nan)
+
+    def _scale(self, rows: Tensor, count: int) -> Tensor:
+        """One scale per row, of which each line has `count`; NaN where it is taken from a row with NaN or Inf."""
+        amax = self._amax(rows, count)
         if self.format.scale == "float32":
             if self.amax is not None and not self.per_sequence:
                 amax = torch.full_like(amax, torch.tensor(self.amax).item())
@@ -109,8 +130,8 @@ class PlainGrid:
         amax = rows[rows.isfinite()].abs().amax() if self.amax is None else torch.tensor(self.amax)
         return (amax.double() / (FORMATS["fp8_e4m3"].max * self.format.max)).float().double()
 
-    def _elements(self, rows: Tensor) -> Tensor:
-        y = rows / self._scale(rows)
+    def _elements(self, rows: Tensor, scale: Tensor) -> Tensor:
+        y = (rows.float() * (1.0 / scale.float())).double() if self.reciprocal else rows / scale
         fmt = self.format
         if fmt.scale == "float32":
             q = ROUND[self.rounding](y)
@@ -138,7 +159,8 @@ def _ends(grid: PlainGrid) -> dict[str, dict[str, Any]]:
     """Faults at the ends of an integer grid: a first or last element one step inside of the right one, or a wrap."""
     fmt = grid.format
     if not fmt.is_integer:
-        return {}
+        below = fmt.max - 2.0 ** (fmt.max_exponent - fmt.mantissa_bits)
+        return {f"clamped at {below:g} instead of {fmt.max:g}": {"low": -below, "high": below}}
     step = fmt.min_subnormal
     top, one_less = round(fmt.max / step), round(fmt.max / step) - 1
     faults: dict[str, dict[str, Any]] = {f"clamped at {one_less} instead of {top}": {"high": fmt.max - step}}
@@ -190,6 +212,8 @@ def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Ite
         "ties are rounded away from zero instead of to even": {"rounding": "half_away"},
         "ties are rounded to even instead of away from zero": {"rounding": "half_even"},
         "ties are rounded toward zero": {"rounding": "half_down"},
+        "ties are rounded to odd": {"rounding": "half_odd"},
+        "multiplied by 1 / scale, not divided by the scale": {"reciprocal": True},
         **_ends(grid),
         "not clamped": {"ends": "open"},
         "Inf where values should saturate": {"ends": "infinite"},
@@ -211,7 +235,17 @@ def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Ite
     if grid.amax is not None:
         rows["the scale is taken from the live tensor, not from calibration"] = {"amax": None}
     if grid.per_sequence:
-        rows["one scale for all sequences"] = {"per_sequence": False, "amax": float(x.abs().max())}
+        rows["one scale for all sequences"] = {"shared": "batch"}
+        rows["one scale for each token"] = {"shared": "token"}
+    elif fmt.block_size is not None:
+        rows["one scale for each token, not for each block"] = {"shared": "token"}
+        rows["blocks have the scale of the block before"] = {"late": 1}
+        rows["blocks have the scale of the block after"] = {"late": -1}
+        if x.shape[-1] % fmt.block_size:
+            rows["it shares its scale with the block before"] = {"ragged": "joined"}
+            rows["it has the scale of the block before"] = {"ragged": "borrowed"}
+    if fmt.scale != "float32":
+        rows.pop("ties are rounded to odd")
     for sentence, changes in rows.items():
         if any(getattr(grid, name) != value for name, value in changes.items()):
             yield sentence, replace(grid, **changes)

@@ -143,7 +143,7 @@ def constant(step: Step) -> Claims:
     if d.numel() < FEWEST:
         return
     middle = float(d.mean())
-    yield f"{middle:+.4g} is added to every value", step.expected.double() + middle
+    yield f"a constant, {middle:+.4g}, is added to every value", step.expected.double() + middle
     if d.dim() == 3 and d.shape[0] * d.shape[1] >= FEWEST:
         yield "a constant is added to each channel, as a bias is", step.expected.double() + d.mean((0, 1), keepdim=True)
 
@@ -252,7 +252,7 @@ def permuted(step: Step) -> Claims:
         width = step.actual.numel() // size
         if width < FEWEST and sorted(mapping[moved].tolist()) != moved.tolist():
             continue  # a single number is near some other
-        yield _permutation(name, mapping, moved), step.expected.index_select(axis, mapping.to(step.expected.device))
+        yield permutation(name, mapping, moved), step.expected.index_select(axis, mapping.to(step.expected.device))
 
 
 def _mapping(actual: Tensor, expected: Tensor, axis: int, hit: Tensor) -> Tensor:
@@ -273,22 +273,25 @@ def _mapping(actual: Tensor, expected: Tensor, axis: int, hit: Tensor) -> Tensor
     return mapping
 
 
-def _permutation(name: str, mapping: Tensor, moved: Tensor) -> str:
+def permutation(name: str, mapping: Tensor, moved: Tensor) -> str:
+    """What has moved where, in words: `mapping` gives the source of each place, and `moved` has those that moved."""
     size, count = mapping.numel(), moved.numel()
     first = int(moved[0])
     source = int(mapping[first])
+    offsets = moved - mapping[moved]
+    offset = int(offsets.mode().values)
     if count == 1:
         return f"{name} {first} is {name} {source}"
     if count == 2 and int(mapping[source]) == first:
         return f"{name}s {first} and {source} are swapped"
-    if count >= 0.5 * size and bool((mapping == size - 1 - torch.arange(size)).all()):
+    if bool((mapping[moved] == size - 1 - moved).all()):
         return f"{name}s are in reverse order"
-    offsets = moved - mapping[moved]
-    offset = int(offsets.mode().values)
     if count >= 0.5 * size and float((offsets == offset).double().mean()) > 0.8:
-        late = "late" if offset > 0 else "early"
-        return f"shifted by {abs(offset)} {name}{'s' if abs(offset) > 1 else ''}, too {late}"
-    return f"{count} of {size} {name}s are permuted: {name} {first} is {name} {source}"
+        if name != "token":
+            return f"{name}s are permuted: shifted by {offset}"
+        tokens = "one token" if abs(offset) == 1 else f"{abs(offset)} tokens"
+        return f"it is {tokens} {'late' if offset > 0 else 'early'}"
+    return f"{name}s are permuted, {count} of {size}: {name} {first} is {name} {source}"
 
 
 def errors_in_steps(step: Step) -> Tensor | None:

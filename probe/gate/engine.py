@@ -20,7 +20,7 @@ from probe.running.environment import differences, is_recorded
 from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
 from probe.running.traces import LayerTrace
-from probe.words import LOGITS, PATHS
+from probe.words import LOGITS, OUTSIDE, PATHS
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class Gate:
         first = next((one for one in failing if one.is_own), failing[0] if failing else None)
         if first is None or first.case.layer == LOGITS or is_recorded(device):
             return outcomes
-        if first.verdict in ("uncovered", "not float"):  # the message says it all
+        is_layer = first.case.layer not in OUTSIDE
+        if first.verdict == "uncovered" or (first.verdict == "not float" and is_layer):  # the message says it all
             return outcomes
         calibration = bench.calibration() if recipe.format else None
         reference = bench.reference()

@@ -103,8 +103,7 @@ def golden_of(entry: Entry | None, group: str) -> tuple[float, ...] | None:
     """The golden values of a group, of a case that has them."""
     if entry is None or not entry.values:
         return None
-    groups = {name.partition(".")[0] for name in entry.figures}
-    return parted(entry.values, groups).get(group)
+    return parted(entry.values, {group_of(name) for name in entry.figures}).get(group)
 
 
 def changed_digests(seen: Observation, entry: Entry) -> dict[str, list[str]]:
