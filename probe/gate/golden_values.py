@@ -10,7 +10,6 @@ Two things are kept of a stream of elements x_0 .. x_(n-1), whatever batches it 
 NaN and Inf make both useless, and are a verdict of their own before these are looked at.
 """
 
-import hashlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 SKETCH = 64
@@ -68,13 +66,6 @@ class Golden:
     def values(self) -> tuple[float, ...]:
         """Sketch, then sample, as float32: what a baseline stores."""
         return tuple(float(x) for x in np.concatenate([self.sketch, self.sample]).astype(np.float32))
-
-
-def digest_of(tensor: Tensor) -> str:
-    """The first 8 hex digits of the sha256 of a tensor: its dtype, its shape and its bits."""
-    whole = tensor.detach().cpu().contiguous()
-    head = f"{whole.dtype} {list(whole.shape)}".encode()
-    return hashlib.sha256(head + whole.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
 
 
 def flat(values: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from probe.gate.baselines.format import VARIES, Entry, Stored
+from probe.gate.baselines.format import Entry, Stored
 from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
 from probe.gate.golden_values import SKETCH, flat, gap, parted
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import OF_FLOAT, OF_VALUES, RULES, Rule, own_error, tolerance
+from probe.running.digests import VARIES
 from probe.running.modes import equal_to
 from probe.words import first_few, look_up
 
