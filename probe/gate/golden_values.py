@@ -1,11 +1,7 @@
 """Golden values: a few numbers that stand for all the values of a layer's output, small enough for a baseline.
 
-Two things are kept of a stream of elements x_0 .. x_(n-1), whatever batches it came in:
-
-    sketch   s_b = sum of sign(i) x_i over the elements of bucket b; buckets and signs are fixed by a hash of i.
-             For two streams x and y, sum_b (s_b - t_b)^2 is an unbiased estimate of sum_i (x_i - y_i)^2
-             (relative standard deviation sqrt(2 / SKETCH), 18 %), so it sees a change of any element at all.
-    sample   x_i at SAMPLE places spread over the stream: the values themselves.
+Two things are kept of a stream of elements, whatever batches it came in: its sketch, which sees a change of any element
+at all, and its sample, some of the values themselves (numerics/sketches.py).
 
 NaN and Inf make both useless, and are a verdict of their own before these are looked at.
 """
@@ -13,15 +9,13 @@ NaN and Inf make both useless, and are a verdict of their own before these are l
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-SKETCH = 64
-SAMPLE = 40
+from probe.numerics.sketches import SAMPLE, SKETCH, Doubles, places_of, sketched
+
 #: What is kept of each group. In a run of the whole model nearly every element moves by noise, so there only the
 #: distance says something.
 KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH}
@@ -30,9 +24,6 @@ POINTS = 384
 #: An element of the sample has moved if it differs by more than this part of the recipe's own rms error.
 MOVED = 0.02
 
-_CHUNK = 2**17
-_Doubles = npt.NDArray[np.float64]
-
 
 @dataclass(eq=False)
 class Golden:
@@ -40,9 +31,9 @@ class Golden:
 
     count: int
     seen: int = 0
-    sketch: _Doubles = field(default_factory=lambda: np.zeros(SKETCH))
-    sample: _Doubles = field(default_factory=lambda: np.zeros(SAMPLE))
-    points: _Doubles = field(default_factory=lambda: np.zeros((2, 0)))
+    sketch: Doubles = field(default_factory=lambda: np.zeros(SKETCH))
+    sample: Doubles = field(default_factory=lambda: np.zeros(SAMPLE))
+    points: Doubles = field(default_factory=lambda: np.zeros((2, 0)))
 
     def update(self, output: Tensor, reference: Tensor) -> None:
         """Append a batch."""
@@ -50,10 +41,7 @@ class Golden:
         end = self.seen + flat.size
         if end > self.count:
             raise ValueError(f"more than the {self.count} elements that were announced: {end}.")
-        for start in range(0, flat.size, _CHUNK):
-            part = flat[start : start + _CHUNK]
-            bucket, sign = _hashed(self.seen + start, part.size)
-            self.sketch += np.bincount(bucket, weights=sign * part, minlength=SKETCH)
+        self.sketch += sketched(flat, self.seen)
         places = places_of(self.count, SAMPLE)
         here = (places >= self.seen) & (places < end)
         self.sample[here] = flat[places[here] - self.seen]
@@ -102,29 +90,3 @@ def gap(values: tuple[float, ...], golden: tuple[float, ...], *, count: int, rms
     distance = math.sqrt(float(np.sum((new[:SKETCH] - old[:SKETCH]) ** 2)) / count) / scale
     sample = np.abs(new[SKETCH:] - old[SKETCH:])
     return Gap(distance, float(np.mean(sample > MOVED * scale)) if sample.size else 0.0)
-
-
-@lru_cache(maxsize=64)
-def places_of(count: int, wanted: int) -> npt.NDArray[np.int64]:
-    """`wanted` places in a stream of `count`: one in each of as many equal stretches, somewhere by its hash."""
-    number = np.arange(wanted, dtype=np.uint64)
-    fraction = (_mix(number) >> np.uint64(11)).astype(np.float64) / 2.0**53
-    places = (np.arange(wanted) + fraction) * count / wanted
-    return np.minimum(places.astype(np.int64), count - 1)
-
-
-@lru_cache(maxsize=64)
-def _hashed(start: int, size: int) -> tuple[npt.NDArray[np.int64], _Doubles]:
-    mixed = _mix(np.arange(start, start + size, dtype=np.uint64))
-    bucket = (mixed >> np.uint64(64 - SKETCH.bit_length() + 1)).astype(np.int64)
-    sign = 1.0 - 2.0 * (mixed & np.uint64(1)).astype(np.float64)
-    return bucket, sign
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64: every bit of the result depends on every bit of x."""
-    with np.errstate(over="ignore"):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))

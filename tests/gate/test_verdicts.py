@@ -67,9 +67,10 @@ def test_a_figure_that_has_no_baseline_fails() -> None:
 
 
 def test_a_group_of_values_that_has_no_baseline_fails() -> None:
-    without = replace(FOUND, values={k: v for k, v in VALUES.items() if k != "propagated"})
-    assert verdict(FOUND, stored(without)) == "changed values"
-    assert verdict(without, stored()) == "changed values"
+    more = {**VALUES, "logits": tuple(float(i) for i in range(KEPT["logits"]))}
+    both = replace(FOUND, values=more, counts=dict.fromkeys(more, 1000))
+    assert verdict(both, stored()) == "changed values"
+    assert verdict(FOUND, stored(both)) == "changed values"
 
 
 def test_values_that_move_while_figures_agree_are_a_verdict_of_their_own() -> None:
