@@ -4,7 +4,7 @@ Integers need a scale from calibration (`amax`), nvfp4 its second scale, MX form
 `by_codes` computes the same bits by encoding to stored codes and decoding them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -144,7 +144,7 @@ def _static_integers(format: Format, width: int, amax: float | None) -> tuple[Te
     around = torch.cat([_beside((torch.cat([codes, ties]) * scale).float(), turn) for turn in (0, 1, -1)])
     ends = torch.tensor([0.0, -0.0, 1e3, -1e3, 1e6, -1e6]) * scale.float()
     rows = torch.cat([around, ends]), torch.cat([_beside(exact, turn) for turn in (0, 1, -1)])
-    return tuple(_rows(row[row.abs().argsort(stable=True)], width, sequences=2) for row in rows)
+    return tuple(_in_rows(row[row.abs().argsort(stable=True)].tensor_split(2), width) for row in rows)
 
 
 def _sequences(format: Format, width: int, amax: float | None) -> tuple[Tensor, ...]:
@@ -163,9 +163,8 @@ def _sequences(format: Format, width: int, amax: float | None) -> tuple[Tensor, 
         for scale, lead in zip(scales, leads, strict=True):
             first = (lead * scale).to(dtype)
             around = torch.cat([_beside((elements * scale).to(dtype), turn) for turn in (0, 1, -1)])
-            signed = torch.cat([first[None], around.clamp(-first, first), torch.tensor([0.0, -0.0])]).to(dtype)
-            rows.append(_rows(signed, width, sequences=1))
-        found.append(torch.cat(rows))
+            rows.append(torch.cat([first[None], around.clamp(-first, first), torch.tensor([0.0, -0.0], dtype=dtype)]))
+        found.append(_in_rows(rows, width))
     return tuple(found)
 
 
@@ -266,8 +265,8 @@ def _stacked(first: Tensor, second: Tensor, width: int) -> Tensor:
     return torch.stack(parts)
 
 
-def _rows(values: Tensor, width: int, *, sequences: int) -> Tensor:
-    """[sequence, token, width], filled with the values in turn; at least 4 tokens."""
-    tokens = max(4, -(-values.numel() // (sequences * width)))
-    turn = torch.arange(sequences * tokens * width) % values.numel()
-    return values[turn].reshape(sequences, tokens, width)
+def _in_rows(sequences: Sequence[Tensor], width: int) -> Tensor:
+    """[sequence, token, width], each filled with its values in turn; at least 4 tokens."""
+    tokens = max(4, *(-(-values.numel() // width) for values in sequences))
+    turn = torch.arange(tokens * width)
+    return torch.stack([values[turn % values.numel()].reshape(tokens, width) for values in sequences])
