@@ -12,6 +12,8 @@ LOGITS = "logits"
 #: Cases of a recipe beside its layers: what lies outside of them, and ways through the model other than one prefill.
 OUTSIDE = ("embedding", "norm", "head")
 PATHS = ("decode", "ragged", "batch_1", "padded")
+#: All labels of cases that are no layers.
+BESIDE = (*OUTSIDE, *PATHS, LOGITS)
 
 #: The difflib ratio from which a name counts as a likely misspelling of another.
 ALIKE = 0.5
@@ -107,6 +109,12 @@ def format_bytes(size: int) -> str:
 def printable(text: str) -> str:
     """The text with every character that a terminal might obey spelled out."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def flow_key(label: str) -> int:
+    """A key that sorts labels as data flows through a model: embedding, layers (in their order), norm, head, paths."""
+    order = {"embedding": 0, **{name: place + 2 for place, name in enumerate((*OUTSIDE[1:], *PATHS, LOGITS))}}
+    return order.get(label, 1)
 
 
 def natural_key(text: str) -> list[tuple[str, int]]:

@@ -23,6 +23,8 @@ from probe.gate.observations import Observation, observe, observe_recording
 from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba
+from probe.models.outside import outside_modules
+from probe.models.positions import position_limit
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.declarations import read_declarations
@@ -30,8 +32,9 @@ from probe.running.environment import ANCHORS, differences, is_recorded, recorde
 from probe.running.kept_float import float_layers
 from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
+from probe.running.paths import Path as PathThrough, paths_of, support
 from probe.running.recipes import Recipe, check_recipes, recipes_of
-from probe.running.reference import Reference, load_reference, run_reference, save_reference
+from probe.running.reference import UNFED, Reference, load_reference, run_reference, running_once, save_reference
 from probe.words import LOGITS
 
 T = TypeVar("T")
@@ -94,14 +97,45 @@ class Bench:
         return list(dict.fromkeys(name for declared in tables.values() for name in declared))
 
     @cached_property
+    def outside(self) -> dict[str, str]:
+        """The modules outside the layers by label; a selected layer of the same label takes its place."""
+        found = running_once(self.loaded.model, outside_modules(self.loaded.model), self.batches()[0])
+        return {label: name for label, name in found.items() if label not in self.labels}
+
+    @cached_property
     def cases(self) -> tuple[Case, ...]:
         """The whole matrix, recipe by recipe."""
         return tuple(
             Case(find_mode(recipe.mode).id, label, device, recipe.format or "")
             for device in self.settings.devices
             for recipe in self.recipes
-            for label in (*self.labels, LOGITS)
+            for label in self.labels_on(device)
         )
+
+    def labels_on(self, device: str) -> tuple[str, ...]:
+        """The labels of the cases that every recipe has on a device; a recording has only layers and logits."""
+        if is_recorded(device):
+            return (*self.labels, LOGITS)
+        return (*self.labels, *self.outside, LOGITS, *self.paths)
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths that the model can run on this text."""
+        return tuple(path for path, reason in self.path_support.items() if not reason)
+
+    @cached_property
+    def path_support(self) -> dict[str, str]:
+        """By path, why there is no case of it; empty where there is one."""
+        ours = self.settings
+        found = support(self.loaded.model, ours.samples, ours.seqlen, ours.layers)
+        return {path: "a layer has this name" if path in self.labels else reason for path, reason in found.items()}
+
+    def _paths(self, recipe: Recipe) -> list[PathThrough]:
+        """The paths as a recipe runs them: batch_1 has a whole row where its tokens share a scale."""
+        ours, limit = self.settings, position_limit(self.loaded.model)
+        shares = find_mode(recipe.mode).conv_input == "dynamic"
+        found = paths_of(ours.samples, ours.seqlen, limit=limit, whole_rows=shares)
+        return [found[path] for path in self.paths]
 
     def check(self) -> None:
         """Refuse what cannot be measured: a layer, mode or text that is not there, or too little text."""
@@ -198,7 +232,7 @@ class Bench:
     def make_anchors(self, variation: Variation) -> None:
         """Add anchors of all layers that have none, from the run under `variation`."""
         there = self.anchors or Anchors()
-        if not set(self.labels) <= set(there.places):
+        if not {*self.labels, *self.outside} - {UNFED} <= set(there.places):
             ties = self.reference(variation).ties
             places, values = ({label: pair[side] for label, pair in ties.items()} for side in (0, 1))
             self.anchors = Anchors.united([there, Anchors(places, values, self.calibration(variation).amax)])
@@ -219,7 +253,8 @@ class Bench:
         calibration = self.calibration(variation) if recipe.needs_calibration else None
         with self._under(variation):
             size, model = self.bytes_per_token, self.loaded.model
-            return observe(model, recipe, reference, calibration, device=device, bytes_per_token=size)
+            paths = self._paths(recipe)
+            return observe(model, recipe, reference, calibration, device=device, bytes_per_token=size, paths=paths)
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
         return nullcontext() if variation is None else under(variation, self.loaded.model)
@@ -229,7 +264,9 @@ class Bench:
             batches = self.batches(variation.batch_size if variation else None)
             jitter = variation.jitter if variation else 0
             wanted = self.settings.layers
-            return run_reference(self.loaded.model, batches, wanted, anchors=self.anchors, jitter=jitter)
+            return run_reference(
+                self.loaded.model, batches, wanted, outside=self.outside, anchors=self.anchors, jitter=jitter
+            )
 
     def _calibrate(self, variation: Variation | None) -> Calibration:
         ours = self.settings.calibration

@@ -42,7 +42,7 @@ NEXT: dict[Verdict, str] = {
 }
 Status = Literal["passed", "failed", "skipped", "updated"]
 #: Figures of what a layer is and does by itself; all others include what reached it from the layers before.
-OWN = ("injected.", "corners.", "weights.")
+OWN = ("injected.", "corners.", "weights.", "outside.", "relation.", "distance.")
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +50,7 @@ class Case:
     """One test. `str(case)` is the pytest id and what the command line takes; the format of a float mode is empty."""
 
     mode: str  # as in test ids: mode_2_1
-    layer: str  # layer_0, a module's name, or logits
+    layer: str  # layer_0, a module's name, or one of words.BESIDE
     device: str
     format: str = ""
 

@@ -19,7 +19,7 @@ from probe.gate.accounting import OBSOLETE, Account, LeftOut, ModelCases, Progre
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings, has_settings, settings_of
 from probe.settings import ConfigurationError
-from probe.words import LOGITS, near_or_first
+from probe.words import BESIDE, near_or_first
 
 if TYPE_CHECKING:
     from probe.gate.baselines.format import Entry
@@ -155,7 +155,7 @@ class Session:
         if "modes" in axes:
             named["mode"] = [mode.id for mode in expand_modes(list(axes["modes"]))]
         if "layers" in axes:
-            named["layer"] = [LOGITS]
+            named["layer"] = list(BESIDE)
             for pattern in axes["layers"]:
                 try:
                     named["layer"] += select(self.gate.bench(settings).loaded.model, pattern, model_name=settings.model)
@@ -165,7 +165,7 @@ class Session:
         # a float mode has no format
         wanted = {part: ("", *names) for part, names in named.items() if names is not None}
         left = [case for case in cases if all(getattr(case, part) in names for part, names in wanted.items())]
-        return left if any(case.layer != LOGITS for case in left) else []
+        return left if any(case.layer not in BESIDE for case in left) else []
 
     def _check_shared(self, one: Settings, other: Settings) -> None:
         for name in ("data", "samples", "seqlen", "calibration", "baselines"):

@@ -156,7 +156,7 @@ def _named_by(model: nn.Module, method: str) -> nn.Module | None:
     get = getattr(model, method, None)
     try:
         found = get() if callable(get) else None
-    except NotImplementedError:  # of transformers' models without one
+    except (AttributeError, NotImplementedError):  # of transformers' models without one
         return None
     return found if isinstance(found, nn.Module) else None
 

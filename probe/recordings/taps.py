@@ -6,16 +6,17 @@ Hooks read the tensors of a plain model. On compiled graphs hooks may not fire; 
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from probe.data.library_logs import quietly
-from probe.models.layers import blocks_of, select
+from probe.models.layers import select
 from probe.models.offload import device_of
+from probe.models.outside import embedding_of, final_norm_of
 from probe.running.capture import UncoveredError, capture, first_tensor
 from probe.running.coverage import watching
 from probe.running.recipes import Recipe
@@ -24,7 +25,6 @@ from probe.words import LOGITS, look_up
 
 Side = Literal["input", "output"]
 Consumer = Callable[[str, Tensor], None]
-NORMS = ("norm", "ln_f")
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,6 @@ class TapPoints:
         return (*self.sources, *((LOGITS,) if self.logits else ()))
 
 
-def _embedding(model: nn.Module) -> str | None:
-    """The embedding that a model of transformers states; for other models, the first nn.Embedding."""
-    embedding = None
-    with suppress(AttributeError, NotImplementedError):  # other models lack it, and some of transformers refuse
-        embedding = cast(Any, model).get_input_embeddings()
-    modules = list(model.named_modules())
-    stated = [name for name, module in modules if module is embedding]
-    return next(iter(stated or [name for name, module in modules if isinstance(module, nn.Embedding)]), None)
-
-
-def _final_norm(model: nn.Module) -> str | None:
-    """The norm beside the list of layers."""
-    stack = blocks_of(model)
-    if not stack:
-        return None
-    parent = stack[0].rpartition(".")[0].rpartition(".")[0]
-    beside = [name for name, _ in model.get_submodule(parent).named_children() if any(n in name for n in NORMS)]
-    return ".".join(filter(None, (parent, beside[-1]))) if beside else None
-
-
 #: Taps of every selected layer: the name of the tensor, the module in the layer, and the side of it.
 OF_LAYERS: dict[str, tuple[tuple[str, str, Side], ...]] = {
     "inputs": (("input", "", "input"),),
@@ -69,7 +49,7 @@ OF_LAYERS: dict[str, tuple[tuple[str, str, Side], ...]] = {
     "scan": (("scan.input", ".mixer.sites.scan.u", "output"), ("scan.output", ".mixer.sites.scan.y", "output")),
 }
 #: Taps of the model: the module, if it has one.
-OF_MODEL: dict[str, Callable[[nn.Module], str | None]] = {"embedding": _embedding, "final_norm": _final_norm}
+OF_MODEL: dict[str, Callable[[nn.Module], str | None]] = {"embedding": embedding_of, "final_norm": final_norm_of}
 TAPS = (*OF_LAYERS, *OF_MODEL, LOGITS)
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,13 +16,16 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from probe.files import atomic
+from probe.models.layers import select
 from probe.models.loading import weight_fingerprint
 from probe.models.offload import device_of
 from probe.running.capture import UncoveredError, capture, with_first_tensor
-from probe.running.noise import Anchors, jittered, narrowed, near_ties
+from probe.running.noise import Anchors, jittered, narrowed, near_ties, refined
 from probe.running.recipes import Recipe, apply
 from probe.words import LOGITS
 
+#: The module outside the layers that is not fed: its input are the tokens, so that a run on others shows.
+UNFED = "embedding"
 #: Called with a label, the output of that layer (or the logits), and what the reference has for it.
 Take = Callable[[str, Tensor, Tensor], None]
 Inputs = Mapping[str, Sequence[Tensor]]
@@ -33,7 +36,8 @@ class Reference:
     """The float model over some batches: inputs and outputs of the chosen layers and the logits, batch by batch.
 
     `layer_0.input` is rounded to bfloat16, so that every machine feeds the same bits; `layer_0.injected` is what
-    the float layer makes of that, `layer_0.output` what it gave in the run of the whole model.
+    the float layer makes of that, `layer_0.output` what it gave in the run of the whole model. Modules outside the
+    layers have `norm.input` (see `noise.refined`) and `norm.injected`; the embedding is not fed and has no input.
     """
 
     model: str  # fingerprint of the weights
@@ -44,10 +48,11 @@ class Reference:
     tensors: dict[str, list[Tensor]]  # one entry a batch
     logits: tuple[Tensor, ...]
     ties: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # places and values, as in Anchors
+    outside: dict[str, str] = field(default_factory=dict)  # label -> module name, of words.OUTSIDE
 
     def count(self, label: str) -> int:
         """How many elements the output of a layer has, over all batches."""
-        return sum(tensor.numel() for tensor in self.tensors[f"{label}.output"])
+        return sum(tensor.numel() for tensor in self.tensors[f"{label}.injected"])
 
 
 @torch.no_grad()
@@ -56,40 +61,44 @@ def run_reference(
     batches: Sequence[Tensor],
     layers: Sequence[str | int] = ("all",),
     *,
+    outside: Mapping[str, str] | None = None,
     anchors: Anchors | None = None,
     jitter: int = 0,
     once: bool = True,
 ) -> Reference:
     """Run the float model (mode fp32) and keep the inputs and outputs of `layers`: two forwards.
 
-    With `anchors`, inputs that noise could round either way are rounded as they say. `jitter` is the seed of a
-    one-ulp change of what layers are fed. `once` refuses a module that runs several times in a forward.
+    `outside` has modules outside the layers by label, of `models.outside`, which are kept too. With `anchors`, inputs
+    that noise could round either way are rounded as they say. `jitter` is the seed of a one-ulp change of what layers
+    are fed. `once` refuses a module that runs several times in a forward.
     """
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
-    twin = apply(model, Recipe("fp32"))
-    with capture(twin, layers, inputs=True) as captured:
+    twin, beyond = apply(model, Recipe("fp32")), dict(outside or {})
+    with capture(twin, layers, inputs=True) as captured, _inputs_of(twin, beyond) as fed:
         logits = tuple(logits_of(twin, batch) for batch in batches)
     modules = captured.selected
     given = {label: captured.tensors[f"{label}.input"] for label in modules}
     outputs = {label: captured.tensors[f"{label}.output"] for label in modules}
-    for label, tensors in outputs.items():
+    for label, tensors in {**outputs, **fed}.items():
         if once and len(tensors) != len(batches):
             raise ValueError(
                 f"{label} ran {len(tensors)} times in {len(batches)} forwards. Only modules that run once in a forward "
                 "can be compared: choose the one around it."
             )
-    ties = {label: near_ties(tensors) for label, tensors in given.items() if tensors[0].is_floating_point()}
-    inputs = {label: narrowed(label, tensors, anchors) for label, tensors in given.items()}
+    every = {**given, **{label: tensors for label, tensors in fed.items() if label != UNFED}}
+    ties = {label: near_ties(tensors) for label, tensors in every.items() if tensors[0].is_floating_point()}
+    inputs = {label: narrowed(label, tensors, anchors) for label, tensors in every.items()}
+    inputs |= {label: refined(inputs[label]) for label in beyond if label in ties}
     if jitter:
         inputs |= {label: [jittered(tensor.float(), jitter) for tensor in inputs[label]] for label in ties}
-    injected: dict[str, list[Tensor]] = {label: [] for label in modules}
+    injected: dict[str, list[Tensor]] = {label: [] for label in (*modules, *beyond)}
 
     def keep(label: str, output: Tensor) -> None:
         if label != LOGITS:
             injected[label].append(output.float().clone())
 
-    _run_injected(twin, batches, modules, inputs, keep)
+    _run_injected(twin, batches, {**modules, **beyond}, inputs, keep)
     kinds = {"input": inputs, "output": outputs, "injected": injected}
     return Reference(
         model=weight_fingerprint(model),
@@ -97,10 +106,26 @@ def run_reference(
         layers=tuple(modules),
         wanted=tuple(layers),
         modules=modules,
-        tensors={f"{label}.{kind}": tensors[label] for kind, tensors in kinds.items() for label in modules},
+        tensors={f"{label}.{kind}": stored for kind, tensors in kinds.items() for label, stored in tensors.items()},
         logits=logits,
         ties=ties,
+        outside=beyond,
     )
+
+
+@contextmanager
+def _inputs_of(twin: nn.Module, modules: Mapping[str, str]) -> Iterator[dict[str, list[Tensor]]]:
+    """While the block runs, gather the inputs of these modules by label."""
+    found: dict[str, list[Tensor]] = {label: [] for label in modules}
+    labels = {name: label for label, name in modules.items()}
+    with ExitStack() as hooks:
+        if modules:
+            patterns = [f"^{re.escape(name)}$" for name in labels]
+            captured = hooks.enter_context(capture(twin, patterns, inputs=True, outputs=False))
+        yield found
+    if modules:
+        for name, module in captured.selected.items():
+            found[labels[module]] += captured.tensors[f"{name}.input"]
 
 
 def check_reference(model: nn.Module, reference: Reference) -> None:
@@ -118,15 +143,13 @@ def replay(twin: nn.Module, reference: Reference, take: Take, *, injected: bool 
     """Run a copy of the model over the reference's batches; `take(label, output, expected)` of every layer and batch.
 
     propagated (the default): the run of the whole model, and `take` of the `logits` too.
-    injected: every layer is fed the reference's input, and expected to give what the float layer made of it.
+    injected: every layer is fed the reference's input, and expected to give what the float layer made of it; the
+    modules outside the layers likewise.
     A layer that did not run is an UncoveredError, after all others were taken.
     """
-    missing = [name for name in reference.modules.values() if name not in dict(twin.named_modules())]
-    if missing:
-        raise UncoveredError(
-            f"the quantized model has no module {missing[0]}, which the reference has: a layer that exists on one "
-            "side only cannot be compared."
-        )
+    there = dict(twin.named_modules())
+    _check_present(reference.modules, there)
+    every = {**reference.modules, **{label: name for label, name in reference.outside.items() if name in there}}
     calls: Counter[str] = Counter()
 
     def compare(label: str, output: Tensor) -> None:
@@ -138,10 +161,21 @@ def replay(twin: nn.Module, reference: Reference, take: Take, *, injected: bool 
         calls[label] += 1
 
     if injected:
-        inputs = {label: reference.tensors[f"{label}.input"] for label in reference.layers}
-        _run_injected(twin, reference.batches, reference.modules, inputs, compare)
+        found = {label: reference.tensors.get(f"{label}.input") for label in every}
+        inputs = {label: tensors for label, tensors in found.items() if tensors is not None}
+        _run_injected(twin, reference.batches, every, inputs, compare)
+        _check_present(reference.outside, there)
     else:
         _run(twin, reference.batches, reference.modules, compare)
+
+
+def _check_present(modules: Mapping[str, str], there: Collection[str]) -> None:
+    missing = [name for name in modules.values() if name not in there]
+    if missing:
+        raise UncoveredError(
+            f"the quantized model has no module {missing[0]}, which the reference has: a layer that exists on one "
+            "side only cannot be compared."
+        )
 
 
 def _run_injected(
@@ -151,18 +185,26 @@ def _run_injected(
     inputs: Inputs,
     take: Callable[[str, Tensor], None],
 ) -> None:
-    """Run with every layer fed from `inputs`.
+    """Run with every module fed from `inputs`; one without inputs there gets what the model gives it.
 
     Modules that lie inside one another are fed in runs of their own: otherwise the injection of the inner module
-    would mask the error of the outer one.
+    would mask the error of the outer one. So is a module that has two labels.
     """
-    levels: dict[int, dict[str, str]] = {}
-    for label, name in modules.items():
-        depth = sum(name.startswith(f"{other}.") for other in modules.values())
-        levels.setdefault(depth, {})[label] = name
-    for depth in sorted(levels):
-        with _injecting(twin, levels[depth], inputs):
-            _run(twin, batches, levels[depth], take)
+    runs: list[dict[str, str]] = []
+    for label, name in sorted(modules.items(), key=lambda pair: pair[1].count(".")):
+        free = (run for run in runs if not any(_overlap(name, other) for other in run.values()))
+        run = next(free, None)
+        if run is None:
+            runs.append(run := {})
+        run[label] = name
+    for run in runs:
+        with injecting(twin, run, inputs):
+            _run(twin, batches, run, take)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two modules are the same or one lies inside the other, by their names."""
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def _run(
@@ -171,13 +213,15 @@ def _run(
     """Run every batch; `take` the output of each of the modules by its label, and then the logits, on the CPU."""
     device = device_of(twin)
     patterns = [f"^{re.escape(name)}$" for name in modules.values()]
-    with capture(twin, patterns, consumer=lambda name, tensor: take(name.removesuffix(".output"), tensor)):
+    labels = {name: label for label, name in modules.items()}
+    selected = {f"{label}.output": labels[name] for label, name in select(twin, patterns).items()}
+    with capture(twin, patterns, consumer=lambda name, tensor: take(selected[name], tensor)):
         for batch in batches:
             take(LOGITS, logits_of(twin, batch.to(device)).cpu())
 
 
 @contextmanager
-def _injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> Iterator[None]:
+def injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> Iterator[None]:
     """While the block runs, each of these modules gets the next of its inputs as the first tensor of its call."""
     found = dict(twin.named_modules())
 
@@ -186,9 +230,35 @@ def _injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> I
 
     with ExitStack() as hooks:
         for label, name in modules.items():
+            if label not in inputs:
+                continue
             hook = partial(feed, label, iter(inputs[label]))
             hooks.callback(found[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
+
+
+#: Tokens of the forward in which `running_once` looks at modules.
+FEW = 16
+
+
+@torch.no_grad()
+def running_once(model: nn.Module, modules: Mapping[str, str], batch: Tensor) -> dict[str, str]:
+    """Those of the modules, by label, that run exactly once in a forward; a short one of the first tokens shows it.
+
+    A model that reads the weights of its head without calling it, or calls its embedding twice, lacks that one.
+    All of them where the model does not run at all: whoever runs it says why.
+    """
+    calls: Counter[str] = Counter()
+    found = dict(model.named_modules())
+    with ExitStack() as hooks:
+        for label, name in modules.items():
+            hook = found[name].register_forward_hook(lambda *_, label=label: calls.update([label]))
+            hooks.callback(hook.remove)
+        try:
+            logits_of(model, batch[:1, :FEW].to(device_of(model)))
+        except Exception:
+            return dict(modules)
+    return {label: name for label, name in modules.items() if calls[label] == 1}
 
 
 def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -208,7 +278,9 @@ def save_reference(reference: Reference, file: Path) -> None:
     named: dict[str, Mapping[str, Sequence[Tensor]]] = {"tensors": reference.tensors, "ties": reference.ties}
     lists = {f"{field} {name}": parts for field, group in named.items() for name, parts in group.items()}
     lists |= {"batches": reference.batches, "logits": reference.logits}
-    facts: dict[str, Any] = {name: getattr(reference, name) for name in ("model", "layers", "wanted", "modules")}
+    facts: dict[str, Any] = {
+        name: getattr(reference, name) for name in ("model", "layers", "wanted", "modules", "outside")
+    }
     facts["lists"] = {name: len(parts) for name, parts in lists.items()}
     tensors = {f"{name} {i}": x.contiguous().clone() for name, parts in lists.items() for i, x in enumerate(parts)}
     atomic.write(file, save(tensors, {"facts": json.dumps(facts)}))

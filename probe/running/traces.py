@@ -50,7 +50,7 @@ class LayerTrace:
     @property
     def module(self) -> str:
         """The name of the layer's module."""
-        return self.reference.modules[self.label]
+        return {**self.reference.outside, **self.reference.modules}[self.label]
 
     @cached_property
     def twin(self) -> nn.Module:
@@ -69,18 +69,22 @@ class LayerTrace:
             one = self._only(index)
             with _recording(self.twin.get_submodule(self.module), self.mode) as parts:
                 output = _output(self.twin, one)
-            given, expected = (one.tensors[f"{self.label}.{kind}"][0].float() for kind in ("input", "injected"))
-            yield BatchTrace(given, expected, output, parts)
+            expected = one.tensors[f"{self.label}.injected"][0].float()
+            given = one.tensors.get(f"{self.label}.input", list(one.batches))[0]  # the embedding reads the tokens
+            yield BatchTrace(given.float(), expected, output, parts)
 
     def _only(self, index: int) -> Reference:
         """The reference with nothing but this layer and one batch."""
         whole, keys = self.reference, [f"{self.label}.{kind}" for kind in ("input", "output", "injected")]
+        one = {self.label: self.module}
+        is_layer = self.label in whole.modules
         return replace(
             whole,
             batches=whole.batches[index : index + 1],
-            layers=(self.label,),
-            modules={self.label: self.module},
-            tensors={key: whole.tensors[key][index : index + 1] for key in keys},
+            layers=(self.label,) if is_layer else (),
+            modules=one if is_layer else {},
+            outside={} if is_layer else one,
+            tensors={key: whole.tensors[key][index : index + 1] for key in keys if key in whole.tensors},
             logits=whole.logits[index : index + 1],
         )
 
