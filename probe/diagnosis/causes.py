@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from probe.diagnosis.explanations import UNKNOWN, best_claim, explain, facts, not_finite
+from probe.diagnosis.explanations import UNKNOWN, best_claim, explain, explain_together, facts, not_finite
 from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, undone
 from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps, other_tokens, outside_step
 from probe.diagnosis.mamba_steps import Block, NeverRanError, mamba_steps
@@ -74,17 +74,21 @@ def _about(sources: Sequence[str], subject: str) -> str:
 
 def wrong_corners(answers: Iterable[CornerAnswer]) -> dict[str, str]:
     """The sites whose grid is not that of the recipe, with an explanation each."""
-    steps = {one.site: grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer) for one in answers}
-    return {site: explanation for site, step in steps.items() if (explanation := explain(step) or _zero_signs(step))}
+    steps: dict[str, list[Step]] = {}
+    for one in answers:  # a site has several
+        steps.setdefault(one.site, []).append(grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer))
+    found = {site: explain_together(own) or _zero_signs(own) for site, own in steps.items()}
+    return {site: explanation for site, explanation in found.items() if explanation}
 
 
-def _zero_signs(step: Step) -> str:
+def _zero_signs(steps: Sequence[Step]) -> str:
     """Says so if zeros have lost, or got, a sign."""
-    if step.block is None:  # integers have no -0
+    if steps[0].block is None:  # integers have no -0
         return ""
-    zero = (step.actual == 0) & (step.expected == 0)
-    count = int((zero & (step.actual.signbit() != step.expected.signbit())).sum())
-    return f"the sign of zeros is wrong, {count} of {int(zero.sum())}" if count else ""
+    zeros = [(step.actual == 0) & (step.expected == 0) for step in steps]
+    unlike = [step.actual.signbit() != step.expected.signbit() for step in steps]
+    count = sum(int((zero & other).sum()) for zero, other in zip(zeros, unlike, strict=True))
+    return f"the sign of zeros is wrong, {count} of {sum(int(zero.sum()) for zero in zeros)}" if count else ""
 
 
 def _wrong_corner(trace: LayerTrace) -> str:

@@ -7,7 +7,8 @@ channel, token or block, claims are tried within it too. Where nothing fits, the
 measured.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +51,34 @@ def explain(step: Step) -> str:
             elif not sentence and energy >= EXPLAINED:
                 sentence = f"only {where}: {facts(part)}"  # another claim may still explain it
     return sentence or facts(step)
+
+
+def explain_together(steps: Sequence[Step]) -> str:
+    """Why the outputs of one step for several inputs are not the expected ones; empty if they are.
+
+    A replayed fault must explain every output that differs, and must leave those alone that do not. Without one, the
+    first that differs is explained alone.
+    """
+    different = [step for step in steps if bool(step.differs().any())]
+    if not different or len(steps) == 1:
+        return explain(steps[0]) if different else ""
+    best, cause = 1 - EXPLAINED, ""
+    tables = [dict(step.suspects()) for step in steps]
+    for sentence in tables[0]:
+        if all(sentence in table for table in tables):
+            left = max(_left(step, table[sentence]()) for step, table in zip(steps, tables, strict=True))
+            if left < best or (left == best and not cause):
+                best, cause = left, sentence
+    return cause or explain(different[0])
+
+
+def _left(step: Step, made: Tensor) -> float:
+    """What is left by a claim; infinite for one that changes an output which is as expected."""
+    if made.shape != step.actual.shape:
+        return math.inf
+    if bool(step.differs().any()):
+        return step.left_by(made)
+    return math.inf if bool(replace(step, actual=made).differs().any()) else 0.0
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ SMALLEST_BLOCK_SCALE = 2.0**-9  # of nvfp4: the smallest e4m3 number
 
 ROUND: dict[str, Callable[[Tensor], Tensor]] = {
     "half_even": torch.round,
-    "half_away": lambda x: torch.copysign(torch.floor(x.abs() + 0.5), x),
-    "half_down": lambda x: torch.copysign(torch.ceil(x.abs() - 0.5), x),
+    "half_away": lambda x: x.trunc() + torch.where((x - x.trunc()).abs() >= 0.5, x.sign(), 0.0),
+    "half_down": lambda x: x.trunc() + torch.where((x - x.trunc()).abs() > 0.5, x.sign(), 0.0),
     "half_odd": lambda x: torch.where((x - x.trunc()).abs() == 0.5, 2 * torch.floor(x / 2) + 1, torch.round(x)),
     "toward_zero": torch.trunc,
     "floor": torch.floor,
