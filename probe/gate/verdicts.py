@@ -7,9 +7,10 @@ from fnmatch import fnmatchcase
 
 from probe.gate.baselines.format import VARIES, Entry, Stored
 from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
-from probe.gate.golden_values import SKETCH, flat, gap, parted
+from probe.gate.golden_values import flat, gap, parted
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import OF_FLOAT, OF_VALUES, RULES, Rule, own_error, tolerance
+from probe.numerics.sketches import SKETCH
 from probe.running.modes import equal_to
 from probe.words import first_few, look_up
 
