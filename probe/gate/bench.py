@@ -26,6 +26,7 @@ from probe.models.layers import select
 from probe.models.loading import Loaded, configuration_of, load_model
 from probe.models.mamba import is_mamba
 from probe.models.outside import outside_modules
+from probe.models.positions import position_limit
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.declarations import read_declarations
@@ -34,6 +35,7 @@ from probe.running.golden_reference import first_moved, reference_rows, with_spr
 from probe.running.kept_float import float_layers
 from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
+from probe.running.paths import Path as PathThrough, paths_of, support
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.running.reference import UNFED, Reference, load_reference, run_reference, running_once, save_reference
 from probe.words import LOGITS
@@ -117,8 +119,28 @@ class Bench:
 
     def labels_on(self, device: str) -> tuple[str, ...]:
         """The labels of the cases that every recipe has on a device; a recording has only layers and logits."""
-        beside = () if is_recorded(device) else tuple(self.outside)
-        return (*self.labels, *beside, LOGITS)
+        if is_recorded(device):
+            return (*self.labels, LOGITS)
+        return (*self.labels, *self.outside, *self.paths, LOGITS)
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths that the model can run on this text."""
+        return tuple(path for path, reason in self.path_support.items() if not reason)
+
+    @cached_property
+    def path_support(self) -> dict[str, str]:
+        """By path, why there is no case of it; empty where there is one."""
+        ours = self.settings
+        found = support(self.loaded.model, ours.samples, ours.seqlen, ours.layers)
+        return {path: "a layer has this name" if path in self.labels else reason for path, reason in found.items()}
+
+    def _paths(self, recipe: Recipe) -> list[PathThrough]:
+        """The paths as a recipe runs them: batch_1 has a whole row where its tokens share a scale."""
+        ours, limit = self.settings, position_limit(self.loaded.model)
+        shares = find_mode(recipe.mode).conv_input == "dynamic"
+        found = paths_of(ours.samples, ours.seqlen, limit=limit, whole_rows=shares)
+        return [found[path] for path in self.paths]
 
     def check(self) -> None:
         """Refuse what cannot be measured: a layer, mode or text that is not there, or too little text."""
@@ -277,7 +299,8 @@ class Bench:
         calibration = self.calibration(variation) if recipe.needs_calibration else None
         with self._under(variation):
             size, model = self.bytes_per_token, self.loaded.model
-            return observe(model, recipe, reference, calibration, device=device, bytes_per_token=size)
+            paths = self._paths(recipe)
+            return observe(model, recipe, reference, calibration, device=device, bytes_per_token=size, paths=paths)
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
         return nullcontext() if variation is None else under(variation, self.loaded.model)

@@ -13,6 +13,7 @@ from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.observations import Flaw, Observation
+from probe.gate.path_causes import path_cause
 from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
@@ -20,7 +21,7 @@ from probe.running.environment import differences, is_recorded
 from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
 from probe.running.traces import LayerTrace
-from probe.words import flow_key
+from probe.words import PATHS, flow_key
 
 #: The cause of a moved reference where all that the run reads is what is stored.
 UNKNOWN = (
@@ -137,6 +138,10 @@ class Gate:
         standards = Standards(rules, bench.settings.limits)
         cases = [one for one in bench.cases if one.recipe == str(recipe) and one.device == device]
         outcomes = {case.layer: self._judge(bench, case, seen[case.layer], standards) for case in cases}
+        for case in cases:
+            if case.layer in PATHS and outcomes[case.layer].status == "failed":
+                cause = path_cause(outcomes[case.layer], seen[case.layer], bench.entry(case), outcomes)
+                outcomes[case.layer] = replace(outcomes[case.layer], cause=cause)
         return self._with_cause(bench, recipe, device, outcomes)
 
     def _judge(self, bench: Bench, case: Case, seen: Observation, standards: Standards) -> Outcome:
@@ -155,7 +160,8 @@ class Gate:
         self, bench: Bench, recipe: Recipe, device: str, outcomes: dict[str, Outcome]
     ) -> dict[str, Outcome]:
         """The outcomes, with the likely cause at the first layer whose own figures failed."""
-        failing = [one for one in outcomes.values() if one.status == "failed" and one.verdict != "missing"]
+        of_prefill = [one for label, one in outcomes.items() if label not in PATHS]
+        failing = [one for one in of_prefill if one.status == "failed" and one.verdict != "missing"]
         failing.sort(key=lambda one: flow_key(one.case.layer))
         first = next((one for one in failing if one.is_own), failing[0] if failing else None)
         if first is None or is_recorded(device):

@@ -6,17 +6,17 @@ at all, and its sample, some of the values themselves (numerics/sketches.py).
 NaN and Inf make both useless, and are a verdict of their own before these are looked at.
 """
 
-import hashlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from probe.numerics.sketches import SAMPLE, SKETCH, Doubles, places_of, sketched
+from probe.gate.tolerances import OF_PATHS
+from probe.numerics.sketches import SAMPLE, SKETCH, Doubles, hashed, places_of, sketched
+from probe.words import natural_key
 
 #: What is kept of each group. In a run of the whole model nearly every element moves by noise, so there only the
 #: distance says something.
@@ -62,26 +62,46 @@ class Golden:
         return tuple(float(x) for x in self.sketch.reshape(buckets, -1).sum(axis=1).astype(np.float32))
 
 
-def digest_of(tensor: Tensor) -> str:
-    """The first 8 hex digits of the sha256 of a tensor: its dtype, its shape and its bits."""
-    whole = tensor.detach().cpu().contiguous()
-    head = f"{whole.dtype} {list(whole.shape)}".encode()
-    return hashlib.sha256(head + whole.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
+#: Buckets of a sketch for each half of a path.
+HALF = 6
+
+
+def sketch_of(rows: Tensor, half: Tensor) -> tuple[float, ...]:
+    """A sketch of rows [token, element] with buckets of its own for each half of a path, as float32; see above."""
+    flat = rows.detach().cpu().double().reshape(-1).numpy()
+    bucket, sign = hashed(0, flat.size)
+    bucket = bucket % HALF + HALF * np.repeat(half.numpy(), rows.shape[1])
+    return tuple(float(x) for x in np.bincount(bucket, weights=sign * flat, minlength=2 * HALF).astype(np.float32))
+
+
+def length_of(group: str) -> int:
+    """How many golden values a group has; a path has a group for every layer, distance.layer_0."""
+    return 2 * HALF if group.startswith(OF_PATHS) else KEPT[group]
+
+
+def group_of(figure: str) -> str:
+    """The group of golden values that a figure belongs to."""
+    return figure if figure.startswith(OF_PATHS) else figure.partition(".")[0]
 
 
 def flat(values: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
-    """The values of a case in one row, group by group in the order of KEPT."""
-    return tuple(x for group, length in KEPT.items() if group in values for x in values[group][:length])
+    """The values of a case in one row, group by group in the order of KEPT, then layer by layer of a path."""
+    return tuple(x for group in _ordered(values) for x in values[group][: length_of(group)])
 
 
 def parted(row: tuple[float, ...], groups: Collection[str]) -> dict[str, tuple[float, ...]]:
     """The inverse of `flat` for a case that has these groups; a row of another length is a ValueError."""
-    present = [group for group in KEPT if group in groups]
-    expected = sum(KEPT[group] for group in present)
+    present = _ordered(groups)
+    expected = sum(map(length_of, present))
     if len(row) != expected:
         raise ValueError(f"{len(row)} golden values, expected {expected} for {', '.join(present)}")
     rest = iter(row)
-    return {group: tuple(islice(rest, KEPT[group])) for group in present}
+    return {group: tuple(islice(rest, length_of(group))) for group in present}
+
+
+def _ordered(groups: Collection[str]) -> list[str]:
+    of_paths = sorted((group for group in groups if group.startswith(OF_PATHS)), key=natural_key)
+    return [*(group for group in KEPT if group in groups), *of_paths]
 
 
 @dataclass(frozen=True)

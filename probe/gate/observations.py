@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from probe.data.samples import token_fingerprint
 from probe.gate.cases import Verdict
-from probe.gate.golden_values import KEPT, Golden, digest_of
-from probe.gate.tolerances import OF_VALUES, RULES
+from probe.gate.golden_values import KEPT, Golden
+from probe.gate.path_figures import PathFigures, PrefillRows, bound_of, path_figures
+from probe.gate.tolerances import OF_VALUES, RULES, own_error
 from probe.metrics import Comparison, LogitComparison, Metrics
 from probe.recordings.manifest import AGAIN, RecordingError
 from probe.recordings.reading import Recording
@@ -17,13 +18,15 @@ from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
 from probe.running.corners import CornerAnswer, corner_answers
 from probe.running.coverage import rounding_bound, watching
+from probe.running.digests import digest_of, weight_digests
 from probe.running.kept_float import changed_weights, float_layers
 from probe.running.measurement import application_problem, is_float_output
 from probe.running.modes import Mode, find_mode
+from probe.running.paths import Path, keeps_prefill, run_path
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, Take, check_reference, replay
 from probe.running.weights import Count, count_by_layer, count_parameters, summarize
-from probe.words import LOGITS
+from probe.words import LOGITS, describe_error, first_few
 
 #: The stored figures of each group: those with a rule, except the comparisons of golden values. Rmse, psnr, sqnr and
 #: the relative errors follow from mse, mae and the reference, so they have no rule.
@@ -53,6 +56,8 @@ class Observation:
     flaws: tuple[Flaw, ...] = ()
     weights: str = ""  # how much of the whole model is on a grid, in a line
     digests: dict[str, str] = field(default_factory=dict)  # of exact tensors: corners.NAME, weights.NAME
+    units: dict[str, float] = field(default_factory=dict)  # of distances, by group, where the figures do not tell it
+    path: PathFigures | None = None  # of the case of a path: more about it, for the cause
 
 
 class Stream:
@@ -103,8 +108,12 @@ def observe(
     *,
     device: str = "cpu",
     bytes_per_token: float = 1.0,
+    paths: Sequence[Path] = (),
 ) -> dict[str, Observation]:
-    """Run the recipe twice, propagated and injected: every layer, what lies outside of them, and the logits."""
+    """Run the recipe twice, propagated and injected: every layer, what lies outside of them, and the logits.
+
+    And run these paths, and observe each as a whole.
+    """
     check_reference(model, reference)
     twin, mode = apply(model, recipe, calibration), find_mode(recipe.mode)
     counted = count_parameters(model, twin, recipe) if recipe.format is not None else []
@@ -118,33 +127,38 @@ def observe(
     streams = {kind: {label: Stream(count) for label, count in counts.items()} for kind in kinds}
     streams["propagated"][LOGITS] = logits
     streams["injected"] |= {label: Stream(reference.count(label), percentiles=False) for label in reference.outside}
+    prefill = PrefillRows(reference.layers, max((path.rows for path in paths), default=0))
     answers = corner_answers(twin, recipe, calibration)
     uncovered: list[str] = []
     with watching(twin, recipe) as strays:
         for kind, layers in streams.items():
             try:
-                replay(twin, reference, _into(layers), injected=kind == "injected")
+                kept = prefill if kind == "injected" else None
+                replay(twin, reference, _into(layers, kept), injected=kind == "injected")
             except UncoveredError as problem:
                 uncovered.append(str(problem))
     missing = uncovered[0] if uncovered else "its hook never fired."
-    found = {}
+    found, parts = {}, dict(twin.named_modules())
     for label in reference.layers:
         own = {kind: streams[kind][label] for kind in kinds}
         module = reference.modules[label]
         seen = _layer_observation(label, recipe, reference, own, strays, declared, missing=missing)
         inside = [name for name in changed if name.startswith(f"{module}.")]
-        found[label] = _with_corners(_with_changed(seen, inside), module, answers)
+        found[label] = _with_digests(_with_changed(seen, inside), parts.get(module), module, answers)
     for label, module in reference.outside.items():
         is_float = None if label not in declared else "to the bit" if device == "cpu" else "up to the order of sums"
         seen = _outside_observation(label, recipe, streams["injected"][label], is_float, missing=missing)
-        found[label] = _with_changed(seen, [name for name in changed if name.startswith(f"{module}.")])
+        seen = _with_changed(seen, [name for name in changed if name.startswith(f"{module}.")])
+        found[label] = _with_digests(seen, parts.get(module), module, answers)
     apart = tuple(f"{module}." for module in every.values())
     rest = [name for name in changed if not name.startswith(apart)]
     found[LOGITS] = _with_changed(logits.observation(bytes_per_token, missing=missing), rest)
+    on_paths = {path.name: _path_observation(model, twin, recipe, reference, path, prefill, found) for path in paths}
     if counted:
         weights, counts_of = summarize(model, counted, recipe).line, count_by_layer(counted, reference.modules)
         found = {label: _with_weights(seen, counts_of.get(label), weights) for label, seen in found.items()}
-    return found
+        on_paths = {path: replace(seen, weights=weights) for path, seen in on_paths.items()}
+    return {**found, **on_paths}
 
 
 def keeps_outside(mode: Mode) -> bool:
@@ -178,8 +192,40 @@ def _with_weights(seen: Observation, count: Count | None, weights: str) -> Obser
     return replace(seen, figures={**seen.figures, **own}, weights=weights)
 
 
-def _into(layers: Mapping[str, Stream]) -> Take:
-    return lambda label, output, expected: layers[label].take(output, expected)
+def _into(layers: Mapping[str, Stream], kept: PrefillRows | None) -> Take:
+    def take(label: str, output: Tensor, expected: Tensor) -> None:
+        layers[label].take(output, expected)
+        if kept is not None:
+            kept.take(label, output)
+
+    return take
+
+
+def _path_observation(
+    model: nn.Module,
+    twin: nn.Module,
+    recipe: Recipe,
+    reference: Reference,
+    path: Path,
+    prefill: PrefillRows,
+    layers: Mapping[str, Observation],
+) -> Observation:
+    """A path of the quantized copy, given its prefill; one that cannot run is uncovered, and says why."""
+    try:
+        outputs = run_path(twin, path, reference)
+    except Exception as problem:  # a model that is not ours may raise anything
+        flaw = Flaw("uncovered", f"{path.name} could not run: {describe_error(problem)}")
+        return Observation({}, {}, {}, flaws=(flaw,))
+    units = {label: own_error(layers[label].figures, "injected") for label in outputs}
+    without = [label for label, unit in units.items() if not unit]
+    if without:
+        flaw = Flaw("uncovered", f"{path.name} has nothing to be compared with: see {first_few(without)}.")
+        return Observation({}, {}, {}, flaws=(flaw,))
+    mode, keeps = find_mode(recipe.mode), keeps_prefill(model, recipe, path, reference.modules)
+    bounds = {label: bound_of(mode, keeps[label]) for label in outputs}
+    found = path_figures(path, outputs, prefill, units, bounds)
+    flaws = tuple(Flaw(verdict, message) for verdict, message in found.wrong)
+    return Observation(dict(found.figures), found.values, found.counts, flaws=flaws, units=found.units, path=found)
 
 
 def _with_changed(seen: Observation, changed: Sequence[str]) -> Observation:
@@ -190,11 +236,17 @@ def _with_changed(seen: Observation, changed: Sequence[str]) -> Observation:
     return replace(seen, flaws=(*seen.flaws, flaw))
 
 
-def _with_corners(seen: Observation, module: str, answers: dict[str, CornerAnswer]) -> Observation:
-    """The observation of a layer, with digests of what its grids make of corner values."""
-    inside = {name: answer for name, answer in answers.items() if name.startswith(f"{module}.")}
-    digests = {f"corners.{name.removeprefix(f'{module}.')}": digest_of(one.answer) for name, one in inside.items()}
-    return replace(seen, digests={**seen.digests, **digests})
+def _with_digests(
+    seen: Observation, layer: nn.Module | None, module: str, answers: Sequence[CornerAnswer]
+) -> Observation:
+    """The observation of a layer, with digests of its weights and of what its grids make of corner values."""
+    corners: dict[str, list[Tensor]] = {}
+    for one in answers:
+        if one.site.startswith(f"{module}."):
+            corners.setdefault(one.site.removeprefix(f"{module}."), []).append(one.answer)
+    digests = {f"corners.{site}": digest_of(*parts) for site, parts in corners.items()}
+    weights = {f"weights.{name}": digest for name, digest in weight_digests(layer).items()} if layer else {}
+    return replace(seen, digests={**seen.digests, **weights, **digests})
 
 
 def _layer_observation(

@@ -14,6 +14,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from probe.words import look_up
+
 MULTIPLE = 4.0
 MOST = 100.0
 #: Float modes round every sum to their own dtype, so another order of sums moves them more.
@@ -80,9 +82,25 @@ RULES: dict[str, Rule] = {
     "weights.float": Rule(exact=True),
     "weights.changed": Rule(exact=True),  # tensors that have other bits than the stored ones, by their digests
     "corners.changed": Rule(exact=True),
+    # of a path, a figure for every layer: relation.layer_0
+    "relation.*": Rule(relative=0.05, absolute=0.02),
+    "distance.*": Rule(absolute=0.04),
 }
 #: The figures that compare values with golden values, not with a stored figure: their baseline is 0.
 OF_VALUES = ("distance", "moved")
+#: Those of a path: one for every layer.
+OF_PATHS = "distance."
+
+
+def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule:
+    """The rule of a figure, or of its group: `relation.*`."""
+    whole = f"{name.partition('.')[0]}.*"
+    return look_up("figure", whole if whole in rules and name not in rules else name, rules)
+
+
+def is_of_values(name: str) -> bool:
+    """Whether a figure compares values with golden values."""
+    return name.endswith(OF_VALUES) or name.startswith(OF_PATHS)
 
 
 def tolerance(

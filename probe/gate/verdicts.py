@@ -5,14 +5,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from probe.gate.baselines.format import VARIES, Entry, Stored
+from probe.gate.baselines.format import Entry, Stored
 from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
-from probe.gate.golden_values import flat, gap, parted
+from probe.gate.golden_values import flat, gap, group_of, parted
 from probe.gate.observations import Flaw, Observation
-from probe.gate.tolerances import OF_FLOAT, OF_VALUES, RULES, Rule, own_error, tolerance
+from probe.gate.tolerances import (
+    OF_FLOAT,
+    OF_PATHS,
+    OF_VALUES,
+    RULES,
+    Rule,
+    is_of_values,
+    own_error,
+    rule_of,
+    tolerance,
+)
 from probe.numerics.sketches import SKETCH
+from probe.running.digests import VARIES
 from probe.running.modes import equal_to
-from probe.words import first_few, look_up
+from probe.words import first_few
 
 #: The verdict of a case with several findings is the first of these. What no baseline may excuse comes first.
 ORDER: tuple[Verdict, ...] = (
@@ -67,16 +78,17 @@ def judge(
 def compared(seen: Observation, entry: Entry, standards: Standards, *, is_float_mode: bool) -> dict[str, Figure]:
     """Every figure, old and new, with its tolerance; and the distances of the values."""
     old = {name: stored.value for name, stored in entry.figures.items()}
-    groups = {name.partition(".")[0] for name in old}
+    groups = {group_of(name) for name in old}
     golden = parted(entry.values, groups)
     now: dict[str, float | None] = {**seen.figures, **_gaps(seen, golden, old)}
-    found = {f"{group}.distance": Figure(None, moved=True) for group in seen.values if group not in golden}
+    unknown = [group for group in seen.values if group not in golden]
+    found = {_figures_of(group)[0]: Figure(None, moved=True) for group in unknown}
     for name in dict.fromkeys([*now, *old]):
         new, stored = now.get(name), entry.figures.get(name)
         if stored is None:
             found[name] = Figure(new, moved=new is not None)  # undefined when stored, and now
             continue
-        rule = look_up("figure", name, standards.rules)
+        rule = rule_of(name, standards.rules)
         allowed = tolerance(rule, old, name, spread=stored.spread, is_float_mode=is_float_mode)
         inside = new is not None and abs(new - stored.value) <= allowed  # False for NaN
         direction = ""
@@ -105,28 +117,37 @@ def _gaps(
     found: dict[str, float | None] = {}
     for group in (group for group in golden if group in seen.values):
         count = seen.counts[group]
-        unit = _unit(group, old, golden[group], count)
+        unit = _unit(seen, group, old, golden[group])
         between = gap(seen.values[group], golden[group], count=count, rmse=unit)
-        found |= {f"{group}.{name}": getattr(between, name) for name in OF_VALUES if f"{group}.{name}" in old}
+        of_group = zip(_figures_of(group), OF_VALUES, strict=False)
+        found |= {figure: getattr(between, name) for figure, name in of_group if figure in old}
     return found
 
 
-def _unit(group: str, figures: Mapping[str, float | None], golden: tuple[float, ...], count: int) -> float:
-    """The unit of distances: the recipe's own error; of corner values, which have none, their rms, which is 1.
+def _figures_of(group: str) -> list[str]:
+    """The figures that compare a group with its golden values, in the order of OF_VALUES; of a path, the distance."""
+    return [group] if group.startswith(OF_PATHS) else [f"{group}.{name}" for name in OF_VALUES]
+
+
+def _unit(seen: Observation, group: str, figures: Mapping[str, float | None], golden: tuple[float, ...]) -> float:
+    """The unit of distances: the one that the observation names, else the recipe's own error among the figures.
 
     A layer that is float by declaration has no error either: there it is a part of the rms of its golden values, which
     the sketch estimates.
     """
+    if group in seen.units:
+        return seen.units[group]
     if f"{group}.mse" not in figures:
         return 1.0
-    return own_error(figures, group) or OF_FLOAT * math.sqrt(sum(x * x for x in golden[:SKETCH]) / count)
+    squares = sum(x * x for x in golden[:SKETCH])
+    return own_error(figures, group) or OF_FLOAT * math.sqrt(squares / seen.counts[group])
 
 
 def _moved(figures: Mapping[str, Figure], digests: Mapping[str, Sequence[str]]) -> list[Flaw]:
     moved = {name: figure for name, figure in figures.items() if figure.moved}
     if not moved:
         return []
-    of_values = all(name.endswith((*OF_VALUES, CHANGED)) for name in moved)
+    of_values = all(is_of_values(name) or name.endswith(CHANGED) for name in moved)
     of_text = {name: figure for name, figure in moved.items() if not name.endswith(CHANGED)}  # these say more
     name, figure = max((of_text or moved).items(), key=lambda pair: strength(pair[1]))
     text = f"{len(moved)} of {len(figures)} figures moved, most of all {name}: {_change(figure)}."
@@ -194,11 +215,11 @@ def renewed(
             figures[name] = Stored(value, spread, reason if name in worse else "")
     for group, values in base.values.items():
         count = base.counts[group]
-        unit = _unit(group, base.figures, values, count)
+        unit = _unit(base, group, base.figures, values)
         gaps = [gap(other.values[group], values, count=count, rmse=unit) for other in others]
-        for name in OF_VALUES:
-            if f"{group}.{name}" in RULES:
-                figures[f"{group}.{name}"] = Stored(0.0, max((getattr(one, name) for one in gaps), default=0.0))
+        for stored, name in zip(_figures_of(group), OF_VALUES, strict=False):
+            if stored in RULES or group.startswith(OF_PATHS):
+                figures[stored] = Stored(0.0, max((getattr(one, name) for one in gaps), default=0.0))
     digests = {
         name: digest if all(other.digests.get(name) == digest for other in others) else VARIES
         for name, digest in base.digests.items()

@@ -45,6 +45,12 @@ def position_notes(model: nn.Module, length: int, *, key: str, longest: int) -> 
     )
 
 
+def position_limit(model: nn.Module) -> int | None:
+    """The longest sample that the model has positions for and was trained for; None without a limit."""
+    known = [limit for limit in (learned_positions(model), _trained_positions(model)) if limit is not None]
+    return min(known, default=None)
+
+
 def _trained_positions(model: nn.Module) -> int | None:
     stated = getattr(text_config(model), "max_position_embeddings", None)
     return stated if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0 else None

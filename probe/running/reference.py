@@ -198,7 +198,7 @@ def _run_injected(
             runs.append(run := {})
         run[label] = name
     for run in runs:
-        with _injecting(twin, run, inputs):
+        with injecting(twin, run, inputs):
             _run(twin, batches, run, take)
 
 
@@ -221,7 +221,7 @@ def _run(
 
 
 @contextmanager
-def _injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> Iterator[None]:
+def injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> Iterator[None]:
     """While the block runs, each of these modules gets the next of its inputs as the first tensor of its call."""
     found = dict(twin.named_modules())
 

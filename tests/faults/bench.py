@@ -10,6 +10,8 @@ from probe.gate.baselines.store import Store
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import CalibrationSettings, Settings
 from probe.gate.engine import Gate
+from tests.faults.catalogue import AnyFault
+from tests.faults.results import Result
 
 BASELINES = "baselines"
 
@@ -71,6 +73,16 @@ class SmallGate:
         if (model, recipe) not in self.healthy:
             self.healthy[model, recipe] = self.judge(model, recipe)
         return self.healthy[model, recipe]
+
+    def run(self, fault: AnyFault) -> Result:
+        """What the gate makes of a fault."""
+        healthy = self.judge_healthy(fault.model, fault.recipe)
+        try:
+            with fault.applied():
+                shared = fault.kind in ("layer", "outside", "path")
+                return Result(fault, healthy, self.judge(fault.model, fault.recipe, shared=shared))
+        except Exception as problem:  # an error of the gate is a failure of the run, and says why
+            return Result(fault, healthy, error=f"{type(problem).__name__}: {problem}")
 
     def case(self, gate: Gate, model: str, recipe: str, settings: Settings | None = None) -> Case:
         cases = gate.bench(settings or self.settings[model]).cases

@@ -1,23 +1,19 @@
 """Faults of the quantized block: what is left out, weights, rotations, the convolution, the scan, the gate."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import probe.running.calibration
 from probe.models.mamba import SiteMixer
 from probe.numerics.grids import weight_on_grid
 from probe.numerics.hadamard import hadamard_transform
-from probe.numerics.observers import MinMaxObserver, PercentileObserver
 from probe.numerics.quantize import fake_quantize
-from probe.words import LOGITS
-from tests.faults.breaking import Damage, Patient, calls, damaged, during, grid, scanning, weight, with_functions
-from tests.faults.catalogue import FP4, FP8, INT8, NOT_APPLIED, NOT_FINITE, UNCOVERED, VALUES, Fault, WideFault
+from tests.faults.breaking import Damage, Patient, calls, during, grid, scanning, submodule, weight, with_functions
+from tests.faults.catalogue import FP4, FP8, INT8, MXINT8, NOT_APPLIED, NOT_FINITE, NVFP4, UNCOVERED, VALUES, Fault
+from tests.faults.grid_faults import scaled
 
 LLAMA_W, LLAMA_WA = "linear_w-fp8_e4m3", "linear_wa-int8"
 
@@ -143,20 +139,130 @@ def without_bias(x: Tensor, taps: Tensor, bias: Tensor | None, groups: int) -> T
     return functional.conv1d(x, taps, None, groups=groups)
 
 
-def in_bfloat16(patient: Patient) -> None:
-    patient.twin.to(torch.bfloat16)
+def one_code(w: Tensor) -> Tensor:
+    """One int8 weight is off by one code."""
+    levels = torch.unique(w)
+    step = float(levels.diff()[levels.diff() > 0].min())
+    w[3, 5] += step if w[3, 5] < w.max() else -step
+    return w
 
 
-def final_norm_on_grid(patient: Patient) -> None:
-    gamma = patient.twin.backbone.norm_f.weight
-    gamma.copy_(weight_on_grid(gamma, "fp4_e2m1"))
+def rows_swapped(w: Tensor) -> Tensor:
+    w[[3, 7]] = w[[7, 3]]
+    return w
 
 
-@contextmanager
-def observed(make: Callable[[float], Any]) -> Iterator[None]:
-    """Calibration takes its quantiles in another way."""
-    with mock.patch.object(probe.running.calibration, "PercentileObserver", make):
-        yield
+def rows_rolled(w: Tensor) -> Tensor:
+    return w.roll(1, 0)
+
+
+def halves_swapped(w: Tensor) -> Tensor:
+    """x and z change places."""
+    return w.roll(w.shape[0] // 2, 0)
+
+
+def one_row_zero(w: Tensor) -> Tensor:
+    w[9] = 0
+    return w
+
+
+def one_sign(w: Tensor) -> Tensor:
+    """The sign bit of the largest value is lost."""
+    flat = w.reshape(-1)
+    flat[flat.abs().argmax()] *= -1
+    return w
+
+
+def nibbles_swapped(w: Tensor) -> Tensor:
+    """Codes are unpacked in the wrong order: neighbours change places."""
+    return w.reshape(*w.shape[:-1], -1, 2).flip(-1).flatten(-2)
+
+
+def one_column_stale(w: Tensor) -> Tensor:
+    w[:, 17] *= 0.5
+    return w
+
+
+def dt_bias_twice(patient: Patient) -> None:
+    bias = patient.mixer.dt_proj.bias.detach().float()
+    with_functions(softplus=lambda x: functional.softplus(x + bias))(patient)
+
+
+def matmul_in(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A linear multiplies in a narrower dtype."""
+
+    def call(real: Any, module: Any, x: Tensor) -> Tensor:
+        weight = module.matrix if hasattr(module, "matrix") else module.weight
+        if hasattr(module, "input"):
+            x = module.input(x)
+        return functional.linear(x.to(dtype), weight.to(dtype)).float()
+
+    return call
+
+
+def carried_over(patient: Patient) -> None:
+    """The state of one forward is where the next one starts."""
+    kept: list[Tensor] = []
+
+    def scan(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
+        same = kept and kept[-1].shape[0] == u.shape[0]
+        y, last = real(u, delta, A, B, C, kept[-1] if same and state is None else state)
+        kept[:] = [last]
+        return y, last
+
+    scanning(scan)(patient)
+
+
+def c_late(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
+    """The output is read with C of the token before."""
+    return real(u, delta, A, B, C.roll(1, 1), state)
+
+
+def euler(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
+    """exp(delta A) is replaced by 1 + delta A."""
+    h = torch.zeros(u.shape[0], u.shape[2], A.shape[1])
+    outputs = []
+    for t in range(u.shape[1]):
+        step = delta[:, t, :, None]
+        h = (1 + step * A).clamp(min=0) * h + step * u[:, t, :, None] * B[:, t, None, :]
+        outputs.append((h * C[:, t, None, :]).sum(-1))
+    return torch.stack(outputs, 1), h
+
+
+def softplus_rough(x: Tensor) -> Tensor:
+    """max(x, 0) + log(2) at 0, a cheap softplus."""
+    return torch.where(x > 0, x, 0.0) + torch.log1p(torch.exp(-x.abs())).bfloat16().float()
+
+
+def early_threshold(x: Tensor) -> Tensor:
+    """softplus is taken for the identity above 2, not 20."""
+    return functional.softplus(x, threshold=2.0)
+
+
+def norm_epsilon(value: float, name: str = "norm") -> Damage:
+    return lambda patient: setattr(patient.block.get_submodule(name), "variance_epsilon", value)
+
+
+def gelu(patient: Patient) -> None:
+    patient.block.mlp.act_fn = nn.GELU()
+
+
+def attention_scale(patient: Patient) -> None:
+    patient.block.self_attn.scaling *= 32**0.5 / 64**0.5
+
+
+def no_residual(patient: Patient) -> None:
+    real = patient.block.forward
+
+    def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return cast(Tensor, real(hidden_states, **kwargs)) - hidden_states
+
+    patient.block.forward = forward
+
+
+def heads_rolled(quantized: Any, plain: nn.Linear) -> None:
+    """The columns of o_proj belong to the next head."""
+    quantized.weight.copy_(quantized.weight.roll(32, 1))
 
 
 LEFT_OUT = (
@@ -264,19 +370,88 @@ BLOCK = (
     ),
     Fault("SiLU gate left out", INT8, with_functions(silu=torch.ones_like), "the gate SiLU(z) is left out"),
 )
-WIDE = (
-    WideFault(
-        "minmax in calibration",
+ISSUED = (
+    Fault(
+        "one int8 weight off by one code",
         INT8,
-        lambda: observed(lambda alpha: MinMaxObserver()),
-        "calibration of conv1d.output; amax",
+        weight("out_proj.weight", one_code),
+        "out_proj.weight; one value, at [3, 5]",
     ),
-    WideFault(
-        "another percentile",
+    Fault(
+        "two rows of a weight swapped",
         INT8,
-        lambda: observed(lambda alpha: PercentileObserver(0.9999)),
-        "calibration of conv1d.output; amax",
+        weight("in_proj.weight", rows_swapped),
+        "in_proj.weight; rows 3 and 7 are sw",
     ),
-    WideFault("fp16 run in bf16", "fp16", lambda: damaged(in_bfloat16, 0), "is bfloat16, expected float16"),
-    WideFault("final norm on a grid", INT8, lambda: damaged(final_norm_on_grid, 0), "", LOGITS),
+    Fault("dt bias twice", INT8, dt_bias_twice, "the scan; the bias of dt_proj is added twice"),
+    Fault("bf16 arithmetic in one matmul", FP8, submodule("mixer.in_proj", matmul_in(torch.bfloat16)), "in_proj; "),
+    Fault("state carried between forwards", INT8, carried_over, "state"),
+)
+MORE_WEIGHTS = (
+    Fault("rows of a weight rolled by one", FP8, weight("x_proj.weight", rows_rolled), "weight x_proj.weight; rows"),
+    Fault(
+        "x and z swapped in the weight", FP4, weight("in_proj.weight", halves_swapped), "weight in_proj.weight; rows"
+    ),
+    Fault(
+        "one row of a weight lost", NVFP4, weight("out_proj.weight", one_row_zero), "weight out_proj.weight; only row 9"
+    ),
+    Fault("one sign flipped", MXINT8, weight("in_proj.weight", one_sign), "weight in_proj.weight; one value"),
+    Fault(
+        "codes unpacked in the wrong order", FP4, weight("out_proj.weight", nibbles_swapped), "weight out_proj.weight; "
+    ),
+    Fault(
+        "one column of a weight stale", INT8, weight("x_proj.weight", one_column_stale), "x_proj.weight; only column 17"
+    ),
+    Fault("A_log in bf16", FP8, weight("A_log", lambda w: w.bfloat16().float()), "weight A_log; "),
+    Fault(
+        "one weight off by one code, llama",
+        LLAMA_WA,
+        linear("mlp.down_proj", lambda quantized, plain: quantized.weight.copy_(one_code(quantized.weight.clone()))),
+        "weight mlp.down_proj.weight; one value, at [3, 5]",
+        model="tiny-llama",
+    ),
+    Fault(
+        "heads of o_proj rolled",
+        LLAMA_W,
+        linear("self_attn.o_proj", heads_rolled),
+        "weight self_attn.o_proj.weight; columns",
+        model="tiny-llama",
+        layer=2,
+    ),
+    Fault(
+        "two rows swapped, llama",
+        LLAMA_W,
+        linear("mlp.up_proj", lambda quantized, plain: quantized.weight.copy_(rows_swapped(quantized.weight.clone()))),
+        "weight mlp.up_proj.weight; rows 3 and 7 are swapped",
+        model="tiny-llama",
+    ),
+)
+FUNCTIONS = (
+    Fault("norm eps 1e-3", INT8, norm_epsilon(1e-3), "the norm; "),
+    Fault("norm eps 1e-6", FP8, norm_epsilon(1e-6), "the norm; ", layer=0),
+    Fault("softplus by pieces", FP8, with_functions(softplus=softplus_rough), "the scan; "),
+    Fault("softplus linear above 2", INT8, with_functions(softplus=early_threshold), "the scan; "),
+    Fault("exp(delta A) by Euler", FP8, scanning(euler), "the scan; "),
+    Fault("C one token late", INT8, scanning(c_late), "the scan; "),
+    Fault("x_proj in bf16", FP4, submodule("mixer.x_proj", matmul_in(torch.bfloat16)), "x_proj; "),
+    Fault("out_proj in fp16", INT8, submodule("mixer.out_proj", matmul_in(torch.float16)), "out_proj; ", layer=3),
+    Fault(
+        "mlp.up_proj in bf16",
+        LLAMA_W,
+        submodule("mlp.up_proj", matmul_in(torch.bfloat16)),
+        "up_proj",
+        model="tiny-llama",
+    ),
+    Fault("gelu in the place of silu", LLAMA_W, gelu, "", model="tiny-llama"),
+    Fault("attention scale 1/8", LLAMA_WA, attention_scale, "", model="tiny-llama", layer=2),
+    Fault("residual counted off", LLAMA_W, no_residual, "", model="tiny-llama", layer=3),
+    Fault(
+        "post-attention norm eps 1e-3", LLAMA_WA, norm_epsilon(1e-3, "post_attention_layernorm"), "", model="tiny-llama"
+    ),
+    Fault(
+        "state scale doubled",
+        INT8,
+        grid("scan.state", scaled(2.0)),
+        "site scan.state; the scale is off by a factor of 2",
+    ),
 )

@@ -1,10 +1,10 @@
-"""How a fault gets into one layer: the real `apply` runs, and the copy it made is damaged before anyone sees it."""
+"""How a fault gets into the code: the real `apply` runs, and the copy it made is damaged before anyone sees it."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 from unittest import mock
 
 import torch
@@ -19,10 +19,17 @@ from probe.running.calibration import Calibration
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe
 
+Side = Literal["copies", "reference", "both"]
+
+
+def body(model: Any) -> Any:
+    """The module that has the layers."""
+    return getattr(model, "backbone", None) or getattr(model, "model", None) or model
+
 
 @dataclass(frozen=True, eq=False)
 class Patient:
-    """A fresh quantized copy, and the layer of it that is to be damaged."""
+    """A fresh copy, and the layer of it that is to be damaged."""
 
     twin: Any
     model: Any
@@ -32,12 +39,12 @@ class Patient:
 
     @property
     def block(self) -> Any:
-        return (self.twin.backbone if hasattr(self.twin, "backbone") else self.twin.model).layers[self.index]
+        return body(self.twin).layers[self.index]
 
     @property
     def stock(self) -> Any:
         """The layer of the float model."""
-        return (self.model.backbone if hasattr(self.model, "backbone") else self.model.model).layers[self.index]
+        return body(self.model).layers[self.index]
 
     @property
     def mixer(self) -> SiteMixer:
@@ -48,6 +55,10 @@ class Patient:
         assert self.recipe.format is not None
         return self.recipe.format
 
+    @property
+    def final_norm(self) -> Any:
+        return getattr(body(self.twin), "norm_f", None) or body(self.twin).norm
+
     def amax(self, site: str) -> float:
         assert self.calibration is not None
         return self.calibration.amax_of(f"backbone.layers.{self.index}.mixer.{site}")
@@ -57,21 +68,40 @@ Damage = Callable[[Patient], None]
 
 
 @contextmanager
-def damaged(damage: Damage, index: int) -> Iterator[None]:
-    """While it lasts, every copy that a recipe makes has this damage; the float reference stays whole."""
-    real = probe.running.recipes.apply
+def damaged(damage: Damage, index: int, *, side: Side = "copies") -> Iterator[None]:
+    """While it lasts, copies have this damage: those that recipes make, the float reference, or both."""
 
-    def broken(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
-        twin = real(model, recipe, calibration)
-        if not find_mode(recipe.mode).is_reference:
+    def broken(real: Any, model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
+        twin: nn.Module = real(model, recipe, calibration)
+        if side == "both" or find_mode(recipe.mode).is_reference == (side == "reference"):
             with torch.no_grad():
                 damage(Patient(twin, model, recipe, calibration, index))
         return twin
 
+    with applying(broken):
+        yield
+
+
+@contextmanager
+def applying(change: Callable[..., nn.Module]) -> Iterator[None]:
+    """While it lasts, `apply` is `change(real, model, recipe, calibration)` wherever probe calls it."""
+    real = probe.running.recipes.apply
+
+    def apply(*args: Any, **kwargs: Any) -> nn.Module:
+        return change(real, *args, **kwargs)
+
+    with replacing(real, apply):
+        yield
+
+
+@contextmanager
+def replacing(real: Any, other: Any) -> Iterator[None]:
+    """While it lasts, every module of probe that imported `real` has `other` in its place."""
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
-            if name.startswith("probe") and vars(module).get("apply") is real:
-                patches.enter_context(mock.patch.object(module, "apply", broken))
+            if name.startswith("probe"):
+                for key in [key for key, value in vars(module).items() if value is real]:
+                    patches.enter_context(mock.patch.object(module, key, other))
         yield
 
 
@@ -146,3 +176,30 @@ def calls(count: int, real: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
         return x if (made[0] - count) % 2 == 0 else real(x)
 
     return function
+
+
+def submodule(name: str, change: Callable[..., Any]) -> Damage:
+    """A module of the layer is called in another way; `change(real, module, *args, **kwargs)`."""
+
+    def damage(patient: Patient) -> None:
+        module = patient.block.get_submodule(name)
+        recalled(module, change)
+
+    return damage
+
+
+def recalled(module: Any, change: Callable[..., Any]) -> None:
+    """The forward of a module is `change(real, module, *args, **kwargs)`."""
+    real = module.forward
+    module.forward = lambda *args, **kwargs: change(real, module, *args, **kwargs)
+
+
+@contextmanager
+def holding(parameter: Tensor, values: Tensor) -> Iterator[None]:
+    """While it lasts, a parameter has other values."""
+    before = parameter.detach().clone()
+    parameter.detach().copy_(values)
+    try:
+        yield
+    finally:
+        parameter.detach().copy_(before)

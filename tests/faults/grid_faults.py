@@ -12,11 +12,11 @@ from probe.numerics.grids import BlockGrid, IntegerGrid, SequenceGrid
 from probe.numerics.integers import IntegerParameters
 from probe.numerics.quantize import fake_quantize, round_to
 from tests.faults.breaking import Patient, grid
-from tests.faults.catalogue import FP4, FP6, FP8, INT8, MXINT8, NOT_FINITE, NVFP4, Fault
+from tests.faults.catalogue import E5M2, FP4, FP6, FP8, INT8, MXINT8, NOT_APPLIED, NOT_FINITE, NVFP4, VALUES, Fault
 
 #: floor(log2(max)) of the elements, written down here so that a wrong table would not go unnoticed.
-LARGEST_EXPONENT = {"fp8_e4m3": 8, "fp6_e2m3": 2, "fp4_e2m1": 2, "mxint8": 0}
-SMALLEST_NORMAL = {"fp8_e4m3": 2.0**-6, "fp6_e2m3": 1.0, "fp4_e2m1": 1.0}
+LARGEST_EXPONENT = {"fp8_e4m3": 8, "fp8_e5m2": 15, "fp6_e2m3": 2, "fp4_e2m1": 2, "mxint8": 0}
+SMALLEST_NORMAL = {"fp8_e4m3": 2.0**-6, "fp8_e5m2": 2.0**-14, "fp6_e2m3": 1.0, "fp4_e2m1": 1.0}
 
 
 def rounded(rounding: str) -> Callable[[IntegerGrid], IntegerGrid]:
@@ -125,6 +125,11 @@ def to_infinity(y: Tensor, format: str) -> Tensor:
     return torch.where(y.abs() >= 464.0, torch.copysign(torch.full_like(y, torch.inf), y), round_to(y, format))
 
 
+def below_the_top(y: Tensor, format: str) -> Tensor:
+    """The largest e5m2 number, 57344, is taken for an infinity."""
+    return round_to(y, format).clamp(-49152.0, 49152.0)
+
+
 def up_to_126(y: Tensor, format: str) -> Tensor:
     return round_to(y, format).clamp(-126 / 64, 126 / 64)
 
@@ -132,6 +137,129 @@ def up_to_126(y: Tensor, format: str) -> Tensor:
 def whole_batch(healthy: SequenceGrid) -> Callable[[Tensor], Tensor]:
     """One dynamic scale for the batch, so that results depend on what else is in it."""
     return lambda x: fake_quantize(x.reshape(1, -1), healthy.format, block_size=x.numel()).reshape(x.shape)
+
+
+def ties_to_zero(x: Tensor) -> Tensor:
+    """Nearest, ties toward zero."""
+    return torch.copysign(torch.ceil(x.abs() - 0.5), x)
+
+
+def tied(rounding: Callable[[Tensor], Tensor]) -> Callable[[IntegerGrid], Callable[[Tensor], Tensor]]:
+    """int8 with another rounding than those that the project knows."""
+
+    def make(healthy: IntegerGrid) -> Callable[[Tensor], Tensor]:
+        scale = healthy.parameters.scale.double()
+        return lambda x: (rounding(x.double() / scale).clamp(-128, 127) * scale).to(x.dtype)
+
+    return make
+
+
+def odd_ties(x: Tensor) -> Tensor:
+    """Nearest, ties to the odd code."""
+    nearest = torch.round(x)
+    return torch.where((x - torch.trunc(x)).abs() == 0.5, 2 * torch.floor(x / 2) + 1, nearest)
+
+
+def one_ulp(healthy: IntegerGrid) -> IntegerGrid:
+    old = healthy.parameters
+    scale = torch.nextafter(old.scale, torch.tensor(torch.inf))
+    return replace(healthy, parameters=IntegerParameters(scale, old.zero_point, old.bits, old.symmetric))
+
+
+def batch_scale(healthy: SequenceGrid) -> Callable[[Tensor], Tensor]:
+    """One dynamic scale for the batch, nvfp4 with its second scale."""
+
+    def on_grid(x: Tensor) -> Tensor:
+        whole: dict[str, Any] = {"tensor_scale": healthy.tensor_scale} if healthy.tensor_scale is not None else {}
+        return fake_quantize(x.reshape(1, -1), healthy.format, block_size=x.numel(), **whole).reshape(x.shape)
+
+    return on_grid
+
+
+def token_scale(healthy: SequenceGrid) -> Callable[[Tensor], Tensor]:
+    return lambda x: fake_quantize(x, healthy.format, block_size=x.shape[-1])
+
+
+def rare_block(every: int) -> Callable[[BlockGrid], Callable[[Tensor], Tensor]]:
+    """Of so many blocks one has a scale that is one exponent up."""
+
+    def make(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
+        coarse = elements(round_to, shift=1)(healthy)
+
+        def on_grid(x: Tensor) -> Tensor:
+            fine, blocks = healthy(x), -(-x.shape[-1] // 32)
+            block = torch.arange(x.numel() // x.shape[-1])[:, None] * blocks + torch.arange(x.shape[-1]) // 32
+            hit = (block % every == every // 2).reshape(x.shape)
+            return torch.where(hit, coarse(x), fine)
+
+        return on_grid
+
+    return make
+
+
+def ragged_float(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
+    """A last block of fewer than 32 values is passed on as it is."""
+
+    def on_grid(x: Tensor) -> Tensor:
+        whole, out = x.shape[-1] // 32 * 32, healthy(x)
+        return torch.cat([out[..., :whole], x[..., whole:]], -1)
+
+    return on_grid
+
+
+def ragged_zero(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
+    """The last block has the scale of the block before it."""
+
+    def on_grid(x: Tensor) -> Tensor:
+        whole = x.shape[-1] // 32 * 32
+        last = fake_quantize(x[..., whole - 32 :], healthy.format, block_size=64)[..., 32:]
+        return torch.cat([healthy(x)[..., :whole], last], -1)
+
+    return on_grid
+
+
+def one_block_late(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
+    """Scales and elements are read from neighbouring blocks: every block has the scale of the block before."""
+
+    def on_grid(x: Tensor) -> Tensor:
+        rows = x.double().reshape(*x.shape[:-1], -1, 32)
+        amax = rows.abs().amax(-1, keepdim=True).roll(1, -2)
+        exponent = torch.frexp(amax).exponent - 1 - LARGEST_EXPONENT[healthy.format]
+        scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)
+        return (round_to(rows / scale, healthy.format) * scale).reshape(x.shape).to(x.dtype)
+
+    return on_grid
+
+
+def negative_zero_lost(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
+    """-0.0 becomes 0.0."""
+    return lambda x: healthy(x) + 0.0
+
+
+def in_narrow(dtype: torch.dtype) -> Callable[[Any], Callable[[Tensor], Tensor]]:
+    """The kernel reads its input in a narrower dtype, so that values are rounded twice."""
+    return lambda healthy: lambda x: healthy(x.to(dtype).to(x.dtype))
+
+
+def reciprocal(healthy: IntegerGrid) -> Callable[[Tensor], Tensor]:
+    """Multiplies by 1 / scale in float32 instead of dividing."""
+    scale = healthy.parameters.scale
+    return lambda x: torch.round(x * (1.0 / scale)).clamp(-128, 127) * scale
+
+
+def one_sequence(healthy: Any) -> Callable[[Tensor], Tensor]:
+    """The last sequence is passed on as it is."""
+    return lambda x: torch.cat([healthy(x)[:-1], x[-1:]]) if x.shape[0] > 1 else healthy(x)
+
+
+def shifted(healthy: Any) -> Callable[[Tensor], Tensor]:
+    """The output is that of the token before."""
+    return lambda x: healthy(x).roll(1, 1)
+
+
+def permuted(healthy: Any) -> Callable[[Tensor], Tensor]:
+    """Two neighbouring channels change places in every pair, as by a wrong layout."""
+    return lambda x: healthy(x).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
 def site(name: str, recipe: str, where: str, make: Callable[[Any], Any], cause: str, **rest: Any) -> Fault:
@@ -194,4 +322,45 @@ AT_CORNERS = (
     site("subnormals flushed, fp8", FP8, "in_proj.input", elements(flushed), "subnormals are flushed to zero"),
     site("state left float", INT8, "scan.state", lambda _: None, "not quantized"),
     site("not clamped, minmax", INT8, "out_proj.input", coded(lambda q: q), "not clamped"),
+)
+#: The exact answers at corner values tell these, whatever the text is.
+EXACT = (
+    site("subnormals flushed, e5m2", E5M2, "in_proj.output", elements(flushed), "subnormals are flushed to zero"),
+    site("ties toward zero", INT8, "in_proj.output", tied(ties_to_zero), "ties are rounded toward zero"),
+    site("ties to odd", INT8, "x_proj.output", tied(odd_ties), "ties are rounded to odd"),
+    site("int8 scale one ulp up", INT8, "in_proj.input", one_ulp, "the scale is off by 1 ulp"),
+    site("the largest e5m2 lost", E5M2, "out_proj.input", elements(below_the_top), "clamped at 49152"),
+    site("times 1 / scale", INT8, "dt_proj.output", reciprocal, ""),
+    site("input read in bf16", FP8, "in_proj.output", in_narrow(torch.bfloat16), "bfloat16"),
+    site("input read in fp16, int8", INT8, "in_proj.input", in_narrow(torch.float16), "float16"),
+    *(
+        site(f"one scale for the batch, {format}", f"mode_3-{format}", "conv1d.input", batch_scale, "one scale for all")
+        for format in ("fp8_e4m3", "fp6_e2m3", "fp4_e2m1", "mxint8", "nvfp4")
+    ),
+    site("one scale a token, mode 3", "mode_3-mxint8", "conv1d.input", token_scale, "one scale for each token"),
+)
+#: A few blocks, one sequence, one order: each explains its own difference, and nothing else does.
+LOCAL = (
+    site("one block in 1,000 one exponent up", FP8, "in_proj.output", rare_block(1000), "of the blocks"),
+    site("one block in 100 one exponent up, fp4", FP4, "in_proj.input", rare_block(100), "of the blocks", layer=2),
+    site(
+        "a ragged block left float",
+        FP8,
+        "x_proj.output",
+        ragged_float,
+        "the last block",
+        verdicts=(*NOT_APPLIED, *VALUES),
+    ),
+    site("a ragged block with its neighbour's scale", FP4, "x_proj.output", ragged_zero, "the last block", layer=3),
+    site("scales of the block before", MXINT8, "out_proj.input", one_block_late, "the block before"),
+    site(
+        "one sequence left float",
+        INT8,
+        "in_proj.output",
+        one_sequence,
+        "only sequence 5",
+        verdicts=(*NOT_APPLIED, *VALUES),
+    ),
+    site("output one token late", INT8, "x_proj.output", shifted, "one token late"),
+    site("channels swapped in pairs", FP8, "dt_proj.output", permuted, "channels"),
 )
