@@ -27,7 +27,7 @@ from probe.running.reference import Reference
 from probe.words import LOGITS, flow_key
 
 #: A tensor has moved if its distance from the golden one is above this part of the rms. Threads, batch size, oneDNN,
-#: instruction sets and one-ulp jitter moved those of the embedded models by 4.5e-7 at most (benchmarks/reference_noise).
+#: instruction sets and one-ulp jitter moved those of the embedded models by up to 4.5e-7 (benchmarks/reference_noise).
 MOVED = 2e-5
 #: Deeper models have more noise, of which the spread tells; one that was edited by hand does not open the gate.
 MULTIPLE, MOST = 8.0, 50.0

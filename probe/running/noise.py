@@ -100,11 +100,10 @@ class Anchors:
             tensors[f"bits/{label}"] = self.values[label].view(torch.int16).numpy()
         names = sorted(self.amax)
         tensors["amax"] = np.array([self.amax[name] for name in names], dtype=np.float64)
-        facts = {"sites": json.dumps(names), "config": json.dumps(self.config, sort_keys=True)}
+        facts = {"sites": names, "rows": sorted(self.rows), "config": self.config}
         if self.rows:
             tensors["rows"] = torch.stack([self.rows[name] for name in sorted(self.rows)]).numpy()
-            facts["rows"] = json.dumps(sorted(self.rows))
-        return bytes(save(tensors, facts))
+        return bytes(save(tensors, {"facts": json.dumps(facts, sort_keys=True)}))  # one key: several come in any order
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -112,8 +111,9 @@ class Anchors:
         try:
             tensors = load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            facts = {name: json.loads(text) for name, text in header["__metadata__"].items()}
-            rows = zip(facts.get("rows", ()), tensors.get("rows", ()), strict=True)  # older ones have none
+            given = header["__metadata__"]  # older ones have nothing but the sites
+            facts = json.loads(given["facts"]) if "facts" in given else {"sites": json.loads(given["sites"])}
+            rows = dict(zip(facts.get("rows", ()), tensors.get("rows", ()), strict=True))
             labels = [key.removeprefix("gaps/") for key in tensors if key.startswith("gaps/")]
             places = {label: np.cumsum(tensors[f"gaps/{label}"].astype(np.int64)) for label in labels}
             bits = {label: torch.from_numpy(tensors[f"bits/{label}"].copy()) for label in labels}
@@ -124,7 +124,7 @@ class Anchors:
             {label: torch.from_numpy(places[label]).int() for label in labels},
             {label: bits[label].view(torch.bfloat16) for label in labels},
             amax,
-            {name: torch.from_numpy(row.copy()) for name, row in rows},
+            {name: torch.from_numpy(row.copy()) for name, row in rows.items()},
             facts.get("config", {}),
         )
 

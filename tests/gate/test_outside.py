@@ -18,7 +18,7 @@ from probe.models.outside import outside_modules
 from probe.running.noise import refined
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, replay, run_reference, running_once
-from probe.words import LOGITS, OUTSIDE, flow_key
+from probe.words import LOGITS, OUTSIDE, PATHS, flow_key
 from tests.faults.bench import SmallGate, settings_of
 
 LLAMA, MAMBA = ("tiny-llama", "linear_wa-int8"), ("tiny-mamba", "mode_2_1-fp8_e4m3")
@@ -189,7 +189,7 @@ def test_the_embedded_models_have_all_three_though_the_head_is_the_embedding(nam
 
 def test_a_layer_that_was_selected_by_the_name_of_such_a_module_has_a_case_beside_it() -> None:
     bench = Bench(Settings(model="tiny-llama", layers=("lm_head", "1"), modes=("linear_w",), formats=("int8",)))
-    assert bench.labels_on("cpu") == ("layer_1", "lm_head", *OUTSIDE, LOGITS)
+    assert bench.labels_on("cpu") == ("layer_1", "lm_head", *OUTSIDE, *PATHS, LOGITS)
     assert bench.labels_on("recorded:somewhere") == ("layer_1", "lm_head", LOGITS)
     batches = [TOKENS]
     reference = run_reference(bench.loaded.model, batches, ("lm_head", "1"), outside=bench.outside)
@@ -213,7 +213,7 @@ def test_norm_and_head_are_fed_values_of_more_bits_than_bfloat16_that_every_mach
     assert torch.equal(whole.bfloat16(), values)
     assert (whole != values.float()).tolist() == [[False, True, False], [True, False, True]]  # the first fill is 0
     many = refined([torch.ones(100_000).bfloat16()])[0]
-    assert len(many.unique()) == 2**15
+    assert len(set(many.tolist())) == 2**15
     assert (many < 1 + 2.0**-8).all()
 
 
