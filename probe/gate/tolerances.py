@@ -83,7 +83,7 @@ RULES: dict[str, Rule] = {
     "weights.changed": Rule(exact=True),  # tensors that have other bits than the stored ones, by their digests
     "corners.changed": Rule(exact=True),
     # of a path, a figure for every layer: relation.layer_0
-    "relation.*": Rule(relative=0.05, absolute=0.02),
+    "relation.*": Rule(relative=0.1, absolute=0.004),
     "distance.*": Rule(absolute=0.04),
 }
 #: The figures that compare values with golden values, not with a stored figure: their baseline is 0.
