@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from probe.diagnosis.explanations import explain
 from probe.diagnosis.linear_steps import grid_step
 from probe.diagnosis.plain_grids import PlainGrid, suspects
-from probe.diagnosis.signatures import explain
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.numerics.grids import activation_grid, corner_values, sequence_grid, weight_on_grid
 from tests.diagnosis.grids import AMAX, expected_grid
@@ -32,8 +32,8 @@ def test_a_plain_grid_is_the_grid_of_a_sequence(activation: Tensor, format: str)
 
 @FORMAT
 def test_a_plain_grid_is_right_at_the_corners(format: str) -> None:
-    given = corner_values(FORMATS[format], 72, amax=expected_grid(format).amax)
-    assert torch.equal(expected_grid(format)(given), activation_grid(format, AMAX)(given))
+    for given in corner_values(FORMATS[format], 72, amax=expected_grid(format).amax):
+        assert torch.equal(expected_grid(format)(given), activation_grid(format, AMAX)(given))
 
 
 @FORMAT
