@@ -23,12 +23,12 @@ from probe.running.paths import Path, joined_rows
 Bound = tuple[float, float]  # of the relation, and of the rms over all tokens
 
 #: How far a path may be from the prefill that it must equal up to the order of sums. Paths whose inputs had a one-ulp
-#: jitter that the prefill did not have reached 1e-4, and 0.18 over all tokens.
-CLOSE: Bound = (0.005, 0.5)
+#: jitter that the prefill did not have reached 5e-5, and 0.18 over all tokens.
+CLOSE: Bound = (0.002, 0.5)
 #: Where sums are rounded to a narrower float, or the arithmetic is another library's; there 0.62 was seen.
 WIDE: Bound = (2.0, 2.0)
 #: A token differs from the prefill if it does by more than this, and than this part of the token that does most.
-DIFFERS, OF_MOST = 2e-3, 0.02
+DIFFERS, OF_MOST = 1e-3, 0.02
 #: Decimals of a relation that are kept.
 DECIMALS = 5
 
