@@ -12,11 +12,12 @@ from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
+from probe.gate.definitions import exact_changes
 from probe.gate.observations import Flaw, Observation
 from probe.gate.path_causes import path_cause
 from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule
-from probe.gate.verdicts import RefusedError, Standards, judge, renewed
+from probe.gate.verdicts import RefusedError, Standards, changed_digests, golden_of, judge, renewed
 from probe.running.environment import differences, is_recorded
 from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
@@ -142,7 +143,31 @@ class Gate:
             if case.layer in PATHS and outcomes[case.layer].status == "failed":
                 cause = path_cause(outcomes[case.layer], seen[case.layer], bench.entry(case), outcomes)
                 outcomes[case.layer] = replace(outcomes[case.layer], cause=cause)
+        outcomes = self._with_changes(bench, recipe, device, seen, outcomes)
         return self._with_cause(bench, recipe, device, outcomes)
+
+    def _with_changes(
+        self,
+        bench: Bench,
+        recipe: Recipe,
+        device: str,
+        seen: Mapping[str, Observation],
+        outcomes: dict[str, Outcome],
+    ) -> dict[str, Outcome]:
+        """The outcomes; where exact tensors changed or a function is off, with details that name the values."""
+        found = dict(outcomes)
+        for label, outcome in outcomes.items():
+            entry = bench.entry(outcome.case)
+            if outcome.verdict not in ("drift", "changed values") or entry is None or is_recorded(device):
+                continue
+            changed, function = changed_digests(seen[label], entry), outcome.figures.get("functions.error")
+            if not any(changed.values()) and not (function and function.moved):
+                continue
+            calibration = bench.calibration() if recipe.needs_calibration else None
+            trace = LayerTrace(bench.loaded.model, recipe, bench.reference(), calibration, label)
+            lines = exact_changes(trace, changed, entry.digests, functions=bool(function and function.moved))
+            found[label] = replace(outcome, details=(*outcome.details, *lines))
+        return found
 
     def _judge(self, bench: Bench, case: Case, seen: Observation, standards: Standards) -> Outcome:
         shown, entry = self._shown_file(bench, case), bench.entry(case)
@@ -174,7 +199,8 @@ class Gate:
         trace = LayerTrace(bench.loaded.model, recipe, reference, calibration, layer)
         only_corners = bool(moved) and all(name.startswith("corners.") for name in moved)
         sources = differing(bench, recipe, first.case)
-        cause = corner_cause(trace) if only_corners else diagnose(trace, sources)
+        golden = golden_of(bench.entry(first.case), "injected")
+        cause = corner_cause(trace, sources) if only_corners else diagnose(trace, sources, golden)
         return {**outcomes, layer: replace(first, cause=cause)}
 
     def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other: bool) -> Judged:
