@@ -304,9 +304,9 @@ def test_what_lies_beside_the_layers_has_columns_after_them_and_comes_in_the_ord
     assert [cell_text(one) for one in run.beside] == ["2e-2", "0", "0", "4e0"]
     told = "\n".join(story(outcomes, report=None))
     assert told.startswith("mode_2_1-embedding-cpu-fp8_e4m3 is declared float, but changed")
-    assert "first seen      embedding" in told
-    assert "failing         3 of 4 layers; own: layer_1" in told
-    assert "beside layers   decode (differs from prefill)" in told
+    assert "first seen     embedding" in told
+    assert "failing        3 of 4 layers; own: layer_1" in told
+    assert "beside layers  decode (differs from prefill)" in told
 
 
 def test_a_moved_reference_is_told_from_its_layer_on_and_accepted_by_a_full_update_only() -> None:
