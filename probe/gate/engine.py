@@ -139,6 +139,8 @@ class Gate:
         standards = Standards(rules, bench.settings.limits)
         cases = [one for one in bench.cases if one.recipe == str(recipe) and one.device == device]
         outcomes = {case.layer: self._judge(bench, case, seen[case.layer], standards) for case in cases}
+        if not is_recorded(device):
+            outcomes = {label: replace(one, not_run=bench.paths_not_run) for label, one in outcomes.items()}
         for case in cases:
             if case.layer in PATHS and outcomes[case.layer].status == "failed":
                 cause = path_cause(outcomes[case.layer], seen[case.layer], bench.entry(case), outcomes)
@@ -218,7 +220,8 @@ class Gate:
             old = None if is_other else bench.entry(outcome.case)
             try:
                 seen = [other[layer] for other in others]
-                entries[layer] = renewed(outcome, base[layer], seen, old, reason=self.reason)
+                judged = replace(outcome, figures={}) if bench.moved else outcome  # else worse figures need a reason
+                entries[layer] = renewed(judged, base[layer], seen, old, reason=self.reason)
                 outcomes[layer] = replace(outcome, status="updated")
             except RefusedError as problem:
                 refusals[layer] = str(problem)
