@@ -117,6 +117,8 @@ def _located(where: str, within: str) -> str:
     """`1 of 1000 blocks has its scale off by 2^1`, or `only channel 17: gives only zeros`."""
     factor = within.removeprefix("the scale is off by a factor of ").removeprefix("the scale is off by ")
     if "block" in where:
+        if within.startswith(where):
+            return within
         one = where.startswith(("1 ", "the "))
         if factor != within:
             return f"{where} {'has its' if one else 'have their'} scale off by {factor}"

@@ -265,10 +265,10 @@ def _in_two_places(found: ChangedOutput) -> Iterator[Found]:
 
 
 def _in_a_stretch(found: ChangedOutput) -> Iterator[Found]:
-    """The last tokens or the first ones, of every sequence; at most half of them."""
+    """The last tokens or the first ones, of every sequence; at most half of them, the shortest stretch first."""
     own, plain = found.by_index(found.output, 1), found.by_index(found.expected, 1)
     change, tokens = np.cumsum((plain - own)[::-1], axis=0)[::-1], len(own)
-    for first in range(max(1, (tokens + 1) // 2), tokens - 1):
+    for first in reversed(range(max(1, (tokens + 1) // 2), tokens - 1)):
         words = _state(found.output[:, first:], found.given[:, first:], many=True)
         yield Found(found.left(found.sketch + change[first]), f"only the tokens from {first} on {words}")
     for last in range(2, tokens // 2 + 1):

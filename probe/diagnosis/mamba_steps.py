@@ -219,8 +219,11 @@ def _scan(block: Block) -> Step:
     expected = run(torch.float64)
     first = _first_token(actual, expected)
     if first:
-        replays[f"the state is lost at token {first}"] = lambda: scan(u, delta, A, B, C, lost_at=first)
-        replays[f"the state is lost every {first} tokens"] = lambda: scan(u, delta, A, B, C, every=first)
+        once, often = f"the state is lost at token {first}", f"the state is lost every {first} tokens"
+        if 2 * first >= u.shape[1]:  # the text is too short to tell
+            once = often = f"{often}, or at token {first}"
+        replays[once] = lambda: scan(u, delta, A, B, C, lost_at=first)
+        replays[often] = lambda: scan(u, delta, A, B, C, every=first)
         replays[f"it ends at token {first}"] = lambda: run(torch.float32) * (torch.arange(u.shape[1]) < first)[:, None]
     if actual.shape == expected.shape and (lost := _lost_state(u, delta, A, B, C, actual - expected)) is not None:
         kept = (torch.arange(A.shape[1]) != lost).to(C)

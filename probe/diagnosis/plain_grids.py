@@ -242,8 +242,8 @@ def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Ite
         rows["blocks have the scale of the block before"] = {"late": 1}
         rows["blocks have the scale of the block after"] = {"late": -1}
         if x.shape[-1] % fmt.block_size:
-            rows["it shares its scale with the block before"] = {"ragged": "joined"}
-            rows["it has the scale of the block before"] = {"ragged": "borrowed"}
+            rows["the last, shorter block shares its scale with the one before"] = {"ragged": "joined"}
+            rows["the last, shorter block has the scale of the one before"] = {"ragged": "borrowed"}
     if fmt.scale != "float32":
         rows.pop("ties are rounded to odd")
     for sentence, changes in rows.items():
