@@ -46,8 +46,11 @@ def corner_cause(trace: LayerTrace) -> str:
 
 def wrong_corners(answers: Iterable[CornerAnswer]) -> dict[str, str]:
     """The sites whose grid is not that of the recipe, with an explanation each."""
-    steps = {one.site: grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer) for one in answers}
-    return {site: explanation for site, step in steps.items() if (explanation := explain(step))}
+    found: dict[str, str] = {}
+    for one in answers:  # a site has several
+        if explanation := explain(grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer)):
+            found.setdefault(one.site, explanation)
+    return found
 
 
 def _wrong_corner(trace: LayerTrace) -> str:

@@ -6,14 +6,12 @@ at all, and its sample, some of the values themselves (numerics/sketches.py).
 NaN and Inf make both useless, and are a verdict of their own before these are looked at.
 """
 
-import hashlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from probe.gate.tolerances import OF_PATHS
@@ -84,13 +82,6 @@ def length_of(group: str) -> int:
 def group_of(figure: str) -> str:
     """The group of golden values that a figure belongs to."""
     return figure if figure.startswith(OF_PATHS) else figure.partition(".")[0]
-
-
-def digest_of(tensor: Tensor) -> str:
-    """The first 8 hex digits of the sha256 of a tensor: its dtype, its shape and its bits."""
-    whole = tensor.detach().cpu().contiguous()
-    head = f"{whole.dtype} {list(whole.shape)}".encode()
-    return hashlib.sha256(head + whole.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
 
 
 def flat(values: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from probe.data.samples import token_fingerprint
 from probe.gate.cases import Verdict
-from probe.gate.golden_values import KEPT, Golden, digest_of
+from probe.gate.golden_values import KEPT, Golden
 from probe.gate.path_figures import PathFigures, PrefillRows, bound_of, path_figures
 from probe.gate.tolerances import OF_VALUES, RULES, own_error
 from probe.metrics import Comparison, LogitComparison, Metrics
@@ -18,6 +18,7 @@ from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
 from probe.running.corners import CornerAnswer, corner_answers
 from probe.running.coverage import rounding_bound, watching
+from probe.running.digests import digest_of, weight_digests
 from probe.running.kept_float import changed_weights, float_layers
 from probe.running.measurement import application_problem, is_float_output
 from probe.running.modes import Mode, find_mode
@@ -137,17 +138,18 @@ def observe(
             except UncoveredError as problem:
                 uncovered.append(str(problem))
     missing = uncovered[0] if uncovered else "its hook never fired."
-    found = {}
+    found, parts = {}, dict(twin.named_modules())
     for label in reference.layers:
         own = {kind: streams[kind][label] for kind in kinds}
         module = reference.modules[label]
         seen = _layer_observation(label, recipe, reference, own, strays, declared, missing=missing)
         inside = [name for name in changed if name.startswith(f"{module}.")]
-        found[label] = _with_corners(_with_changed(seen, inside), module, answers)
+        found[label] = _with_digests(_with_changed(seen, inside), parts.get(module), module, answers)
     for label, module in reference.outside.items():
         is_float = None if label not in declared else "to the bit" if device == "cpu" else "up to the order of sums"
         seen = _outside_observation(label, recipe, streams["injected"][label], is_float, missing=missing)
-        found[label] = _with_changed(seen, [name for name in changed if name.startswith(f"{module}.")])
+        seen = _with_changed(seen, [name for name in changed if name.startswith(f"{module}.")])
+        found[label] = _with_digests(seen, parts.get(module), module, answers)
     apart = tuple(f"{module}." for module in every.values())
     rest = [name for name in changed if not name.startswith(apart)]
     found[LOGITS] = _with_changed(logits.observation(bytes_per_token, missing=missing), rest)
@@ -234,11 +236,17 @@ def _with_changed(seen: Observation, changed: Sequence[str]) -> Observation:
     return replace(seen, flaws=(*seen.flaws, flaw))
 
 
-def _with_corners(seen: Observation, module: str, answers: dict[str, CornerAnswer]) -> Observation:
-    """The observation of a layer, with digests of what its grids make of corner values."""
-    inside = {name: answer for name, answer in answers.items() if name.startswith(f"{module}.")}
-    digests = {f"corners.{name.removeprefix(f'{module}.')}": digest_of(one.answer) for name, one in inside.items()}
-    return replace(seen, digests={**seen.digests, **digests})
+def _with_digests(
+    seen: Observation, layer: nn.Module | None, module: str, answers: Sequence[CornerAnswer]
+) -> Observation:
+    """The observation of a layer, with digests of its weights and of what its grids make of corner values."""
+    corners: dict[str, list[Tensor]] = {}
+    for one in answers:
+        if one.site.startswith(f"{module}."):
+            corners.setdefault(one.site.removeprefix(f"{module}."), []).append(one.answer)
+    digests = {f"corners.{site}": digest_of(*parts) for site, parts in corners.items()}
+    weights = {f"weights.{name}": digest for name, digest in weight_digests(layer).items()} if layer else {}
+    return replace(seen, digests={**seen.digests, **weights, **digests})
 
 
 def _layer_observation(

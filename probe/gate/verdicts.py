@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from probe.gate.baselines.format import VARIES, Entry, Stored
+from probe.gate.baselines.format import Entry, Stored
 from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
 from probe.gate.golden_values import flat, gap, group_of, parted
 from probe.gate.observations import Flaw, Observation
@@ -21,6 +21,7 @@ from probe.gate.tolerances import (
     tolerance,
 )
 from probe.numerics.sketches import SKETCH
+from probe.running.digests import VARIES
 from probe.running.modes import equal_to
 from probe.words import first_few
 

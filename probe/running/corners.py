@@ -17,32 +17,30 @@ from probe.running.recipes import Recipe, SiteGrid, gridded_sites, site_grid
 
 @dataclass(frozen=True, eq=False)
 class CornerAnswer:
-    """What one site made of its corner values."""
+    """What one site made of one tensor of corner values."""
 
     site: str  # backbone.layers.0.mixer.conv1d.output
     grid: SiteGrid
     given: Tensor
     answer: Tensor
 
-    @property
-    def relative(self) -> Tensor:
-        """The answer in units of the rms of the corner values, in float64."""
-        return self.answer.double() / self.given.double().square().mean().sqrt()
-
 
 @torch.no_grad()
-def corner_answers(twin: nn.Module, recipe: Recipe, calibration: Calibration | None) -> dict[str, CornerAnswer]:
-    """By site, in model order: the sites of Mamba mixers, or the inputs of linears, that the recipe puts on a grid."""
+def corner_answers(twin: nn.Module, recipe: Recipe, calibration: Calibration | None) -> list[CornerAnswer]:
+    """In model order, of the sites of Mamba mixers, or the inputs of linears, that the recipe puts on a grid.
+
+    A site is asked several times where its format has several tensors of corner values.
+    """
     mode = find_mode(recipe.mode)
     if recipe.format is None:
-        return {}
+        return []
     format = FORMATS[recipe.format]
     sites = _mixer_sites if mode.kind == "ssm" else _linear_inputs if mode.kind == "linear" and mode.inputs else None
-    answers = {}
+    answers = []
     for name, grid, module, width, device in sites(twin, mode, format, calibration) if sites else ():
-        given = corner_values(format, width, amax=grid.amax, per_sequence=grid.per_sequence)
-        answer: Tensor = module.forward(given.to(device, copy=True))  # not module(), which would run its hooks
-        answers[name] = CornerAnswer(name, grid, given, answer.cpu())
+        for given in corner_values(format, width, amax=grid.amax, per_sequence=grid.per_sequence):
+            answer: Tensor = module.forward(given.to(device, copy=True))  # not module(), which would run its hooks
+            answers.append(CornerAnswer(name, grid, given, answer.cpu()))
     return answers
 
 

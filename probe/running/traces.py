@@ -60,7 +60,7 @@ class LayerTrace:
     def corners(self) -> list[CornerAnswer]:
         """What the grids of the layer make of corner values."""
         answers = corner_answers(self.twin, self.recipe, self.calibration)
-        return [answer for site, answer in answers.items() if site.startswith(f"{self.module}.")]
+        return [answer for answer in answers if answer.site.startswith(f"{self.module}.")]
 
     @torch.no_grad()
     def batches(self) -> Iterator[BatchTrace]:

@@ -5,19 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from probe.gate.golden_values import (
-    CORNERS,
-    KEPT,
-    MOVED,
-    SAMPLE,
-    SKETCH,
-    Golden,
-    corner_sketch,
-    flat,
-    gap,
-    parted,
-    places_of,
-)
+from probe.gate.golden_values import KEPT, MOVED, SAMPLE, SKETCH, Golden, flat, gap, parted, places_of
 
 COUNT = 5000
 G = torch.Generator().manual_seed(0)
@@ -86,12 +74,3 @@ def test_a_row_is_parted_as_it_was_made_and_another_length_is_refused() -> None:
 def test_more_elements_than_announced_are_refused() -> None:
     with pytest.raises(ValueError, match="more than the 3 elements"):
         Golden(3).update(torch.zeros(4), torch.zeros(4))
-
-
-def test_a_sketch_of_corners_sees_each_of_them() -> None:
-    answers = [np.arange(30.0), np.ones((2, 5))]
-    sketch, count = corner_sketch(answers)
-    assert count == 40
-    assert len(sketch) == CORNERS
-    answers[1][1, 4] = 2
-    assert gap(corner_sketch(answers)[0], sketch, count=40, rmse=1.0).distance == pytest.approx(1 / 40**0.5)

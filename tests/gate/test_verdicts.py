@@ -6,18 +6,21 @@ from dataclasses import replace
 import pytest
 
 from probe.gate.baselines.format import Entry, Stored
-from probe.gate.cases import Case
+from probe.gate.cases import Case, Figure
 from probe.gate.golden_values import KEPT, flat
 from probe.gate.observations import FIGURES, Flaw, Observation
 from probe.gate.tolerances import FLOAT_FACTOR, MOST, RULES, Rule, tolerance
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
+from probe.running.digests import VARIES
 
 CASE = Case("mode_2_1", "layer_0", "cpu", "int8")
-VALUES = {group: tuple(float(i) for i in range(KEPT[group])) for group in ("injected", "propagated", "corners")}
+VALUES = {group: tuple(float(i) for i in range(KEPT[group])) for group in ("injected", "propagated")}
+DIGESTS = {"weights.in_proj.weight": "9f86d081", "weights.D": "60303ae2", "corners.scan.u": "fd61a03a"}
 FOUND = Observation(
     {f"{group}.{name}": 0.5 for group in ("injected", "propagated") for name in FIGURES[group]},
     VALUES,
     dict.fromkeys(VALUES, 1000),
+    digests=DIGESTS,
 )
 STANDARDS = Standards()
 
@@ -64,15 +67,41 @@ def test_a_figure_that_has_no_baseline_fails() -> None:
 
 
 def test_a_group_of_values_that_has_no_baseline_fails() -> None:
-    without = replace(FOUND, values={k: v for k, v in VALUES.items() if k != "corners"})
-    assert verdict(FOUND, stored(without)) == "changed values"
-    assert verdict(without, stored()) == "changed values"
+    more = {**VALUES, "logits": tuple(float(i) for i in range(KEPT["logits"]))}
+    both = replace(FOUND, values=more, counts=dict.fromkeys(more, 1000))
+    assert verdict(both, stored()) == "changed values"
+    assert verdict(FOUND, stored(both)) == "changed values"
 
 
 def test_values_that_move_while_figures_agree_are_a_verdict_of_their_own() -> None:
     for group in VALUES:
         values = {**VALUES, group: (VALUES[group][0] + 100.0, *VALUES[group][1:])}
         assert verdict(replace(FOUND, values=values)) == "changed values"
+
+
+@pytest.mark.parametrize("name", list(DIGESTS))
+@pytest.mark.parametrize("digest", ["00000000", None], ids=["other", "gone"])
+def test_a_tensor_that_changed_comes_or_goes_fails_whatever_the_figures_say(name: str, digest: str | None) -> None:
+    others = {key: text for key, text in {**DIGESTS, name: digest}.items() if text}
+    group, _, tensor = name.partition(".")
+    for seen, entry in ((replace(FOUND, digests=others), stored()), (FOUND, replace(stored(), digests=others))):
+        outcome = judge("m", CASE, seen, entry, STANDARDS)
+        assert outcome.verdict == "changed values"
+        assert outcome.figures[f"{group}.changed"] == Figure(1.0, 0.0, 0.0, True)
+        assert outcome.details == (f"other {group} than stored: {tensor}",)
+        assert outcome.is_own
+
+
+def test_a_tensor_that_harmless_changes_alter_is_not_compared() -> None:
+    other = replace(FOUND, digests={**DIGESTS, "weights.D": "00000000"})
+    entry = renewed(judge("m", CASE, FOUND, None, STANDARDS), FOUND, [FOUND, other], None, reason="")
+    assert entry.digests == {**DIGESTS, "weights.D": VARIES}
+    assert verdict(other, entry) is verdict(FOUND, entry) is None
+
+
+def test_other_digests_are_stored_when_they_are_accepted() -> None:
+    seen = replace(FOUND, digests={**DIGESTS, "weights.D": "00000000"})
+    assert renewed(judge("m", CASE, seen, stored(), STANDARDS), seen, [], stored(), reason="").digests == seen.digests
 
 
 def test_a_wider_spread_widens_the_tolerance_by_its_multiple() -> None:

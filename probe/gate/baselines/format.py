@@ -53,8 +53,6 @@ ALL = "all"  # of a test that compares every case of the mode
 VALUES = "values"  # the key of the golden values, so no group of figures can be called that
 SETTINGS = "settings"  # nor that
 DIGESTS = "digests"  # nor that
-#: What is stored of a tensor that harmless changes alter: nothing that could be compared.
-VARIES = "varies"
 _CORNERS = 16  # golden values of corners, the last of a row, in version 2
 RECORDED = "recorded:"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

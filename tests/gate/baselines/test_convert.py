@@ -51,6 +51,8 @@ def old(store: Store) -> Store:
 def assert_converted(store: Store) -> None:
     expected = Store(store.root.with_name("expected"))
     expected.write(MODEL, ENTRIES, environment=FACTS)
+    for file in expected.folder(MODEL, "cpu").iterdir():  # version 2, which an update brings to the present one
+        file.write_bytes(file.read_bytes().replace(b'"version": 3', b'"version": 2'))
     anchors = {f"{MODEL}/{FACTS['anchors']}": b"anchors"}
     assert files(store.root) == files(expected.root) | anchors
     assert store.environment(MODEL) == FACTS

@@ -19,6 +19,10 @@ GOLDEN = """{
  "cases": {
   "fp8_e4m3": {
    "layer_0": {
+    "digests": {
+     "corners.scan.u": "fd61a03a",
+     "weights.in_proj.weight": "9f86d081"
+    },
     "injected": {
      "correlation": [0.99987, 2e-07],
      "mse": [0.000231235, 1.2e-09, "größerer Block"]
@@ -55,7 +59,7 @@ GOLDEN = """{
  },
  "mode": "mode_2_1",
  "model": "tiny-mamba",
- "version": 2
+ "version": 3
 }
 """
 
