@@ -14,15 +14,16 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+TESTS = "tests/regression/test_gate.py"
 #: Everything a run may change; an empty value leaves what is there.
 AXES = {
     "threads": ("1", "2"),
@@ -52,31 +53,32 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Shuffle recipes, and leave out most of them in a slice."""
-    chance = random.Random(int(os.environ["HARMLESS_SEED"]))
+    """Shuffle recipes."""
+    if not os.environ.get("HARMLESS_SHUFFLED"):
+        return
     groups: dict[str, list[Any]] = {}
     for item in items:
-        groups.setdefault(recipe_of(item.nodeid), []).append(item)
+        groups.setdefault(selection_of(item.nodeid), []).append(item)
     names = list(groups)
-    if os.environ.get("HARMLESS_SHARE"):
-        names = chance.sample(names, max(1, round(len(names) * float(os.environ["HARMLESS_SHARE"]))))
-        names.sort(key=list(groups).index)
-    if os.environ.get("HARMLESS_SHUFFLED"):
-        chance.shuffle(names)
-    chosen = [item for name in names for item in groups[name]]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-    items[:] = chosen
+    random.Random(int(os.environ["HARMLESS_SEED"])).shuffle(names)
+    items[:] = [item for name in names for item in groups[name]]
 
 
-def recipe_of(nodeid: str) -> str:
-    """The id of a test without its layer, whatever kind of case it is."""
-    from probe.words import LOGITS, OUTSIDE, PATHS
+def selection_of(nodeid: str) -> str:
+    """The expression of `-k` that selects the recipe of a test, with all its cases; empty if the test has none."""
+    found = re.search(r"\[(\w+)-.+-cpu(?:-(\w+))?\]", nodeid)
+    return "" if found is None else f"({found[1]}-" + (f" and cpu-{found[2]})" if found[2] else ")")
 
-    return re.sub(rf"-(layer_\d+|{'|'.join((LOGITS, *OUTSIDE, *PATHS))})-", "-", nodeid)
+
+def recipes() -> list[str]:
+    """The expressions of all recipes of the gate, in the order of collection."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", TESTS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return list(dict.fromkeys(one for line in done.stdout.splitlines() if (one := selection_of(line))))
 
 
-def run(change: dict[str, str], seed: int, share: float | None) -> dict[str, Any]:
-    """Exit code, cases, failures and seconds of one run, in a copy of what the gate needs."""
+def run(change: dict[str, str], seed: int, chosen: Sequence[str]) -> dict[str, Any]:
+    """Exit code, cases, failures and seconds of one run of some recipes, or all, in a copy of what the gate needs."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("conftest.py", "tests", "baselines", "benchmarks"):
@@ -88,7 +90,6 @@ def run(change: dict[str, str], seed: int, share: float | None) -> dict[str, Any
         environment = {key: value for key, value in os.environ.items() if key != "CI"} | {
             "OMP_NUM_THREADS": change["threads"],
             "HARMLESS_SEED": str(seed),
-            "HARMLESS_SHARE": str(share or ""),
             "HARMLESS_SHUFFLED": change["shuffled"],
             "HARMLESS_ONEDNN": change["onednn"],
             "HARMLESS_NUMBA": change["numba"],
@@ -97,7 +98,8 @@ def run(change: dict[str, str], seed: int, share: float | None) -> dict[str, Any
         if change["capability"]:
             environment["ATEN_CPU_CAPABILITY"] = change["capability"]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.harmless"]
-        command += ["tests/regression/test_gate.py", *(["-n", change["workers"]] if change["workers"] != "0" else [])]
+        command += [TESTS, *(["-n", change["workers"]] if change["workers"] != "0" else [])]
+        command += ["-k", " or ".join(chosen)] if chosen else []
         start = time.perf_counter()
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         seconds = time.perf_counter() - start
@@ -105,7 +107,7 @@ def run(change: dict[str, str], seed: int, share: float | None) -> dict[str, Any
     last = lines[-1] if lines else done.stderr.strip()
     failed = [line.split()[1].rpartition("::")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     passed = re.search(r"(\d+) passed", last)
-    if failed or not passed:
+    if done.returncode:
         print(done.stdout[-20000:], done.stderr[-5000:], flush=True)
     return {
         "exit": done.returncode,
@@ -114,11 +116,6 @@ def run(change: dict[str, str], seed: int, share: float | None) -> dict[str, Any
         "last": last,
         "seconds": round(seconds, 1),
     }
-
-
-def is_good(found: dict[str, Any]) -> bool:
-    """Whether cases were compared and all of them passed; cases that a slice leaves out do not count."""
-    return found["passed"] > 0 and not found["failed"] and found["exit"] in (0, 1) and "error" not in found["last"]
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
@@ -143,15 +140,17 @@ def main() -> None:
     combinations = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
     random.Random(options.seed).shuffle(combinations)
     found: list[dict[str, Any]] = []
+    names = recipes()
     for index in range(options.runs):
         change = combinations[index % len(combinations)]
-        share = None if index < options.whole else options.share
-        seen = run(change, options.seed + index, share)
+        chance, is_whole = random.Random(options.seed + index), index < options.whole
+        chosen = [] if is_whole else chance.sample(names, max(1, round(len(names) * options.share)))
+        seen = run(change, options.seed + index, chosen)
+        is_good = seen["exit"] == 0 and seen["passed"] > 0
         told = " ".join(f"{name}={value}" for name, value in change.items() if value)
-        kind = "whole" if share is None else "slice"
-        good = "good" if is_good(seen) else "BAD "
+        kind, good = "whole" if is_whole else "slice", "good" if is_good else "BAD "
         print(f"{index + 1:3} {kind}  {good}  {seen['seconds']:6.1f} s  {told}  {seen['last']}", flush=True)
-        found.append({**change, "share": share, "good": is_good(seen), **seen})
+        found.append({**change, "recipes": len(chosen or names), "good": is_good, **seen})
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(["", *table(found), ""]))

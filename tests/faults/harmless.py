@@ -44,7 +44,7 @@ def without_onednn() -> Iterator[None]:
 
 def without_numba() -> AbstractContextManager[Any]:
     """As where numba is not installed."""
-    return mock.patch.object(probe.metrics.comparison, "numba_twin", lambda module, results: None)
+    return mock.patch.object(probe.metrics.comparison, "numba_twin", return_value=None)
 
 
 def with_numba() -> AbstractContextManager[Any]:
