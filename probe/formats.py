@@ -40,6 +40,13 @@ class Format:
         return self.exponent_bits == 0
 
     @property
+    def in_words(self) -> str:
+        """Everything about the grid in a line, for a later comparison: bits 8, exponent 4, mantissa 3, max 448, ..."""
+        names = {"exponent_bits": "exponent", "mantissa_bits": "mantissa", "block_size": "block"}
+        fields = ("bits", "exponent_bits", "mantissa_bits", "max", "specials", "scale", "block_size")
+        return ", ".join(f"{names.get(name, name)} {getattr(self, name)}" for name in fields)
+
+    @property
     def needs_calibration(self) -> bool:
         """True if activations need an amax from calibration: the scale of the whole tensor is fixed before the run."""
         return self.scale in ("float32", "e4m3")

@@ -4,7 +4,7 @@
 (`mamba_steps.py`, `linear_steps.py`) and explains the first disagreement (`signatures.py`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ OTHER_TEXT = 0.1
 
 
 @torch.no_grad()
-def diagnose(trace: LayerTrace) -> str:
+def diagnose(trace: LayerTrace, sources: Sequence[str] = ()) -> str:
     """The likely cause of the layer's failure in one line: the step, then its explanation. Never raises."""
     try:
         cause = _cause(trace)

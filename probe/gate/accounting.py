@@ -78,6 +78,7 @@ class ModelCases:
     cases: dict[Case, Progress] = field(default_factory=dict)  # in the order of the matrix
     facts: dict[str, str] = field(default_factory=dict)
     anchors: list[bytes] = field(default_factory=list)  # tests with other layers have their own
+    moved: str = ""  # where the float reference is not the golden one
 
     @property
     def matrix(self) -> list[Case]:
@@ -97,13 +98,15 @@ class ModelCases:
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for execnet."""
         cases = [[list(vars(case).values()), progress.as_row()] for case, progress in self.cases.items()]
-        return {"settings": asdict(self.settings), "cases": cases, "facts": self.facts, "anchors": self.anchors}
+        rest = {"facts": self.facts, "anchors": self.anchors, "moved": self.moved}
+        return {"settings": asdict(self.settings), "cases": cases, **rest}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "ModelCases":
         """The inverse of as_dict."""
         cases = {Case(*names): Progress.from_row(row) for names, row in given["cases"]}
-        return cls(Settings.from_dict(given["settings"]), cases, dict(given["facts"]), list(given["anchors"]))
+        facts, anchors = dict(given["facts"]), list(given["anchors"])
+        return cls(Settings.from_dict(given["settings"]), cases, facts, anchors, given["moved"])
 
 
 class Fate(NamedTuple):

@@ -4,8 +4,9 @@ One process of a run computes a reference or a calibration; the others read it f
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -15,20 +16,22 @@ from torch import Tensor
 
 from probe.data.samples import TextSamples, token_fingerprint
 from probe.files.atomic import locked
+from probe.formats import FORMATS
 from probe.gate.baselines.format import BaselineError, Entry, ModeBaselines
 from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
 from probe.gate.observations import Observation, observe, observe_recording
 from probe.models.layers import select
-from probe.models.loading import Loaded, load_model
+from probe.models.loading import Loaded, configuration_of, load_model
 from probe.models.mamba import is_mamba
 from probe.models.outside import outside_modules
 from probe.models.positions import position_limit
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.declarations import read_declarations
-from probe.running.environment import ANCHORS, differences, is_recorded, recorded_folder
+from probe.running.environment import ANCHORS, FORMAT, differences, is_recorded, recorded_folder
+from probe.running.golden_reference import first_moved, reference_rows, with_spread, without_rows
 from probe.running.kept_float import float_layers
 from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
@@ -59,7 +62,9 @@ class Bench:
         self.store = Store(self._root / settings.baselines)
         self._folder = folder
         self._stored: dict[str, list[ModeBaselines]] = {}
+        self.moved = ""  # where the float run was found to differ from the golden reference
         self._references: dict[Variation | None, Reference] = {}
+        self._rows: dict[Variation | None, dict[str, Tensor]] = {}
         self._recording = cache(lambda device: read_recording(recorded_folder(device, self._root)))
         self._calibrations: dict[Variation | None, Calibration] = {}
 
@@ -116,7 +121,7 @@ class Bench:
         """The labels of the cases that every recipe has on a device; a recording has only layers and logits."""
         if is_recorded(device):
             return (*self.labels, LOGITS)
-        return (*self.labels, *self.outside, LOGITS, *self.paths)
+        return (*self.labels, *self.outside, *self.paths, LOGITS)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -165,6 +170,12 @@ class Bench:
             "input.calibration": f"{token_fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
             "input.percentile": f"{ours.percentile:g}",
         }
+
+    @property
+    def format_facts(self) -> dict[str, str]:
+        """The rows of the formats in the matrix, for the diagnosis of a later failure."""
+        names = sorted({recipe.format for recipe in self.recipes if recipe.format})
+        return {f"{FORMAT}{name}": FORMATS[name].in_words for name in names}
 
     def stored(self, device: str) -> list[ModeBaselines]:
         """The baselines of the model on a device, read once; a defect in them is a BaselineError."""
@@ -229,13 +240,48 @@ class Bench:
         found = self._calibrations[variation]
         return found if self.anchors is None else anchored(found, self.anchors.amax)
 
-    def make_anchors(self, variation: Variation) -> None:
-        """Add anchors of all layers that have none, from the run under `variation`."""
+    def make_anchors(self, variation: Variation, changes: Sequence[Variation] = ()) -> None:
+        """Add anchors of all layers that have none, from the run under `variation`; `changes` are harmless."""
         there = self.anchors or Anchors()
-        if not {*self.labels, *self.outside} - {UNFED} <= set(there.places):
-            ties = self.reference(variation).ties
-            places, values = ({label: pair[side] for label, pair in ties.items()} for side in (0, 1))
-            self.anchors = Anchors.united([there, Anchors(places, values, self.calibration(variation).amax)])
+        labels, reference = {*self.labels, *self.outside} - {UNFED}, self.reference(variation)
+        if not labels <= set(there.places):
+            places, values = ({label: pair[side] for label, pair in reference.ties.items()} for side in (0, 1))
+            there = Anchors.united([there, Anchors(places, values, self.calibration(variation).amax)])
+        self.anchors = there
+        rows = self.reference_rows(variation)
+        if not set(rows) <= set(there.rows):
+            there = Anchors.united([there, Anchors(rows=with_spread(rows, [*map(self.reference_rows, changes)]))])
+        self.anchors = replace(there, config=configuration_of(self.loaded.model))
+
+    def reference_rows(self, variation: Variation | None) -> dict[str, Tensor]:
+        """What stands for the float run in the golden reference."""
+        if variation not in self._rows:
+            self._rows[variation] = reference_rows(self.reference(variation))
+        return self._rows[variation]
+
+    def compare_reference(self, variation: Variation | None = None) -> str:
+        """Where the float run differs from the golden reference, as `from layer_1 on: ...`; empty if it does not.
+
+        A stored layer of which the golden reference has nothing differs too.
+        """
+        golden = self.anchors.rows if self.anchors else {}
+        stored = {
+            case.layer for device in self.settings.devices for mode in self.stored(device) for case in mode.entries
+        }
+        known = [label for label in (*self.labels, *self.outside, LOGITS) if label in stored]
+        lacking = without_rows(known, golden) if self.anchors else []
+        found = first_moved(self.reference_rows(variation), golden)
+        if lacking:
+            self.moved = f"from {lacking[0]} on: the baselines have no golden reference of it"
+        elif found:
+            self.moved = str(found)
+        return self.moved
+
+    def discard_anchors(self) -> None:
+        """Forget the stored anchors and what was run with them: the reference moved, and an update accepts it."""
+        self.anchors = None
+        for runs in (self._references, self._calibrations, self._rows):
+            runs.clear()
 
     def observe(self, recipe: Recipe, device: str, variation: Variation | None = None) -> dict[str, Observation]:
         """Both measurements of every layer of a recipe, on a device or from a recording."""
@@ -278,7 +324,7 @@ class Bench:
         ours = self.settings
         data = (ours.data, ours.samples, ours.seqlen, ours.batch_size, ours.calibration)
         digest = hashlib.sha256(repr((ours.model, ours.baselines, ours.layers, data)).encode()).hexdigest()[:16]
-        return f"{kind}-{self.loaded.fingerprint}-{digest}-{name}"
+        return f"{kind}-{self.loaded.fingerprint}-{digest}-{name}{'-anew' if self.moved else ''}"
 
 
 @lru_cache(maxsize=4)

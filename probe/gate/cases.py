@@ -42,7 +42,7 @@ NEXT: dict[Verdict, str] = {
 }
 Status = Literal["passed", "failed", "skipped", "updated"]
 #: Figures of what a layer is and does by itself; all others include what reached it from the layers before.
-OWN = ("injected.", "corners.", "weights.", "outside.", "relation.", "distance.")
+OWN = ("injected.", "corners.", "weights.", "functions.", "outside.", "relation.", "distance.")
 
 
 @dataclass(frozen=True, order=True)

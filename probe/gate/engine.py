@@ -12,15 +12,22 @@ from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
+from probe.gate.definitions import exact_changes
 from probe.gate.observations import Flaw, Observation
 from probe.gate.path_causes import path_cause
+from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule
-from probe.gate.verdicts import RefusedError, Standards, judge, renewed
+from probe.gate.verdicts import RefusedError, Standards, changed_digests, judge, renewed
 from probe.running.environment import differences, is_recorded
 from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
 from probe.running.traces import LayerTrace
-from probe.words import LOGITS, PATHS
+from probe.words import PATHS, flow_key
+
+#: The cause of a moved reference where all that the run reads is what is stored.
+UNKNOWN = (
+    "weights, tokens and configuration are the stored ones: look at the code of the float model and of its capture"
+)
 
 
 @dataclass(frozen=True)
@@ -97,8 +104,30 @@ class Gate:
             )
         bench.use_stored_anchors(all_devices=self.update)
         if self.update:
-            return self._renew(bench, recipe, case.device, is_other_input=bool(other_input))
+            if not bench.moved and bench.compare_reference(BASE):
+                bench.discard_anchors()
+            return self._renew(bench, recipe, case.device, is_other=bool(other_input or bench.moved))
+        if bench.moved or bench.compare_reference():
+            return Judged(self._reference_moved(bench, recipe, case.device))
         return Judged(self._judge_layers(bench, recipe, case.device, bench.observe(recipe, case.device)))
+
+    def _reference_moved(self, bench: Bench, recipe: Recipe, device: str) -> dict[str, Outcome]:
+        """The outcome of every case of a recipe where no verdict on the recipe would mean anything."""
+        cases = [one for one in bench.cases if one.recipe == str(recipe) and one.device == device]
+        message = f"the float reference is not that of the baselines, {bench.moved}. The recipe was not run."
+        model, sources = bench.settings.model, differing(bench, recipe, cases[0])[1:]
+        return {
+            case.layer: Outcome(
+                model,
+                case,
+                "failed",
+                "reference moved",
+                message,
+                cause=f"reference, {bench.moved.partition(':')[0]}; {'; '.join(sources) or UNKNOWN}",
+                baseline_file=self._shown_file(bench, case),
+            )
+            for case in cases
+        }
 
     def _judge_layers(
         self, bench: Bench, recipe: Recipe, device: str, seen: Mapping[str, Observation]
@@ -114,47 +143,78 @@ class Gate:
             if case.layer in PATHS and outcomes[case.layer].status == "failed":
                 cause = path_cause(outcomes[case.layer], seen[case.layer], bench.entry(case), outcomes)
                 outcomes[case.layer] = replace(outcomes[case.layer], cause=cause)
+        outcomes = self._with_changes(bench, recipe, device, seen, outcomes)
         return self._with_cause(bench, recipe, device, outcomes)
 
+    def _with_changes(
+        self,
+        bench: Bench,
+        recipe: Recipe,
+        device: str,
+        seen: Mapping[str, Observation],
+        outcomes: dict[str, Outcome],
+    ) -> dict[str, Outcome]:
+        """The outcomes; where exact tensors changed or a function is off, with details that name the values."""
+        found = dict(outcomes)
+        for label, outcome in outcomes.items():
+            entry = bench.entry(outcome.case)
+            if outcome.verdict not in ("drift", "changed values") or entry is None or is_recorded(device):
+                continue
+            changed, function = changed_digests(seen[label], entry), outcome.figures.get("functions.error")
+            if not any(changed.values()) and not (function and function.moved):
+                continue
+            calibration = bench.calibration() if recipe.needs_calibration else None
+            trace = LayerTrace(bench.loaded.model, recipe, bench.reference(), calibration, label)
+            lines = exact_changes(trace, changed, entry.digests, functions=bool(function and function.moved))
+            found[label] = replace(outcome, details=(*outcome.details, *lines))
+        return found
+
     def _judge(self, bench: Bench, case: Case, seen: Observation, standards: Standards) -> Outcome:
-        file = bench.store.file(bench.settings.model, case)
-        shown = str(file.relative_to(self.root) if file.is_relative_to(self.root) else file)
-        entry = bench.entry(case)
+        shown, entry = self._shown_file(bench, case), bench.entry(case)
         try:
             return judge(bench.settings.model, case, seen, entry, standards, baseline_file=shown)
         except ValueError as problem:
             again = f"Restore it with git checkout, or delete {shown} and make it again: pytest --update-baselines"
             raise BaselineError(f"{shown}: {case}: {str(problem).rstrip('.')}. {again}") from None
 
+    def _shown_file(self, bench: Bench, case: Case) -> str:
+        file = bench.store.file(bench.settings.model, case)
+        return str(file.relative_to(self.root) if file.is_relative_to(self.root) else file)
+
     def _with_cause(
         self, bench: Bench, recipe: Recipe, device: str, outcomes: dict[str, Outcome]
     ) -> dict[str, Outcome]:
         """The outcomes, with the likely cause at the first layer whose own figures failed."""
-        of_layers = [one for label, one in outcomes.items() if label not in PATHS]
-        failing = [one for one in of_layers if one.status == "failed" and one.verdict != "missing"]
+        of_prefill = [one for label, one in outcomes.items() if label not in PATHS]
+        failing = [one for one in of_prefill if one.status == "failed" and one.verdict != "missing"]
+        failing.sort(key=lambda one: flow_key(one.case.layer))
         first = next((one for one in failing if one.is_own), failing[0] if failing else None)
-        if first is None or first.case.layer == LOGITS or is_recorded(device):
+        if first is None or is_recorded(device):
             return outcomes
-        if first.verdict in ("uncovered", "not float"):  # the message says it all
-            return outcomes
+        layer, reference = first.case.layer, bench.reference()
+        if first.verdict == "uncovered" or (first.verdict == "not float" and layer in reference.layers):
+            return outcomes  # the message says it all
         calibration = bench.calibration() if recipe.format else None
-        reference = bench.reference()
         moved = [name for name, figure in first.figures.items() if figure.moved]
-        trace = LayerTrace(bench.loaded.model, recipe, reference, calibration, first.case.layer)
+        trace = LayerTrace(bench.loaded.model, recipe, reference, calibration, layer)
         only_corners = bool(moved) and all(name.startswith("corners.") for name in moved)
-        cause = corner_cause(trace) if only_corners else diagnose(trace)
-        return {**outcomes, first.case.layer: replace(first, cause=cause)}
+        sources = differing(bench, recipe, first.case)
+        cause = corner_cause(trace) if only_corners else diagnose(trace, sources)
+        return {**outcomes, layer: replace(first, cause=cause)}
 
-    def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other_input: bool) -> Judged:
-        """Measure under every harmless change, and find what to store."""
-        bench.make_anchors(BASE)
-        base = bench.observe(recipe, device, BASE)
+    def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other: bool) -> Judged:
+        """Measure under every harmless change, and find what to store.
+
+        `is_other`: the input or the reference is not that of the old entries, so that none is kept.
+        """
         changes = () if is_recorded(device) else variations()
+        bench.make_anchors(BASE, changes)
+        base = bench.observe(recipe, device, BASE)
         others = [bench.observe(recipe, device, variation) for variation in changes]
         outcomes = self._judge_layers(bench, recipe, device, base)
         entries, refusals = {}, {}
         for layer, outcome in outcomes.items():
-            old = None if is_other_input else bench.entry(outcome.case)
+            old = None if is_other else bench.entry(outcome.case)
             try:
                 seen = [other[layer] for other in others]
                 entries[layer] = renewed(outcome, base[layer], seen, old, reason=self.reason)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from probe.data.samples import token_fingerprint
 from probe.gate.cases import Verdict
+from probe.gate.definitions import differing_sites
 from probe.gate.golden_values import KEPT, Golden
 from probe.gate.path_figures import PathFigures, PrefillRows, bound_of, path_figures
 from probe.gate.tolerances import OF_VALUES, RULES, own_error
@@ -19,6 +20,7 @@ from probe.running.capture import UncoveredError
 from probe.running.corners import CornerAnswer, corner_answers
 from probe.running.coverage import rounding_bound, watching
 from probe.running.digests import digest_of, weight_digests
+from probe.running.functions import function_errors, scan_error
 from probe.running.kept_float import changed_weights, float_layers
 from probe.running.measurement import application_problem, is_float_output
 from probe.running.modes import Mode, find_mode
@@ -138,18 +140,19 @@ def observe(
             except UncoveredError as problem:
                 uncovered.append(str(problem))
     missing = uncovered[0] if uncovered else "its hook never fired."
-    found, parts = {}, dict(twin.named_modules())
+    found, parts, stock = {}, dict(twin.named_modules()), dict(model.named_modules())
     for label in reference.layers:
         own = {kind: streams[kind][label] for kind in kinds}
         module = reference.modules[label]
         seen = _layer_observation(label, recipe, reference, own, strays, declared, missing=missing)
         inside = [name for name in changed if name.startswith(f"{module}.")]
-        found[label] = _with_digests(_with_changed(seen, inside), parts.get(module), module, answers)
+        seen = _with_changed(seen, inside)
+        found[label] = _with_exact(seen, parts.get(module), stock[module], module, answers)
     for label, module in reference.outside.items():
         is_float = None if label not in declared else "to the bit" if device == "cpu" else "up to the order of sums"
         seen = _outside_observation(label, recipe, streams["injected"][label], is_float, missing=missing)
         seen = _with_changed(seen, [name for name in changed if name.startswith(f"{module}.")])
-        found[label] = _with_digests(seen, parts.get(module), module, answers)
+        found[label] = _with_exact(seen, parts.get(module), stock[module], module, answers)
     apart = tuple(f"{module}." for module in every.values())
     rest = [name for name in changed if not name.startswith(apart)]
     found[LOGITS] = _with_changed(logits.observation(bytes_per_token, missing=missing), rest)
@@ -236,17 +239,28 @@ def _with_changed(seen: Observation, changed: Sequence[str]) -> Observation:
     return replace(seen, flaws=(*seen.flaws, flaw))
 
 
-def _with_digests(
-    seen: Observation, layer: nn.Module | None, module: str, answers: Sequence[CornerAnswer]
+def _with_exact(
+    seen: Observation, layer: nn.Module | None, stock: nn.Module, module: str, answers: Sequence[CornerAnswer]
 ) -> Observation:
-    """The observation of a layer, with digests of its weights and of what its grids make of corner values."""
+    """The observation with what has no noise, or next to none.
+
+    Digests of the weights and of what the grids make of corner values, the grids that are not their definitions, and
+    the errors of the functions on the way.
+    """
+    if layer is None:
+        return seen
+    inside = [one for one in answers if one.site.startswith(f"{module}.")]
     corners: dict[str, list[Tensor]] = {}
-    for one in answers:
-        if one.site.startswith(f"{module}."):
-            corners.setdefault(one.site.removeprefix(f"{module}."), []).append(one.answer)
-    digests = {f"corners.{site}": digest_of(*parts) for site, parts in corners.items()}
-    weights = {f"weights.{name}": digest for name, digest in weight_digests(layer).items()} if layer else {}
-    return replace(seen, digests={**seen.digests, **weights, **digests})
+    for one in inside:
+        corners.setdefault(one.site.removeprefix(f"{module}."), []).append(one.answer)
+    digests = {f"weights.{name}": digest for name, digest in weight_digests(layer).items()}
+    digests |= {f"corners.{site}": digest_of(*parts) for site, parts in corners.items()}
+    figures: dict[str, float | None] = {"corners.twins": float(len(differing_sites(inside)))} if inside else {}
+    if errors := function_errors(layer, stock):
+        figures["functions.error"] = max(one.ulps for one in errors)
+    if (scan := scan_error(layer)) is not None:
+        figures["functions.scan"] = scan
+    return replace(seen, figures={**seen.figures, **figures}, digests={**seen.digests, **digests})
 
 
 def _layer_observation(

@@ -185,7 +185,8 @@ class Session:
         for bench in self._gate.benches.values() if self.options.update and self._gate is not None else ():
             if bench.anchors is not None:  # else nothing was measured on it
                 known = self.models[bench.settings.model]
-                known.facts = bench.input_facts
+                known.facts = {**bench.input_facts, **bench.format_facts}
+                known.moved = known.moved or bench.moved
                 known.anchors.append(bench.anchors.to_bytes())
         models = {model: known.as_dict() for model, known in self.models.items()}
         return {"models": models, "uncollected": self.uncollected, "filtered": sorted(self.filtered)}
@@ -200,6 +201,7 @@ class Session:
             for case, progress in other.cases.items():
                 mine.cases.setdefault(case, Progress()).merge(progress)
             mine.facts = mine.facts or other.facts
+            mine.moved = mine.moved or other.moved
             mine.anchors += other.anchors
 
     def add_outcome(self, outcome: Outcome, entry: Entry | None, refusal: str) -> None:
@@ -301,7 +303,7 @@ class Session:
         return sorted(set(stored) - kept)
 
     def _update(self, known: ModelCases, left_out: LeftOut) -> None:
-        from probe.running.environment import environment, is_present
+        from probe.running.environment import INPUT, environment, is_present
         from probe.running.noise import Anchors
 
         model = known.settings.model
@@ -322,9 +324,11 @@ class Session:
         whole = known.selected - skipped >= {case for case in known.matrix if case.device not in absent}
         store = self.store(known.settings)
         stored = store.environment(model) or {}
-        if not whole and any(stored.get(key, value) != value for key, value in known.facts.items()):
+        changed = any(stored.get(key, fact) != fact for key, fact in known.facts.items() if key.startswith(INPUT))
+        if not whole and (changed or known.moved):
+            what = "the input changed" if changed else f"the float reference moved ({known.moved})"
             raise ValueError(
-                f"no baseline of {model} was written: the input changed, so all cases must be updated. "
+                f"no baseline of {model} was written: {what}, so all cases must be updated. "
                 "Run pytest --update-baselines without -k and without --probe-* options."
             )
         drop = self._obsolete(known, left_out) if whole else []
@@ -336,6 +340,8 @@ class Session:
         self.written.add(model)
         kind = "all" if whole else "some"
         self.update_lines.append(f"{model}: {len(entries)} cases measured ({kind} of the matrix), {len(lines)} changes")
+        if known.moved:
+            self.update_lines.append(f"{model}: the float reference moved, {known.moved}; every case was made anew")
         self.update_lines += _shortened(lines)
 
 

@@ -41,6 +41,7 @@ class Rule:
     worse: int = 0
     multiple: float = MULTIPLE
     exact: bool = False  # a count: any change fails
+    float_factor: float = FLOAT_FACTOR
 
 
 #: The figures that a baseline keeps and how far each may move; those of layers are fields of `probe.metrics.Metrics`.
@@ -82,12 +83,17 @@ RULES: dict[str, Rule] = {
     "weights.float": Rule(exact=True),
     "weights.changed": Rule(exact=True),  # tensors that have other bits than the stored ones, by their digests
     "corners.changed": Rule(exact=True),
+    "corners.twins": Rule(exact=True, worse=1),  # sites whose grid is not its readable definition
+    "functions.error": Rule(absolute=3.0, worse=1, float_factor=1.0),  # in ulps, so of the dtype of the mode
+    "functions.scan": Rule(absolute=1e-6, worse=1, float_factor=1.0),
     # of a path, a figure for every layer: relation.layer_0
     "relation.*": Rule(relative=0.05, absolute=0.02),
     "distance.*": Rule(absolute=0.04),
 }
 #: The figures that compare values with golden values, not with a stored figure: their baseline is 0.
 OF_VALUES = ("distance", "moved")
+#: The figures whose baseline is 0 whatever was measured: nothing of them is stored.
+ALWAYS_ZERO = ("corners.twins",)
 #: Those of a path: one for every layer.
 OF_PATHS = "distance."
 
@@ -112,7 +118,7 @@ def tolerance(
     old = figures[name]
     error = own_error(figures, name.partition(".")[0])
     floor = rule.relative * abs(old) + rule.of_error * error + rule.of_rest * abs(1 - old) + rule.absolute
-    floor *= FLOAT_FACTOR if is_float_mode else 1.0
+    floor *= rule.float_factor if is_float_mode else 1.0
     floor += _last_digit(old)
     return max(min(rule.multiple * spread, MOST * floor) if floor else rule.multiple * spread, floor)
 

@@ -10,6 +10,7 @@ from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
 from probe.gate.golden_values import flat, gap, group_of, parted
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import (
+    ALWAYS_ZERO,
     OF_FLOAT,
     OF_PATHS,
     OF_VALUES,
@@ -32,8 +33,8 @@ ORDER: tuple[Verdict, ...] = (
 )
 
 
-#: The figures that count digests which are not the stored ones; nothing but the digests is stored.
-CHANGED = ".changed"
+#: The figures that count tensors which are not the stored ones, by their digests, or not by their definitions.
+CHANGED = (".changed", ".twins")
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ def compared(seen: Observation, entry: Entry, standards: Standards, *, is_float_
     found = {_figures_of(group)[0]: Figure(None, moved=True) for group in unknown}
     for name in dict.fromkeys([*now, *old]):
         new, stored = now.get(name), entry.figures.get(name)
+        if name in ALWAYS_ZERO:
+            found[name] = Figure(new, 0.0, 0.0, new != 0.0, "worse" if new else "")
+            continue
         if stored is None:
             found[name] = Figure(new, moved=new is not None)  # undefined when stored, and now
             continue
@@ -200,6 +204,12 @@ def renewed(
         return old
     if outcome.verdict in NEXT:
         raise RefusedError(f"{outcome.case} cannot be stored, it is {outcome.verdict}: {outcome.message}")
+    for name in ALWAYS_ZERO:
+        if base.figures.get(name):
+            raise RefusedError(
+                f"{outcome.case} cannot be stored: {name} is {base.figures[name]:g}, which must be 0. "
+                "Make the grid give the bits of its readable definition."
+            )
     worse = [name for name, figure in outcome.figures.items() if figure.direction == "worse" and figure.moved]
     if worse and not reason:
         figure = outcome.figures[worse[0]]
@@ -210,7 +220,7 @@ def renewed(
         )
     figures = {}
     for name, value in base.figures.items():
-        if value is not None and math.isfinite(value):
+        if value is not None and math.isfinite(value) and name not in ALWAYS_ZERO:
             spread = max((_between(value, other.figures.get(name)) for other in others), default=0.0)
             figures[name] = Stored(value, spread, reason if name in worse else "")
     for group, values in base.values.items():

@@ -20,6 +20,8 @@ from probe.words import describe_error, did_you_mean, near
 
 FOLDER = Path(__file__).parent / "embedded"
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+#: Keys of a configuration that say nothing of what the model computes.
+NO_SETTINGS = ("transformers_version", "architectures", "dtype", "torch_dtype")
 HUB_FILES: dict[str, Any] = {
     "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"],  # no pickles
     "ignore_patterns": ["*/*", "consolidated*"],
@@ -113,6 +115,13 @@ def weight_fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def configuration_of(model: nn.Module) -> dict[str, str]:
+    """The configuration of a model of transformers, key by key, without versions and names; empty of other models."""
+    read = getattr(getattr(model, "config", None), "to_diff_dict", None)
+    stated: dict[str, Any] = read() if callable(read) else {}
+    return {key: str(value) for key, value in stated.items() if key not in NO_SETTINGS and not key.startswith("_")}
 
 
 def _finish(name: str, model: nn.Module, tokenizer: Tokenizer, notes: tuple[str, ...]) -> Loaded:

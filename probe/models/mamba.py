@@ -189,17 +189,27 @@ class SiteMixer(nn.Module):
         parameters = self.site("x_proj.output")(self.x_proj(self.site("x_proj.input")(convolved)))
         dt, B, C = parameters.split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         step = self.site("dt_proj.output")(functional.linear(dt, self.dt_proj.weight))
-        delta = functional.softplus(step.float() + self.dt_proj.bias.float())
-        y, last = SCANS[self.scan_name](u, delta, -torch.exp(self.A_log.float()), B, C, state)
+        y, last = SCANS[self.scan_name](u, self.delta(step), self.rates(), B, C, state)
         y = self.site("scan.y")(y)
         if cache_params is not None:
             cache_params.update_recurrent_state(self.site("scan.state")(last), self.layer_idx)
-        y = (y.float() + self.D.float() * u.float()) * functional.silu(z.float())
-        y = y.to(dtype)
+        y = self.gated(y, u, z).to(dtype)
         if self.rotated:
             y = hadamard_transform(y)
         out: Tensor = self.out_proj(self.site("out_proj.input")(y))
         return out
+
+    def delta(self, step: Tensor) -> Tensor:
+        """softplus(step + dt_bias), the time steps of the scan, in float32."""
+        return functional.softplus(step.float() + self.dt_proj.bias.float())
+
+    def rates(self) -> Tensor:
+        """A = -exp(A_log), in float32."""
+        return -torch.exp(self.A_log.float())
+
+    def gated(self, y: Tensor, u: Tensor, z: Tensor) -> Tensor:
+        """(y + D u) SiLU(z), in float32."""
+        return (y.float() + self.D.float() * u.float()) * functional.silu(z.float())
 
     def _convolve(self, x: Tensor, conv_state: Tensor | None, cache_params: Any) -> Tensor:
         """Causal depthwise convolution over time; the cache keeps the last inputs for decode."""

@@ -140,10 +140,9 @@ def _static_integers(format: Format, width: int, amax: float | None) -> tuple[Te
     limit = torch.tensor(amax)
     scale = integer_parameters(-limit, limit, bits=format.bits).scale.double()
     codes, ties = _element_corners(format)
-    exact = ties * scale
     around = torch.cat([_beside((torch.cat([codes, ties]) * scale).float(), turn) for turn in (0, 1, -1)])
     ends = torch.tensor([0.0, -0.0, 1e3, -1e3, 1e6, -1e6]) * scale.float()
-    rows = torch.cat([around, ends]), torch.cat([_beside(exact, turn) for turn in (0, 1, -1)])
+    rows = torch.cat([around, ends]), ties * scale
     return tuple(_in_rows(row[row.abs().argsort(stable=True)].tensor_split(2), width) for row in rows)
 
 
@@ -162,7 +161,8 @@ def _sequences(format: Format, width: int, amax: float | None) -> tuple[Tensor, 
         rows = []
         for scale, lead in zip(scales, leads, strict=True):
             first = (lead * scale).to(dtype)
-            around = torch.cat([_beside((elements * scale).to(dtype), turn) for turn in (0, 1, -1)])
+            turns = (0, 1, -1) if dtype == torch.float32 else (0,)  # a float64 beside a tie is one once it is divided
+            around = torch.cat([_beside((elements * scale).to(dtype), turn) for turn in turns])
             rows.append(torch.cat([first[None], around.clamp(-first, first), torch.tensor([0.0, -0.0], dtype=dtype)]))
         found.append(_in_rows(rows, width))
     return tuple(found)

@@ -23,6 +23,8 @@ class CornerAnswer:
     grid: SiteGrid
     given: Tensor
     answer: Tensor
+    width: int  # channels of the site
+    part: int  # which tensor of its corner values was given
 
 
 @torch.no_grad()
@@ -38,9 +40,10 @@ def corner_answers(twin: nn.Module, recipe: Recipe, calibration: Calibration | N
     sites = _mixer_sites if mode.kind == "ssm" else _linear_inputs if mode.kind == "linear" and mode.inputs else None
     answers = []
     for name, grid, module, width, device in sites(twin, mode, format, calibration) if sites else ():
-        for given in corner_values(format, width, amax=grid.amax, per_sequence=grid.per_sequence):
+        values = corner_values(format, width, amax=grid.amax, per_sequence=grid.per_sequence)
+        for part, given in enumerate(values):
             answer: Tensor = module.forward(given.to(device, copy=True))  # not module(), which would run its hooks
-            answers.append(CornerAnswer(name, grid, given, answer.cpu()))
+            answers.append(CornerAnswer(name, grid, given, answer.cpu(), width, part))
     return answers
 
 

@@ -60,6 +60,8 @@ PACKAGES = ("torch", "numpy", "transformers", "safetensors")
 #: Facts about the input rather than the environment: where these differ, nothing can be compared.
 INPUT = "input."
 ANCHORS = "anchors"
+#: The rows of formats that figures were made with.
+FORMAT = "format."
 THREADS = "threads"
 
 
@@ -79,8 +81,8 @@ def environment() -> dict[str, str]:
 
 
 def comparable(facts: Mapping[str, str]) -> dict[str, str]:
-    """The facts that may explain a drift: neither the input, which has a check of its own, nor the thread count."""
-    return {name: fact for name, fact in facts.items() if not name.startswith((INPUT, ANCHORS, THREADS))}
+    """The facts that may explain a drift: neither the sources, which are compared apart, nor the thread count."""
+    return {name: fact for name, fact in facts.items() if not name.startswith((INPUT, ANCHORS, FORMAT, THREADS))}
 
 
 def differences(then: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 import numpy as np
@@ -79,11 +79,16 @@ SAME_SCALE = 2e-5
 
 @dataclass(frozen=True, eq=False)
 class Anchors:
-    """By layer, places in the stream of its input and the golden bfloat16 values there; by site, the golden amax."""
+    """By layer, places in the stream of its input and the golden bfloat16 values there; by site, the golden amax.
+
+    Beside them, what else is stored once for a model: the golden reference and the model's configuration.
+    """
 
     places: dict[str, Tensor] = field(default_factory=dict)  # int32, ascending
     values: dict[str, Tensor] = field(default_factory=dict)  # bfloat16
     amax: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)  # float32, by tensor of the reference: golden_reference.py
+    config: dict[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of a safetensors file; the same anchors always give the same bytes."""
@@ -95,7 +100,10 @@ class Anchors:
             tensors[f"bits/{label}"] = self.values[label].view(torch.int16).numpy()
         names = sorted(self.amax)
         tensors["amax"] = np.array([self.amax[name] for name in names], dtype=np.float64)
-        return bytes(save(tensors, {"sites": json.dumps(names)}))
+        facts = {"sites": names, "rows": sorted(self.rows), "config": self.config}
+        if self.rows:
+            tensors["rows"] = torch.stack([self.rows[name] for name in sorted(self.rows)]).numpy()
+        return bytes(save(tensors, {"facts": json.dumps(facts, sort_keys=True)}))  # one key: several come in any order
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -103,17 +111,21 @@ class Anchors:
         try:
             tensors = load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            sites = json.loads(header["__metadata__"]["sites"])
+            given = header["__metadata__"]  # older ones have nothing but the sites
+            facts = json.loads(given["facts"]) if "facts" in given else {"sites": json.loads(given["sites"])}
+            rows = dict(zip(facts.get("rows", ()), tensors.get("rows", ()), strict=True))
             labels = [key.removeprefix("gaps/") for key in tensors if key.startswith("gaps/")]
             places = {label: np.cumsum(tensors[f"gaps/{label}"].astype(np.int64)) for label in labels}
             bits = {label: torch.from_numpy(tensors[f"bits/{label}"].copy()) for label in labels}
-            amax = dict(zip(sites, (float(x) for x in tensors["amax"]), strict=True))
+            amax = dict(zip(facts["sites"], (float(x) for x in tensors["amax"]), strict=True))
         except (SafetensorError, LookupError, TypeError, ValueError) as problem:
             raise ValueError(f"is not a file of anchors ({problem})") from None
         return cls(
             {label: torch.from_numpy(places[label]).int() for label in labels},
             {label: bits[label].view(torch.bfloat16) for label in labels},
             amax,
+            {name: torch.from_numpy(row.copy()) for name, row in rows.items()},
+            facts.get("config", {}),
         )
 
     @classmethod
@@ -121,8 +133,7 @@ class Anchors:
         """The anchors of all of them; where two have the same layer or site, those of the first."""
         whole = cls()
         for one in several:
-            parts = ({**getattr(one, name), **getattr(whole, name)} for name in ("places", "values", "amax"))
-            whole = cls(*parts)
+            whole = cls(*({**getattr(one, part.name), **getattr(whole, part.name)} for part in fields(cls)))
         return whole
 
 

@@ -55,7 +55,8 @@ class SmallGate:
         bench = gate.bench(settings)
         assert bench.anchors is not None
         store = Store(self.root / BASELINES)
-        store.write(model, entries, environment=bench.input_facts, anchors=bench.anchors.to_bytes())
+        facts = {**bench.input_facts, **bench.format_facts}
+        store.write(model, entries, environment=facts, anchors=bench.anchors.to_bytes())
 
     def judge(
         self, model: str, recipe: str, *, shared: bool = True, batch_size: int | None = None

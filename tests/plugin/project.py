@@ -31,8 +31,8 @@ class Network(nn.Module):
 
     def forward(self, tokens):
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x * 1.01 if index == 1 and FAULT == "float" else x)
         return self.head(x)
 
 
