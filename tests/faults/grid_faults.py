@@ -358,7 +358,7 @@ LOCAL = (
         INT8,
         "in_proj.output",
         one_sequence,
-        "only sequence 5",
+        "only sequence 3",
         verdicts=(*NOT_APPLIED, *VALUES),
     ),
     site("output one token late", INT8, "x_proj.output", shifted, "one token late"),

@@ -62,6 +62,6 @@ HARMLESS: dict[str, Harmless] = {
         Harmless("numba twin everywhere", with_numba),
         Harmless("recipes in another order", is_reversed=True),
         Harmless("batches of 1", batch_size=1),
-        Harmless("batches of 4", batch_size=4),
+        Harmless("batches of 3", batch_size=3),
     )
 }
