@@ -1,23 +1,30 @@
 """The likely cause of a failure: the first step of a layer that disagrees with its definition, with an explanation.
 
 `diagnose` compares the trace of a layer (running/traces.py) step by step with outputs that are computed another way
-(`mamba_steps.py`, `linear_steps.py`) and explains the first disagreement (`signatures.py`).
+(`mamba_steps.py`, `linear_steps.py`) and explains the first disagreement (`explanations.py`). Where all steps agree,
+or where the steps are not known, it names what differs from what is stored, and compares the output with the stored
+one (`golden_outputs.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps
+from probe.diagnosis.explanations import UNKNOWN, best_claim, explain, explain_together, facts, not_finite
+from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, undone
+from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps, other_tokens, outside_step
 from probe.diagnosis.mamba_steps import Block, NeverRanError, mamba_steps
+from probe.diagnosis.narrow_arithmetic import in_float32
 from probe.diagnosis.plain_grids import PlainGrid
-from probe.diagnosis.signatures import SIGNATURES, Step, explain
+from probe.diagnosis.signatures import Step, rms
 from probe.formats import FORMATS
 from probe.models.linear import linear_weights
 from probe.running.calibration import PERCENTILE_SITES, amax_lookup
 from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
+from probe.running.recipes import Recipe
 from probe.running.traces import BatchTrace, LayerTrace, Parts
 from probe.words import LOGITS
 
@@ -28,29 +35,60 @@ OTHER_TEXT = 0.1
 
 
 @torch.no_grad()
-def diagnose(trace: LayerTrace, sources: Sequence[str] = ()) -> str:
-    """The likely cause of the layer's failure in one line: the step, then its explanation. Never raises."""
+def diagnose(trace: LayerTrace, sources: Sequence[str] = (), golden: tuple[float, ...] | None = None) -> str:
+    """The likely cause of the layer's failure in one line: the step, then its explanation. Never raises.
+
+    `sources` are sentences about what differs from what is stored: the reference, the weights, the format, the
+    calibration, the tokens, the configuration. `golden` is the stored sketch, and perhaps sample, of the output.
+    """
     try:
-        cause = _cause(trace)
+        cause = _cause(trace, sources, golden)
     except Exception as problem:  # a diagnosis must not hide the failure it explains
-        cause = f"no cause found: {str(problem) or type(problem).__name__}"
+        cause = f"{UNKNOWN}: {str(problem) or type(problem).__name__}"
+    return _line(cause)
+
+
+@torch.no_grad()
+def corner_cause(trace: LayerTrace, sources: Sequence[str] = ()) -> str:
+    """The cause in one line where only the answers at corner values have changed. Never raises."""
+    try:
+        wrong = _wrong_corner(trace)
+    except Exception as problem:
+        return _line(f"{UNKNOWN}: {str(problem) or type(problem).__name__}")
+    if row := _about(sources, "format"):
+        return _line(row)
+    if wrong:
+        return _line(f"{wrong} (at corner values)")
+    return _line(next(iter(sources), f"{UNKNOWN}: corner values give other results, as their definition does"))
+
+
+def _line(cause: str) -> str:
     line = " ".join(cause.split())
     return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
 
-def corner_cause(trace: LayerTrace) -> str:
-    """The cause in one line where only the answers at corner values have changed."""
-    wrong = _wrong_corner(trace)
-    return f"{wrong} (at corner values)"[:WIDTH] if wrong else "corner values give other results"
+def _about(sources: Sequence[str], subject: str) -> str:
+    """The first of the sentences that is about a subject."""
+    return next((one for one in sources if subject in one.partition(" ")[0].lower()), "")
 
 
 def wrong_corners(answers: Iterable[CornerAnswer]) -> dict[str, str]:
     """The sites whose grid is not that of the recipe, with an explanation each."""
-    found: dict[str, str] = {}
+    steps: dict[str, list[Step]] = {}
     for one in answers:  # a site has several
-        if explanation := explain(grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer)):
-            found.setdefault(one.site, explanation)
-    return found
+        steps.setdefault(one.site, []).append(grid_step(one.site, PlainGrid.at(one.grid), one.given, one.answer))
+    found = {site: explain_together(own) or _zero_signs(own) for site, own in steps.items()}
+    return {site: explanation for site, explanation in found.items() if explanation}
+
+
+def _zero_signs(steps: Sequence[Step]) -> str:
+    """Says so if zeros have lost, or got, a sign."""
+    if steps[0].block is None:  # integers have no -0
+        return ""
+    zeros = [(step.actual == 0) & (step.expected == 0) for step in steps]
+    unlike = [step.actual.signbit() != step.expected.signbit() for step in steps]
+    count = sum(int((zero & other).sum()) for zero, other in zip(zeros, unlike, strict=True))
+    return f"the sign of zeros is wrong, {count} of {sum(int(zero.sum()) for zero in zeros)}" if count else ""
 
 
 def _wrong_corner(trace: LayerTrace) -> str:
@@ -60,18 +98,22 @@ def _wrong_corner(trace: LayerTrace) -> str:
     return ""
 
 
-def _cause(trace: LayerTrace) -> str:
+def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] | None) -> str:
     mode, label = trace.mode, trace.label
     outside = _changed_outside(trace)
+    if label in trace.reference.outside:
+        return _outside_cause(trace) or outside or _told(sources) or f"{label}; {UNKNOWN}: it is the float model's"
     if label == LOGITS or label not in trace.reference.modules:
-        return outside or "no cause found: embedding, norm and head outside the layers are those of the float model"
+        return outside or _told(sources) or f"{UNKNOWN}: embedding, norm and head are those of the float model"
     examined = 0
     conv_outputs: dict[str, list[Tensor]] = {}
-    for batch in trace.batches():
+    for number, batch in enumerate(trace.batches()):
         if batch.output is None:
             return f"{label} is never called as a module, so its hooks do not fire: compiled, fused or skipped"
         if obvious := _obvious(batch, label, batch.output):
-            return obvious
+            return _float_reference(trace) or _told(sources) or obvious if "not applied" in obvious else obvious
+        if number == 0 and (carried := _second_run(trace, batch.output)):
+            return carried
         for name, tensors in batch.parts.items():
             conv_outputs.setdefault(name, []).append(tensors.get("conv1d.output.given", torch.zeros(0)))
         try:
@@ -81,15 +123,28 @@ def _cause(trace: LayerTrace) -> str:
                     return f"{step.name}; {explanation}"
         except NeverRanError as problem:
             return str(problem)
+    if outside:
+        return outside
     if mode.kind in ("user", "float") or not examined:
-        return outside or _as_a_whole(trace)
-    corner = "" if outside else _wrong_corner(trace)
+        whole = _as_a_whole(trace, golden)
+        return (UNKNOWN in whole and _told(sources)) or whole
+    corner = _wrong_corner(trace)
     return (
-        outside
+        _about(sources, "format")
         or (corner and f"{corner}, though no value of this text shows it")
-        or _odd_calibration(trace, conv_outputs)
-        or f"all {examined} steps of {label} agree with their definitions: look at its input or the calibration"
+        or _odd_calibration(trace, conv_outputs, sources)
+        or _told(sources)
+        or _float_reference(trace)
+        or _repeated_sample(trace)
+        or _changed(trace, golden)
+        or f"{UNKNOWN}: all {examined} steps of {label} agree with their definitions, and nothing stored differs"
     )
+
+
+def _told(sources: Sequence[str]) -> str:
+    """The first source that differs; with more of them, how many."""
+    more = f" (and {len(sources) - 1} more)" if len(sources) > 1 else ""
+    return f"{sources[0]}{more}" if sources else ""
 
 
 def _steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
@@ -126,58 +181,136 @@ def _changed_outside(trace: LayerTrace) -> str:
     return ""
 
 
+def _outside_cause(trace: LayerTrace) -> str:
+    """The embedding, the norm or the head beside that of the float model: its weights, then what it computes."""
+    label = trace.label
+    stock, twin = (side.get_submodule(trace.module) for side in (trace.model, trace.twin))
+    dtype = trace.mode.dtype if trace.mode.kind == "float" else None
+    for step in kept_weights(stock, twin, dtype):
+        if explanation := explain(step):
+            return f"{label}; weight: {explanation}"
+    for batch in trace.batches():
+        if batch.output is None:
+            return f"{label} is never called as a module, so its hooks do not fire: compiled, fused or skipped"
+        if explanation := explain(outside_step(label, stock, batch.given, batch.output, batch.expected)):
+            is_table = label == "embedding" and isinstance(stock, nn.Embedding)
+            table = stock.get_parameter("weight") if is_table else None
+            tokens = "" if table is None else other_tokens(table, batch.given, batch.output)
+            return f"{label}; {tokens or explanation}"
+    return ""
+
+
 def _obvious(batch: BatchTrace, label: str, output: Tensor) -> str:
     """A layer whose output alone shows that it is skipped, or that the mode was not applied."""
     given, expected = batch.given, batch.expected
     if output.shape == given.shape and bool((output == given).all()) and bool((expected != given).any()):
         return f"{label}; it returns its input: the layer is skipped"
-    if output.shape == expected.shape:
-        error = (output - expected).double().square().mean() / expected.double().square().mean().clamp(min=1e-30)
-        if bool(error < NOISE):
-            return f"{label}; its output is the float layer's: the mode was not applied to it"
+    if _is_same(output, expected):
+        return f"{label}; its output is the float layer's: the mode was not applied to it"
     return ""
 
 
-def _as_a_whole(trace: LayerTrace) -> str:
-    """For a layer whose steps are not known: its output beside the float layer's, over all batches."""
+def _is_same(output: Tensor, expected: Tensor) -> bool:
+    """Whether two outputs differ by the order of sums at most."""
+    if output.shape != expected.shape:
+        return False
+    error = (output - expected).double().square().mean() / expected.double().square().mean().clamp(min=1e-30)
+    return bool(error < NOISE)
+
+
+def _second_run(trace: LayerTrace, output: Tensor) -> str:
+    """Says so if the layer gives another output when it is run again on the same input."""
+    again = next(trace.batches()).output
+    if again is None or _is_same(again, output) or not bool(output.isfinite().all()):
+        return ""
+    part = float((again - output).double().square().mean().sqrt()) / max(rms(output), 1e-30)
+    what = f"its second run differs by {part:.2g} (a carried state, or chance)"
+    return f"{trace.label} is not a function of its input: {what}"
+
+
+def _float_reference(trace: LayerTrace) -> str:
+    """Says so if the reference is not what the float layer makes of its input, or if its weights are on a grid."""
+    plain = replace(trace, recipe=Recipe("fp32"), calibration=None)
+    for batch in plain.batches():
+        if batch.output is not None and not _is_same(batch.output, batch.expected):
+            off = Step("", batch.output, batch.expected.to(batch.output.dtype))
+            return f"the reference of {trace.label} is not what the float layer gives: {facts(off)}"
+    for name, weight in trace.model.get_submodule(trace.module).named_parameters():
+        if weight.dim() > 1 and weight.numel() >= 2048:
+            levels = torch.unique(weight.detach()).numel()
+            if levels <= 256:
+                return f"the reference of {trace.label} is quantized: its {name} has only {levels} distinct values"
+    return ""
+
+
+def _repeated_sample(trace: LayerTrace) -> str:
+    """A sample of the text that is there twice."""
+    seen: dict[tuple[int, ...], int] = {}
+    for index, row in enumerate(row for batch in trace.reference.batches for row in batch):
+        earlier = seen.setdefault(tuple(row.reshape(-1).tolist()), index)
+        if earlier != index:
+            return f"tokens; sample {index} is sample {earlier}, evaluated twice"
+    return ""
+
+
+def _changed(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
+    """What has become of the stored output; empty without one."""
+    batches = [batch for batch in trace.batches() if batch.output is not None]
+    outputs = [batch.output for batch in batches if batch.output is not None]
+    if golden is None or not outputs:
+        return ""
+    found = ChangedOutput.of(outputs, [one.given for one in batches], [one.expected for one in batches], golden)
+    if found is None:
+        return ""
+    sentence = explain_change(found)
+    if UNKNOWN in sentence and (narrow := _narrow_arithmetic(trace, found)):
+        sentence = narrow
+    return f"{trace.label}; {sentence}"
+
+
+def _narrow_arithmetic(trace: LayerTrace, found: ChangedOutput) -> str:
+    """Says so if the layer gives its stored output again once nothing in it is cast to a narrower float."""
+    try:
+        with in_float32() as narrowed:
+            outputs = [batch.output for batch in trace.batches()]
+    except Exception:  # code that checks its dtypes
+        return ""
+    if not narrowed or any(output is None for output in outputs):
+        return ""
+    name = str(next(iter(narrowed))).removeprefix("torch.")
+    return f"computed in {name}" if undone(found, [x for x in outputs if x is not None]) else ""
+
+
+def _as_a_whole(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
+    """For a layer whose steps are not known: its output beside the stored one, or beside the float layer's."""
     label, unexplained = trace.label, ""
     for batch in trace.batches():
-        output, expected = batch.output, batch.expected
+        output, expected, given = batch.output, batch.expected, batch.given
         if output is None or output.shape != expected.shape:
             continue
-        if pattern := _pattern(output.double(), expected.double(), batch.given.double()):
-            return f"{label} as a whole; {pattern}"
-        error = float((output.double() - expected.double()).square().mean().sqrt())
-        difference = f"{label} differs from the float layer by {error:.3g} rms, without a pattern"
-        unexplained = unexplained or f"no cause found: {difference}"
-    return unexplained or f"no cause found: {label} gave nothing to compare"
+        if lost := not_finite(Step("", output, expected)):
+            return f"{label}; {lost}"
+    if changed := _changed(trace, golden):
+        return changed
+    for batch in trace.batches():
+        output, expected, given = batch.output, batch.expected, batch.given
+        if output is None or output.shape != expected.shape:
+            continue
+        best = best_claim(Step("", output, expected))
+        if given.shape == expected.shape:
+            added = best_claim(Step("", output - given, expected - given))
+            if added.sentence and added.left < best.left:
+                best = replace(added, sentence=f"what it adds: {added.sentence}")
+        if best.sentence:
+            return f"{label}, beside the float layer; {best.sentence}"
+        unexplained = unexplained or f"{label}, beside the float layer; {facts(Step('', output, expected))}"
+    return unexplained or f"{UNKNOWN}: {label} gave nothing to compare"
 
 
-def _pattern(output: Tensor, expected: Tensor, given: Tensor) -> str:
-    """A pattern in a difference that contains rounding errors too."""
-    step = Step("", output, expected)
-    if obvious := SIGNATURES["NaN or Inf"](step) or SIGNATURES["zeros"](step):
-        return obvious
-    d = output - expected
-    for axis, name in ((-1, "channel"), (-2, "token")):
-        if d.dim() >= 2 and d.shape[axis] > 2:
-            others = [other for other in range(d.dim()) if other != d.dim() + axis]
-            energy = d.square().sum(dim=others)
-            share = float(energy.max() / energy.sum().clamp(min=1e-300))
-            if share > 0.5:
-                return f"{share:.0%} of the squared error is in one {name} ({int(energy.argmax())})"
-    base = given if given.shape == expected.shape else torch.zeros_like(expected)
-    wanted, got = expected - base, output - base
-    slope = float((wanted * got).sum() / wanted.square().sum().clamp(min=1e-300))
-    left = float((got - slope * wanted).square().sum() / d.square().sum().clamp(min=1e-300))
-    if left < 0.7:
-        return f"what it adds is {slope:.4g} times the float layer's"
-    mean = float(d.mean() / d.square().mean().sqrt().clamp(min=1e-300))
-    return f"the error has a mean of {mean:+.2f} of its rms" if abs(mean) > 0.3 else ""
-
-
-def _odd_calibration(trace: LayerTrace, conv_outputs: dict[str, list[Tensor]]) -> str:
-    """A scale of the calibration that does not fit this text; empty if all do."""
+def _odd_calibration(trace: LayerTrace, conv_outputs: dict[str, list[Tensor]], sources: Sequence[str]) -> str:
+    """A scale of the calibration that does not fit this text; empty if all do, or if it is the stored one."""
+    if sources and not _about(sources, "calibration"):
+        return ""
     calibration, format = trace.calibration, trace.recipe.format
     if calibration is None or format is None or not FORMATS[format].needs_calibration:
         return ""

@@ -5,17 +5,27 @@ disagrees, and not all steps after it. Weights are expected from the float model
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from probe.diagnosis.linear_steps import Suspects, grid_step, linear_step, sums_step, weight_step
+from probe.diagnosis.linear_steps import (
+    NARROW,
+    Suspects,
+    grid_step,
+    linear_step,
+    norm_step,
+    product_step,
+    sums_step,
+    weight_step,
+)
 from probe.diagnosis.plain_grids import PlainGrid
-from probe.diagnosis.signatures import Replay, Step
+from probe.diagnosis.signatures import GRIDS, Replay, Step
 from probe.formats import Format
 from probe.models.mamba import SITES, SiteMixer
 from probe.numerics.hadamard import hadamard_matrix
@@ -78,12 +88,13 @@ def mamba_steps(block: Block) -> Iterator[Step]:
 
 
 def _to_in_proj(block: Block) -> Iterator[Step]:
-    h = block.given("block").double()
-    n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + block.stock.norm.variance_epsilon)
+    h, eps = block.given("block").double(), float(block.stock.norm.variance_epsilon)
+    n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     gamma = block.stock.norm.weight.double()
-    yield sums_step("the norm", block.given("mixer"), n, {"gamma is applied, and folded too": lambda: n * gamma})
+    twice: Suspects = {"gamma is applied, and folded too": lambda: n * gamma, "the norm is left out": lambda: h}
+    yield norm_step("the norm", h, block.given("mixer"), eps, None, twice)
     normed = block.given("mixer").double()
-    left_out = {"the Hadamard rotation is left out": lambda: normed}
+    left_out: Suspects = {"the Hadamard rotation is left out": lambda: normed, **_narrow(rotated, normed)}
     yield sums_step("rotation before in_proj", block.given("in_proj.input"), rotated(normed), left_out)
     yield _site(block, "in_proj.input")
     yield _weight(block, "in_proj.weight")
@@ -111,9 +122,27 @@ def _to_conv1d(block: Block) -> Iterator[Step]:
         "it is one token late": lambda: functional.silu(convolved(x, taps, bias, shift=1)),
         "it looks one token ahead": lambda: functional.silu(convolved(x, taps, bias, shift=-1)),
         "its taps are reversed": lambda: functional.silu(convolved(x, taps.flip(-1), bias)),
+        "it begins with the tokens of the sequence before": lambda: functional.silu(leaking(x, taps, bias)),
+        **_narrow(lambda x, taps: functional.silu(convolved(x, taps, None if bias is None else bias.to(x))), x, taps),
+        **_narrow_convolutions(x, taps, bias),
     }
+    if bias is not None:
+        replays = {**replays, "the bias is added twice": lambda: functional.silu(made + bias)}
     yield sums_step("conv1d and SiLU", block.given("conv1d.output"), functional.silu(made), replays)
     yield _site(block, "conv1d.output")
+
+
+def _narrow_convolutions(x: Tensor, taps: Tensor, bias: Tensor | None) -> dict[str, Replay]:
+    """The convolution alone in narrower floats, SiLU in float32."""
+
+    def replayed(dtype: torch.dtype) -> Tensor:
+        operands = (x.to(dtype).double(), taps.to(dtype).double(), None if bias is None else bias.to(dtype).double())
+        return functional.silu(convolved(*operands).to(dtype).double())
+
+    return {
+        f"the convolution is computed in {str(dtype).removeprefix('torch.')}": partial(replayed, dtype)
+        for dtype in NARROW
+    }
 
 
 def _to_scan(block: Block) -> Iterator[Step]:
@@ -129,9 +158,9 @@ def _to_scan(block: Block) -> Iterator[Step]:
     dt = block.made("x_proj.output")[..., : block.mixer.time_step_rank]
     yield _weight(block, "dt_proj.weight")
     bias = block.weight("dt_proj.bias")
-    product = dt.double() @ block.weight("dt_proj.weight").T
-    biased = {"its bias is added too": lambda: product + bias}
-    yield sums_step("dt_proj", block.given("dt_proj.output"), product, biased)
+    weight = block.weight("dt_proj.weight")
+    biased = {"its bias is added too": lambda: dt.double() @ weight.T + bias}
+    yield product_step("dt_proj", weight, None, dt, block.given("dt_proj.output"), biased)
     yield _site(block, "dt_proj.output")
     yield _weight(block, "dt_proj.bias")
     yield _weight(block, "A_log")
@@ -155,21 +184,95 @@ def _scan(block: Block) -> Step:
     delta, A = softplus(step + bias), -torch.exp(A_log)
     unrounded, D = block.given("conv1d.output").float(), block.weight("D").float()
     grid = PlainGrid(block.format)
-    replays: Suspects = {
+    actual = block.given("scan.y")
+
+    def late(x: Tensor, dim: int) -> Tensor:
+        return functional.pad(x, (0, 0, 1, 0))[:, :-1] if dim == 1 else functional.pad(x, (1, 0))[..., :-1]
+
+    replays: dict[str, Replay] = {
         "B and C are swapped": lambda: scan(u, delta, A, C, B),
         "softplus is left out": lambda: scan(u, step + bias, A, B, C),
         "the bias of dt_proj is left out": lambda: scan(u, softplus(step), A, B, C),
+        "the bias of dt_proj is added twice": lambda: scan(u, softplus(step + 2 * bias), A, B, C),
+        "softplus is taken twice": lambda: scan(u, softplus(delta), A, B, C),
+        "the bias of dt_proj is added after softplus": lambda: scan(u, softplus(step) + bias, A, B, C),
         "the scan reads the unrounded conv1d output": lambda: scan(unrounded, delta, A, B, C),
         "A has lost its minus sign": lambda: scan(u, delta, -A, B, C),
         "A is not -exp(A_log) but -A_log": lambda: scan(u, delta, -A_log, B, C),
         "A is put on the grid again, after exp": lambda: scan(u, delta, grid(A), B, C),
-        "the state is rounded to bfloat16": lambda: scan(u, delta, A, B, C, state=torch.bfloat16),
-        "the state is rounded to float16": lambda: scan(u, delta, A, B, C, state=torch.float16),
-        "the state is lost every 32 tokens": lambda: scan(u, delta, A, B, C, every=32),
         "delta is left out of the drive": lambda: scan(u / delta, delta, A, B, C),
+        "delta is left out of the decay": lambda: scan(u, delta, A, B, C, decay=torch.ones_like(delta)),
         "D u is added before site scan.y": lambda: run(torch.float32) + D * u,
+        "exp(delta A) is replaced by 1 + delta A": lambda: scan(u, delta, A, B, C, euler=True),
+        "B is one token late": lambda: scan(u, delta, A, late(B, 1), C),
+        "C is one token late": lambda: scan(u, delta, A, B, late(C, 1)),
+        "B and C are one token late": lambda: scan(u, delta, A, late(B, 1), late(C, 1)),
+        "B and C are shifted by one state": lambda: scan(u, delta, A, late(B, 2), late(C, 2)),
+        "the state is carried from one sequence to the next": lambda: scan(u, delta, A, B, C, carried=True),
+        "u is one token late": lambda: scan(late(u, 1), delta, A, B, C),
     }
-    return sums_step("the scan", block.given("scan.y"), run(torch.float64), replays)
+    for limit in (0.0, 1.0, 2.0, 5.0, 10.0):
+        words = f"softplus is the identity above {limit:g}, not above 20"
+        replays[words] = partial(lambda limit: scan(u, softplus(step + bias, limit), A, B, C), limit)
+    for dtype in NARROW:
+        replays |= _narrow_scans(u, step, bias, A_log, B, C, dtype)
+    expected = run(torch.float64)
+    first = _first_token(actual, expected)
+    if first:
+        replays[f"the state is lost at token {first}"] = lambda: scan(u, delta, A, B, C, lost_at=first)
+        replays[f"the state is lost every {first} tokens"] = lambda: scan(u, delta, A, B, C, every=first)
+        replays[f"it ends at token {first}"] = lambda: run(torch.float32) * (torch.arange(u.shape[1]) < first)[:, None]
+    if actual.shape == expected.shape and (lost := _lost_state(u, delta, A, B, C, actual - expected)) is not None:
+        kept = (torch.arange(A.shape[1]) != lost).to(C)
+        replays[f"state {lost} of {A.shape[1]} is lost"] = lambda: scan(u, delta, A, B, C * kept)
+    return sums_step("the scan", actual, expected, replays)
+
+
+def _narrow_scans(
+    u: Tensor, step: Tensor, bias: Tensor, A_log: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype
+) -> dict[str, Replay]:
+    """The scan with its state, or some of its inputs, in a narrower float."""
+    delta, A, name = softplus(step + bias), -torch.exp(A_log), str(dtype).removeprefix("torch.")
+
+    def n(x: Tensor) -> Tensor:
+        return x.to(dtype).float()
+
+    return {
+        f"the state is rounded to {name}": lambda: scan(u, delta, A, B, C, state=dtype),
+        f"A is computed in {name}": lambda: scan(u, delta, n(-torch.exp(n(A_log))), B, C),
+        f"A is rounded to {name}": lambda: scan(u, delta, n(A), B, C),
+        f"delta is rounded to {name}": lambda: scan(u, n(delta), A, B, C),
+        f"delta is computed in {name}": lambda: scan(u, n(softplus(n(n(step) + n(bias)))), A, B, C),
+        f"B and C are rounded to {name}": lambda: scan(u, delta, A, n(B), n(C)),
+        f"its inputs are rounded to {name}": lambda: scan(n(u), n(delta), n(A), n(B), n(C)),
+    }
+
+
+def _first_token(actual: Tensor, expected: Tensor) -> int:
+    """The first token from which the outputs differ; 0 also where they never do."""
+    if actual.shape != expected.shape:
+        return 0
+    hit = Step("", actual, expected.to(actual.dtype)).differs().any(2).any(0).nonzero().reshape(-1)
+    return int(hit[0]) if hit.numel() else 0
+
+
+def _lost_state(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, difference: Tensor) -> int | None:
+    """The state whose contribution to y is most like what is missing."""
+    parts = [scan(u, delta, A[:, [n]], B[..., [n]], C[..., [n]]).double() for n in range(A.shape[1])]
+    missing = -difference.double().nan_to_num(0.0)
+    alike = [float((part * missing).sum() / part.square().sum().clamp(min=1e-300).sqrt()) for part in parts]
+    found = max(range(len(alike)), key=alike.__getitem__) if alike else None
+    return found if found is not None and alike[found] > 0 else None
+
+
+def _narrow(function: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Replay]:
+    """The function in narrower floats."""
+    return {
+        f"computed in {str(dtype).removeprefix('torch.')}": partial(
+            lambda dtype: function(*(x.to(dtype) for x in tensors)).to(dtype).double(), dtype
+        )
+        for dtype in NARROW
+    }
 
 
 def _to_output(block: Block) -> Iterator[Step]:
@@ -178,7 +281,7 @@ def _to_output(block: Block) -> Iterator[Step]:
     x, z = block.made("in_proj.output").double().chunk(2, dim=-1)
     z_float = block.given("in_proj.output").double().chunk(2, dim=-1)[1]
     gate, whole = functional.silu(z), y + D * u
-    replays: Suspects = {
+    replays: dict[str, Replay] = {
         "the Hadamard rotation is left out": lambda: whole * gate,
         "D u is left out": lambda: rotated(y * gate),
         "the gate SiLU(z) is left out": lambda: rotated(whole),
@@ -187,14 +290,39 @@ def _to_output(block: Block) -> Iterator[Step]:
         "the gate is SiLU(x), x and z are swapped": lambda: rotated(whole * functional.silu(x)),
         "z is not on its grid": lambda: rotated(whole * functional.silu(z_float)),
         "the gate is applied before D u": lambda: rotated(y * gate + D * u),
+        "D u is added twice": lambda: rotated((whole + D * u) * gate),
+        "the gate is applied twice": lambda: rotated(whole * gate * gate),
     }
+    for dtype in NARROW:
+        replays |= _narrow_gates(whole, z, dtype)
     yield sums_step("D u, gate and rotation", block.given("out_proj.input"), rotated(whole * gate), replays)
     yield _site(block, "out_proj.input")
     yield _weight(block, "out_proj.weight")
     yield _linear(block, "out_proj", block.made("out_proj.input"), block.made("mixer"))
     h, added = block.given("block").double(), block.made("mixer").double()
-    skipped = {"the residual is left out": lambda: added, "the mixer's output is left out": lambda: h}
+    skipped: Suspects = {
+        "the residual is left out": lambda: added,
+        "the mixer's output is left out": lambda: h,
+        "the residual is added twice": lambda: 2 * h + added,
+        "the mixer's output is added twice": lambda: h + 2 * added,
+        **_narrow(torch.add, h, added),
+    }
     yield sums_step("the residual", block.made("block"), h + added, skipped)
+
+
+def _narrow_gates(whole: Tensor, z: Tensor, dtype: torch.dtype) -> dict[str, Replay]:
+    """The gate, what it gates, or the rotation, in a narrower float; `whole` is y + D u."""
+    gate, name = functional.silu(z), str(dtype).removeprefix("torch.")
+
+    def n(x: Tensor) -> Tensor:
+        return x.to(dtype).double()
+
+    return {
+        f"the gate is computed in {name}": lambda: rotated(whole * n(functional.silu(n(z)))),
+        f"y is rounded to {name}": lambda: rotated(n(whole) * gate),
+        f"the product is rounded to {name}": lambda: rotated(n(whole * gate)),
+        f"the rotation is computed in {name}": lambda: n(rotated(n(whole * gate))),
+    }
 
 
 def _linear(block: Block, name: str, given: Tensor, made: Tensor) -> Step:
@@ -228,8 +356,9 @@ def _weight(block: Block, name: str) -> Step:
         others["the norm's gamma is not folded in"] = lambda: grid(rotated(plain).float())
     if name not in gridded_weights(block.mode, block.name):
         more: Suspects = {"put on a grid, though it is declared float": lambda: grid(folded)}
-        return grid_step(f"weight {name}", None, folded, actual, more=more)
-    return weight_step(name, block.format, folded, actual, others)
+        return grid_step(f"weight {name}", None, folded, actual, more=more, noise=GRIDS)
+    noise = GRIDS if name in ROTATED else 0.0  # folded with another order of sums
+    return weight_step(name, block.format, folded, actual, others, noise=noise)
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -238,25 +367,51 @@ def rotated(x: Tensor) -> Tensor:
     return x.double() @ (hadamard_matrix(n, torch.float64) / math.sqrt(n)).to(x.device)
 
 
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x), the identity above 20."""
-    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
+def softplus(x: Tensor, limit: float = 20.0) -> Tensor:
+    """log(1 + e^x), the identity above the limit."""
+    return torch.where(x > limit, x, torch.log1p(torch.exp(x.clamp(max=limit))))
 
 
 def scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, state: torch.dtype | None = None, every: int = 0
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    state: torch.dtype | None = None,
+    every: int = 0,
+    lost_at: int = -1,
+    carried: bool = False,
+    decay: Tensor | None = None,
+    euler: bool = False,
 ) -> Tensor:
-    """h = exp(delta A) h + delta B u, y = C h, token by token; `state` rounds h, `every` forgets it."""
+    """h = exp(delta A) h + delta B u, y = C h, token by token.
+
+    `state` rounds h; `every` and `lost_at` forget it; `carried` begins with the last one of the sequence before;
+    `decay` takes the place of delta in the first term; `euler` replaces the exponential by 1 + delta A.
+    """
+    if carried and u.shape[0] > 1:
+        joined = [x.reshape(1, -1, x.shape[-1]) for x in (u, delta, B, C)]
+        return scan(joined[0], joined[1], A, joined[2], joined[3]).reshape(u.shape)
+    rate = delta if decay is None else decay
     h = torch.zeros(u.shape[0], u.shape[2], A.shape[1], dtype=u.dtype, device=u.device)
     outputs = []
     for t in range(u.shape[1]):
-        if every and t % every == 0:
+        if (every and t % every == 0) or t == lost_at:
             h = torch.zeros_like(h)
-        h = torch.exp(delta[:, t, :, None] * A) * h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None, :]
+        power = rate[:, t, :, None] * A
+        kept = (1 + power).clamp(min=0) if euler else torch.exp(power)
+        h = kept * h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None, :]
         if state is not None:
             h = h.to(state).to(u.dtype)
         outputs.append((h * C[:, t, None, :]).sum(-1))
     return torch.stack(outputs, 1)
+
+
+def leaking(x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution over all sequences in a row, each beginning with the last tokens of the one before."""
+    return convolved(x.reshape(1, -1, x.shape[-1]), taps, bias).reshape(x.shape)
 
 
 def convolved(x: Tensor, taps: Tensor, bias: Tensor | None, *, shift: int = 0) -> Tensor:

@@ -1,7 +1,8 @@
-"""The explanation of a difference: the output of a step beside the expected one, matched with known faults.
+"""Signatures: the claims about a difference that need no knowledge of the step.
 
-Faults that can be replayed are tried first: the one that reproduces the output of the step is the cause. A difference
-that none reproduces is described by its statistics: a factor, one channel, one token, zeros, a bias of the rounding.
+A claim is a sentence, and the very values that the step would give if the sentence were true: a factor, a constant, a
+permutation and so on of the expected values. Parameters are taken from the output; there are always far fewer of them
+than values. `explanations.py` measures how much of the difference each claim explains.
 """
 
 import math
@@ -13,16 +14,22 @@ import torch
 from torch import Tensor
 
 Replay = Callable[[], Tensor]
+Claims = Iterator[tuple[str, Tensor]]
 
 #: Two ways to add the same float32 numbers differ by less than this part of the result and of its rms.
 SUMS = 2e-5
-#: Grid values computed in float64 and rounded once differ by less.
+#: Grid values of weights that are folded first, computed in float64 and rounded once, differ by less.
 GRIDS = 1e-6
-#: A replayed fault is the cause if it leaves less than this part of the difference.
-EXPLAINED = 0.1
 #: The names of the dimensions, by their number.
 AXES = {1: ("channel",), 2: ("row", "column"), 3: ("sequence", "token", "channel")}
+PART = ("value",)  # of elements that a mask has chosen
 AXES_OF_WEIGHTS = {**AXES, 3: ("channel", "group", "tap")}
+#: Rows are matched by at most this many of their values; the claim is then tested on all.
+MATCHED = 256
+#: Fewer values than this are never explained by a fitted number.
+FEWEST = 8
+#: Values that stochastic rounding must have sent to the farther side.
+FARTHER = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,90 +44,257 @@ class Step:
     suspects: Callable[[], Iterator[tuple[str, Replay]]] = lambda: iter(())
     noise: float = SUMS
     axes: tuple[str, ...] = ()  # names of the dimensions; empty: those in AXES
+    block: int | None = None  # for a grid: the size of its blocks along the last axis
 
     def differs(self) -> Tensor:
         """Where the output differs from the expected one by more than noise."""
         a, e = self.actual.double(), self.expected.double()
-        finite = e[e.isfinite()]
-        floor = float(finite.square().mean().sqrt()) if finite.numel() and self.noise == SUMS else 0.0
-        same = (a == e) | (a.isnan() & e.isnan()) | ((a - e).abs() <= self.noise * (e.abs() + floor))
+        same = (a == e) | (a.isnan() & e.isnan()) | ((a - e).abs() <= self.noise * (e.abs() + self._floor()))
         return ~same
 
-    def at(self, axis: int, index: int) -> "Step":
-        """One channel, one token or one row of the step."""
+    def _floor(self) -> float:
+        return rms(self.expected) if self.noise == SUMS else 0.0
+
+    def left_by(self, made: Tensor) -> float:
+        """The part of the squared difference that is left if the step had given `made`; less than noise is none."""
+        before, after = squares(self.actual, self.expected), squares(self.actual, made)
+        if not math.isfinite(before):  # only what is finite can be compared
+            before = squares(self.actual, torch.where(self.actual.isfinite(), 0.0, torch.nan))
+        if after == 0 or before == 0:
+            return after
+        noise = (self.noise * rms(self.expected)) ** 2 * self.actual.numel()
+        return 0.0 if after <= min(noise, 1e-3 * before) else after / before
+
+    def inside(self, mask: Tensor) -> "Step":
+        """The elements of a mask, in a row."""
 
         def narrowed(replay: Replay) -> Tensor:
-            return replay().narrow(axis, index, 1)
+            made = replay()
+            return made[mask] if made.shape == mask.shape else made
 
         tensors = {name: getattr(self, name) for name in ("actual", "expected", "given", "unit")}
-        parts = {name: x.narrow(axis, index, 1) for name, x in tensors.items() if x is not None}
-        suspects = self.suspects
-        return replace(self, suspects=lambda: ((why, partial(narrowed, replay)) for why, replay in suspects()), **parts)
+        parts = {name: x[mask] for name, x in tensors.items() if x is not None and x.shape == mask.shape}
+        whole = self.suspects
+        own = {"given": None, "unit": None, **parts}
+        return replace(
+            self,
+            suspects=lambda: ((why, partial(narrowed, replay)) for why, replay in whole()),
+            axes=PART,
+            block=None,
+            **own,
+        )
 
 
-def explain(step: Step) -> str:
-    """Why the output of the step is not the expected one, in a few words; empty if it is."""
-    if step.actual.shape != step.expected.shape:
-        return f"has shape {list(step.actual.shape)}, expected {list(step.expected.shape)}"
-    if step.actual.dtype != step.expected.dtype:
-        return f"is {_dtype(step.actual)}, expected {_dtype(step.expected)}"
-    differs = step.differs()
-    if not bool(differs.any()):
-        return ""
-    return _replayed(step) or _not_finite(step) or _local(step, differs) or _matched(step)
+def rms(x: Tensor) -> float:
+    """Root mean square of the finite values."""
+    some = x[x.isfinite()].double()
+    return float(some.square().mean().sqrt()) if some.numel() else 0.0
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _matched(step: Step) -> str:
-    return next(found for signature in SIGNATURES.values() if (found := signature(step)))
-
-
-def _replayed(step: Step) -> str:
-    """The sentence of the replayed fault that leaves the least of the difference, if that is little enough."""
-    whole = _distance(step.actual, step.expected)
-    if not math.isfinite(whole):
-        whole = _distance(step.actual, torch.where(step.actual.isfinite(), 0.0, torch.nan))
-    best, cause = EXPLAINED, ""
-    for sentence, replay in step.suspects():
-        made = replay()
-        if made.shape != step.actual.shape:
-            continue
-        left = _distance(step.actual, made)
-        share = left / whole if left > 0 and whole > 0 else left
-        if share < best:
-            best, cause = share, sentence
-    return cause + _bias(step) if cause.startswith("rounding") else cause
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    """rms of the difference as float32; infinite if values overflowed on one side only."""
+def squares(a: Tensor, b: Tensor) -> float:
+    """Sum of the squared difference as float32; infinite if values overflowed on one side only."""
     a, b = a.float().double(), b.float().double()
-    lost = ~a.isfinite()
+    good = a.isfinite()
+    if good.all() and bool(b.isfinite().all()):
+        return float((a - b).square().sum())
+    lost = ~good
     if float((lost != ~b.isfinite()).sum()) > 0.01 * float(lost.sum()):
         return math.inf
-    both = (a - b)[a.isfinite() & b.isfinite()]
-    return float(both.square().mean().sqrt()) if both.numel() else 0.0
+    return float((a - b)[good & b.isfinite()].square().sum())
 
 
-def _local(step: Step, differs: Tensor) -> str:
-    """The cause within the one channel, token or element that differs, where it is just one."""
-    axes = step.axes or AXES.get(differs.dim(), ())
-    if not axes or int(differs.sum()) == 1:
-        return ""
-    for axis in reversed(range(len(axes))):
+def zeros(step: Step) -> Claims:
+    """Nothing but zeros."""
+    if not bool(step.actual.any()):
+        yield "gives only zeros", torch.zeros_like(step.expected)
+
+
+def untouched(step: Step) -> Claims:
+    """The input of a grid, as it is."""
+    if step.given is not None and step.given.shape == step.actual.shape:
+        yield "not quantized", step.given
+
+
+def single(step: Step) -> Claims:
+    """One value."""
+    differs = step.differs()
+    if int(differs.sum()) == 1:
+        place = tuple(differs.nonzero()[0].tolist())
+        words = f"{float(step.actual[place]):.4g} instead of {float(step.expected[place]):.4g}"
+        yield f"one value, at {list(place)}: {words}", torch.where(differs, step.actual, step.expected)
+
+
+def factor(step: Step) -> Claims:
+    """One factor for all values."""
+    a, e = step.actual.double(), step.expected.double()
+    usable = (e != 0) & e.isfinite() & a.isfinite()
+    if int(usable.sum()) < FEWEST:
+        return
+    ratio = float((a[usable] / e[usable]).median())
+    slope = float((a[usable] * e[usable]).sum() / e[usable].square().sum().clamp(min=1e-300))
+    for number in dict.fromkeys((ratio, slope)):
+        if number not in (0.0, 1.0):
+            yield scaled(number), e * number
+
+
+def constant(step: Step) -> Claims:
+    """One number added to all values, or one to each channel."""
+    d = step.actual.double() - step.expected.double()
+    if d.numel() < FEWEST:
+        return
+    middle = float(d.mean())
+    yield f"a constant, {middle:+.4g}, is added to every value", step.expected.double() + middle
+    if d.dim() == 3 and d.shape[0] * d.shape[1] >= FEWEST:
+        yield "a constant is added to each channel, as a bias is", step.expected.double() + d.mean((0, 1), keepdim=True)
+
+
+def narrower(step: Step) -> Claims:
+    """The expected values in a narrower float."""
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        yield f"rounded to {name}", step.expected.to(dtype).double()
+
+
+def unsigned(step: Step) -> Claims:
+    """Magnitudes without their sign."""
+    if not bool((step.actual < 0).any()):
+        yield "signs are lost", step.expected.abs()
+
+
+def lost(step: Step) -> Claims:
+    """Zeros here and there."""
+    zero = (step.actual == 0) & step.differs()
+    if bool(zero.any()):
+        words = f"{int(zero.sum())} of {zero.numel()} values are zero and should not be"
+        yield words, torch.where(zero, torch.zeros_like(step.expected), step.expected)
+
+
+def clipped(step: Step) -> Claims:
+    """Values beyond +-c are +-c."""
+    top = float(step.actual.abs().max()) if step.actual.numel() else 0.0
+    beyond = step.expected.abs() > top
+    count = int(beyond.sum())
+    if top > 0 and 2 <= count <= 0.5 * beyond.numel():
+        yield f"only the {count} largest values differ: clamped at {top:.4g}", step.expected.clamp(-top, top)
+
+
+def rescaled(step: Step) -> Claims:
+    """Integers at another scale: the values are multiples of another number."""
+    if step.given is None or step.unit is None or step.unit.numel() == 0:
+        return
+    right = float(step.unit.reshape(-1)[0])
+    levels = torch.unique(step.actual[step.actual.isfinite()].double())
+    gaps = levels.diff()
+    if gaps.numel() < 4 or bool((step.unit != step.unit.reshape(-1)[0]).any()):
+        return
+    quantum = float(gaps[gaps <= 1.5 * gaps.min()].mean())
+    codes = (levels / quantum).round()
+    scale = float(levels @ codes / codes.square().sum()) if bool(codes.any()) else right
+    if scale != right:
+        made = (step.given.double() / scale).round().clamp(-128, 127) * scale  # only int8 has one unit for all
+        yield scaled(scale / right), made
+
+
+def biased(step: Step) -> Claims:
+    """Values are rounded at another threshold than half way."""
+    mean = mean_error(step)
+    if step.given is not None and step.unit is not None and abs(mean) > 0.05:
+        unit = step.unit.double()
+        made = torch.floor(step.given.double() / unit + 0.5 + mean) * unit
+        yield f"rounding is biased {'down' if mean < 0 else 'up'}{bias(step)}", made
+
+
+def by_chance(step: Step) -> Claims:
+    """Stochastic rounding: a value goes to its farther neighbour as often as it is near to it.
+
+    It has no values that could be claimed, so its evidence is that of the counts: in each quarter of the way from a
+    neighbour to the middle the share that went farther is that of the distance, and nothing is off the grid.
+    """
+    if step.given is None or step.unit is None or step.given.shape != step.actual.shape:
+        return
+    unit = step.unit.double()
+    some = (unit > 0) & step.actual.isfinite()
+    x, a, e = (t.double()[some] / unit[some] for t in (step.given, step.actual, step.expected))
+    inside = (x - e).abs() <= 0.5 + 1e-6
+    farther = ((a - e).abs() - 1).abs() < 1e-3
+    off = ~farther & ((a - e).abs() > 1e-3)
+    away = ((a - x).abs() - (1 - (x - e).abs())).abs() < 1e-3
+    if int(farther.sum()) < FARTHER or bool(off.any()) or not bool((away | ~farther).all()):
+        return
+    distance = (x - e).abs()[inside]
+    went = farther[inside].double()
+    for quarter in range(4):
+        here = (distance >= quarter / 8) & (distance < (quarter + 1) / 8)
+        count = int(here.sum())
+        wanted, seen = float(distance[here].sum()), float(went[here].sum())
+        if count < FEWEST or abs(seen - wanted) > 4 * math.sqrt(max(wanted, 1.0)):
+            return
+    share = float(went.mean())
+    yield f"rounding looks random, not nearest ({share:.0%} to the farther side)", step.actual
+
+
+def permuted(step: Step) -> Claims:
+    """The expected rows, columns, channels, tokens or sequences at other places."""
+    axes = step.axes or AXES.get(step.actual.dim(), ())
+    if len(axes) != step.actual.dim() or axes == PART:
+        return
+    differs = step.differs()
+    for axis, name in enumerate(axes):
         others = [other for other in range(len(axes)) if other != axis]
         hit = (differs.any(dim=others) if others else differs).nonzero().reshape(-1)
-        if hit.numel() == 1 and differs.shape[axis] > 1:
-            index = int(hit[0])
-            part = step.at(axis, index)
-            return f"only {axes[axis]} {index}: {_replayed(part) or _matched(part)}"
-    return ""
+        size = step.actual.shape[axis]
+        if size < 2 or hit.numel() < 1:
+            continue
+        mapping = _mapping(step.actual, step.expected, axis, hit)
+        moved = (mapping != torch.arange(size)).nonzero().reshape(-1)
+        if not moved.numel():
+            continue
+        width = step.actual.numel() // size
+        if width < FEWEST and sorted(mapping[moved].tolist()) != moved.tolist():
+            continue  # a single number is near some other
+        yield permutation(name, mapping, moved), step.expected.index_select(axis, mapping.to(step.expected.device))
 
 
-def _errors_in_steps(step: Step) -> Tensor | None:
+def _mapping(actual: Tensor, expected: Tensor, axis: int, hit: Tensor) -> Tensor:
+    """For each index along the axis, which of the expected ones is nearest; where nothing differs its own."""
+    size = actual.shape[axis]
+    lines = [x.double().nan_to_num(0.0).movedim(axis, 0).reshape(size, -1) for x in (actual, expected)]
+    width = lines[0].shape[1]
+    if width > MATCHED:  # those that differ most between lines, and others evenly
+        some = torch.linspace(0, width - 1, MATCHED).round().long()
+        lines = [x[:, some] for x in lines]
+    a, e = lines[0][hit], lines[1]
+    distance = e.square().sum(1)[None] - 2 * (a @ e.T) + a.square().sum(1)[:, None]
+    own = distance[torch.arange(len(hit)), hit]
+    nearest, index = distance.min(1)
+    mapping = torch.arange(size)
+    better = nearest < 0.5 * own
+    mapping[hit[better].cpu()] = index[better].cpu()
+    return mapping
+
+
+def permutation(name: str, mapping: Tensor, moved: Tensor) -> str:
+    """What has moved where, in words: `mapping` gives the source of each place, and `moved` has those that moved."""
+    size, count = mapping.numel(), moved.numel()
+    first = int(moved[0])
+    source = int(mapping[first])
+    offsets = moved - mapping[moved]
+    offset = int(offsets.mode().values)
+    if count == 1:
+        return f"{name} {first} is {name} {source}"
+    if count == 2 and int(mapping[source]) == first:
+        return f"{name}s {first} and {source} are swapped"
+    if bool((mapping[moved] == size - 1 - moved).all()):
+        return f"{name}s are in reverse order"
+    if count >= 0.5 * size and float((offsets == offset).double().mean()) > 0.8:
+        if name != "token":
+            return f"{name}s are permuted: shifted by {offset}"
+        tokens = "one token" if abs(offset) == 1 else f"{abs(offset)} tokens"
+        return f"it is {tokens} {'late' if offset > 0 else 'early'}"
+    return f"{name}s are permuted, {count} of {size}: {name} {first} is {name} {source}"
+
+
+def errors_in_steps(step: Step) -> Tensor | None:
     """(output - input) / unit of the finite elements; None for steps that are no grid."""
     if step.given is None or step.unit is None or step.given.shape != step.actual.shape:
         return None
@@ -129,139 +303,44 @@ def _errors_in_steps(step: Step) -> Tensor | None:
     return some if some.numel() else None
 
 
-def _mean_error(step: Step) -> float:
+def mean_error(step: Step) -> float:
     """The mean rounding error in steps of the grid; 0 for steps that are no grid."""
-    errors = _errors_in_steps(step)
+    errors = errors_in_steps(step)
     return 0.0 if errors is None else float(errors.clamp(-2, 2).mean())
 
 
-def _bias(step: Step) -> str:
-    mean = _mean_error(step)
+def bias(step: Step) -> str:
+    """The mean rounding error in words; empty where it is small."""
+    mean = mean_error(step)
     return f" (mean error {mean:+.2f} steps)" if abs(mean) > 0.05 else ""
 
 
-def _not_finite(step: Step) -> str:
-    bad = ~step.actual.isfinite() & step.expected.isfinite()
-    if not bool(bad.any()):
-        return ""
-    nan = int((bad & step.actual.isnan()).sum())
-    kind, count = ("NaN", nan) if nan else ("Inf", int(bad.sum()))
-    return f"{kind} in {count} of {bad.numel()} values, the first at {bad.nonzero()[0].tolist()}"
-
-
-def _single(step: Step) -> str:
-    differs = step.differs()
-    if int(differs.sum()) != 1:
-        return ""
-    place = tuple(differs.nonzero()[0].tolist())
-    return f"one value, at {list(place)}: {float(step.actual[place]):.4g} instead of {float(step.expected[place]):.4g}"
-
-
-def _zeros(step: Step) -> str:
-    return "gives only zeros" if not bool(step.actual.any()) and bool(step.expected.any()) else ""
-
-
-def _untouched(step: Step) -> str:
-    if step.given is None or step.given.shape != step.actual.shape:
-        return ""
-    same = torch.allclose(step.actual.double(), step.given.double(), rtol=1e-6, atol=0.0, equal_nan=True)
-    return "not quantized" if same else ""
-
-
-def _factor(step: Step) -> str:
-    """actual / expected is one number nearly everywhere, so the scale is off by it."""
-    a, e = step.actual.double(), step.expected.double()
-    usable = (e != 0) & e.isfinite() & a.isfinite()
-    if int(usable.sum()) < 2:
-        return ""
-    ratio = (a[usable] / e[usable]).float()
-    middle = float(ratio.median())
-    near = float(((ratio - middle).abs() <= 1e-3 * abs(middle)).float().mean())
-    return _scaled(middle) if near > 0.8 and abs(middle - 1) > 1e-4 and middle != 0 else ""
-
-
-def _unrelated(step: Step) -> str:
-    a, e = (x.double().reshape(-1) - x.double().mean() for x in (step.actual, step.expected))
-    correlation = float((a @ e) / (a.norm() * e.norm()).clamp(min=1e-300))
-    return f"unrelated to the expected values (correlation {correlation:+.2f})" if abs(correlation) < 0.3 else ""
-
-
-def _quantum(step: Step) -> str:
-    """The values are multiples of another step size than expected."""
-    if step.unit is None or step.unit.numel() == 0 or bool((step.unit != step.unit.reshape(-1)[0]).any()):
-        return ""
-    levels = torch.unique(step.actual[step.actual.isfinite()].double())
-    gaps = levels.diff()
-    if gaps.numel() < 4:
-        return ""
-    quantum = float(gaps[gaps <= 1.5 * gaps.min()].mean())
-    counts = levels / quantum
-    ratio = quantum / float(step.unit.reshape(-1)[0])
-    on_it = float(((counts - counts.round()).abs() < 0.01).float().mean())
-    return _scaled(ratio) if on_it > 0.95 and 1e-4 < abs(ratio - 1) < 10 else ""
-
-
-def _scaled(ratio: float) -> str:
+def scaled(ratio: float) -> str:
+    """A factor in words."""
     exponent = round(math.log2(ratio)) if ratio > 0 else 0
     if exponent and abs(ratio / 2.0**exponent - 1) < 1e-3:
         return f"the scale is off by a factor of 2^{exponent}"
     if abs(ratio + 1) < 1e-3:
         return "the sign is flipped"
-    return f"the scale is off by {ratio - 1:+.2%}" if 0 < ratio < 10 else f"the scale is off by a factor of {ratio:.4g}"
+    if 0 < ratio < 10:
+        off = ratio - 1
+        return f"the scale is off by {off:+.2%}" if abs(off) >= 5e-5 else f"the scale is off by {off:+.1e}"
+    return f"the scale is off by a factor of {ratio:.4g}"
 
 
-def _lost(step: Step) -> str:
-    differs = step.differs()
-    zero = (step.actual == 0) & differs
-    share = float(zero.sum()) / float(differs.sum())
-    return f"{int(zero.sum())} of {zero.numel()} values are zero and should not be" if share > 0.99 else ""
-
-
-def _extremes(step: Step) -> str:
-    """Only the largest magnitudes differ."""
-    differs = step.differs()
-    if step.given is None or step.given.shape != differs.shape or not bool((~differs).any()):
-        return ""
-    if float(step.given[differs].abs().min()) < 0.98 * float(step.given[~differs].abs().max()):
-        return ""
-    top = float(step.actual[differs].abs().max())
-    return f"only the {int(differs.sum())} largest values differ: clamped at {top:.4g}"
-
-
-def _biased(step: Step) -> str:
-    mean = _mean_error(step)
-    return f"rounding is biased {'down' if mean < 0 else 'up'}{_bias(step)}" if abs(mean) > 0.1 else ""
-
-
-def _random(step: Step) -> str:
-    """Every value went to one of its two neighbours on the grid, and not always to the nearer one."""
-    errors = _errors_in_steps(step)
-    if errors is None or float((errors.abs() < 1.001).double().mean()) < 0.99:
-        return ""
-    return f"rounding looks random, not nearest ({float(step.differs().double().mean()):.0%} to the farther side)"
-
-
-def _unlike(step: Step) -> str:
-    differs = step.differs()
-    difference = (step.actual.double() - step.expected.double())[differs]
-    scale = float(step.expected.double().square().mean().sqrt()) or 1.0
-    rms = float(difference.square().mean().sqrt()) / scale
-    return f"{float(differs.double().mean()):.1%} of the values differ, by {rms:.2g} of its rms; no known signature"
-
-
-#: Each describes the step, or returns an empty text where it does not fit. The first that fits is reported; the last
-#: always fits.
-SIGNATURES: dict[str, Callable[[Step], str]] = {
-    "NaN or Inf": _not_finite,
-    "one value": _single,
-    "zeros": _zeros,
-    "not quantized": _untouched,
-    "a factor": _factor,
-    "unrelated": _unrelated,
-    "another step": _quantum,
-    "zeros here and there": _lost,
-    "extremes": _extremes,
-    "a bias": _biased,
-    "random": _random,
-    "unknown": _unlike,
+#: In the order in which they are tried; of claims that explain the same the first is reported.
+SIGNATURES: dict[str, Callable[[Step], Claims]] = {
+    "zeros": zeros,
+    "not quantized": untouched,
+    "one value": single,
+    "a factor": factor,
+    "a constant": constant,
+    "a narrower float": narrower,
+    "lost signs": unsigned,
+    "a permutation": permuted,
+    "zeros here and there": lost,
+    "extremes": clipped,
+    "another scale": rescaled,
+    "a bias": biased,
+    "random": by_chance,
 }

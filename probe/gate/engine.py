@@ -17,7 +17,7 @@ from probe.gate.observations import Flaw, Observation
 from probe.gate.path_causes import path_cause
 from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule
-from probe.gate.verdicts import RefusedError, Standards, changed_digests, judge, renewed
+from probe.gate.verdicts import RefusedError, Standards, changed_digests, golden_of, judge, renewed
 from probe.running.environment import differences, is_recorded
 from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
@@ -199,7 +199,8 @@ class Gate:
         trace = LayerTrace(bench.loaded.model, recipe, reference, calibration, layer)
         only_corners = bool(moved) and all(name.startswith("corners.") for name in moved)
         sources = differing(bench, recipe, first.case)
-        cause = corner_cause(trace) if only_corners else diagnose(trace, sources)
+        golden = golden_of(bench.entry(first.case), "injected")
+        cause = corner_cause(trace, sources) if only_corners else diagnose(trace, sources, golden)
         return {**outcomes, layer: replace(first, cause=cause)}
 
     def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other: bool) -> Judged:

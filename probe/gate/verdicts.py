@@ -104,6 +104,13 @@ def compared(seen: Observation, entry: Entry, standards: Standards, *, is_float_
     return found
 
 
+def golden_of(entry: Entry | None, group: str) -> tuple[float, ...] | None:
+    """The golden values of a group, of a case that has them."""
+    if entry is None or not entry.values:
+        return None
+    return parted(entry.values, {group_of(name) for name in entry.figures}).get(group)
+
+
 def changed_digests(seen: Observation, entry: Entry) -> dict[str, list[str]]:
     """By group, the tensors that have other bits than the stored ones, or that only one side has."""
     found: dict[str, list[str]] = {}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from probe.diagnosis.explanations import explain
 from probe.diagnosis.linear_steps import grid_step
 from probe.diagnosis.plain_grids import PlainGrid, suspects
-from probe.diagnosis.signatures import explain
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.numerics.grids import activation_grid, corner_values, sequence_grid, weight_on_grid
 from tests.diagnosis.grids import AMAX, expected_grid

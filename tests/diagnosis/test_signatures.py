@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from probe.diagnosis.explanations import explain
 from probe.diagnosis.linear_steps import grid_step
-from probe.diagnosis.signatures import Step, explain
+from probe.diagnosis.signatures import Step
 from tests.diagnosis.grids import AMAX, expected_grid
 
 EXPECTED = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(5))
@@ -36,13 +37,17 @@ def changed(place: Any, value: float | Tensor) -> Tensor:
         (changed((1, 3, 17), torch.nan), "NaN in 1 of 5120 values, the first at [1, 3, 17]"),
         (changed((0, 2), torch.inf), "Inf in 64 of 5120 values, the first at [0, 2, 0]"),
         (changed((..., 17), EXPECTED[..., 17] * 2), "only channel 17: the scale is off by a factor of 2^1"),
-        (changed((0, 9), 0.0), "only token 9:"),
+        (changed((0, 9), 0.0), "only token 9 of sequence 0: gives only zeros"),
         (changed((slice(None), 9), 0.0), "only token 9: gives only zeros"),
         (changed((1,), EXPECTED[1] * 0.5), "only sequence 1: the scale is off by a factor of 2^-1"),
         (changed((1, 3, 17), 8.0), "one value, at [1, 3, 17]: 8 instead of"),
         (torch.where(EXPECTED.abs() < 0.3, 0.0, EXPECTED), "values are zero and should not be"),
-        (EXPECTED.flip(1), "unrelated to the expected values"),
-        (EXPECTED + 0.05 * EXPECTED.flip(1), "of the values differ, by 0.05 of its rms; no known signature"),
+        (EXPECTED.flip(1), "tokens are in reverse order"),
+        (
+            torch.randn(EXPECTED.shape, generator=torch.Generator().manual_seed(6)),
+            "no known cause: unrelated to the ex",
+        ),
+        (EXPECTED + 0.05 * EXPECTED.flip(1), "of the values differ, by 0.05 of the rms"),
     ],
 )
 def test_a_difference_is_explained_by_its_signature(actual: Tensor, explanation: str) -> None:

@@ -1,7 +1,7 @@
 """The patterns of a device fault: what the first tensor beyond noise looks like on B beside A, in words.
 
 Each pattern returns a description, or an empty text where it does not fit; the first that fits is reported. Patterns
-that the gate knows too are those of probe/diagnosis/signatures.py.
+that the gate knows too are those of probe/diagnosis.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from probe.comparisons.devices.differences import CHUNK, Array, Places, Structure, as_rows, chunks, evenly
 from probe.comparisons.devices.pairs import ROUNDINGS, UNITS
-from probe.diagnosis.signatures import SIGNATURES, Step
+from probe.diagnosis.explanations import matches, unrelated
+from probe.diagnosis.signatures import Step
 
 #: Elements of each side that are sampled (16 MB each).
 SAMPLED = 2**21
@@ -372,7 +373,7 @@ def _factor(rows: SampledRows) -> str:
     shares = rows.structure
     left = (1 - shares.factor_share) * shares.added**2  # relative to what A adds, squared, as (1 + slope)^2
     if shares.factor_share > EXPLAINED and left < (1 - EXPLAINED) * (1 + shares.slope) ** 2:
-        exact = SIGNATURES["a factor"](_step(*rows.added))
+        exact = matches("a factor", _step(*rows.added))
         what = "what it adds" if rows.residual else "its output"
         return f"{what} is {1 + shares.slope:.5g} times A's" + (f": {exact}" if exact else "")
     return ""
@@ -431,7 +432,7 @@ DESCRIPTIONS = ("unrelated", "a little less", "partly", "rough noise")
 PATTERNS: dict[str, Callable[[SampledRows], str]] = {
     "NaN or Inf": _lost,
     "flushed subnormals": _flushed,
-    "zeros": lambda rows: SIGNATURES["zeros"](_step(rows.a, rows.b)),
+    "zeros": lambda rows: matches("zeros", _step(rows.a, rows.b)),
     "skipped": _skipped,
     "saturated": _clipped,
     "permuted channels": _permuted,
@@ -440,7 +441,7 @@ PATTERNS: dict[str, Callable[[SampledRows], str]] = {
     "wrong epsilon": _epsilon,
     "a factor": _factor,
     "one place": _local,
-    "unrelated": lambda rows: SIGNATURES["unrelated"](_step(*rows.added)),
+    "unrelated": lambda rows: unrelated(_step(*rows.added)),
     "a little less": _shrunk,
     "partly": _partly,
     "rough noise": _rough,
