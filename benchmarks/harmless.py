@@ -1,6 +1,6 @@
 """The gate under changes that must fail nothing: 60 runs, each under another combination.
 
-python benchmarks/harmless.py [--runs 60] [--whole 2] [--share 0.12] [--seed 0] [--json FILE]
+python benchmarks/harmless.py [--runs 60] [--whole 2] [--share 0.12] [--seed 0] [--baselines DIR] [--json FILE]
 
 threads 1 and 2; workers 0, 2 and 4; order of recipes as collected or shuffled; oneDNN on and off; instruction set
 (ATEN_CPU_CAPABILITY) of the machine, avx2 and default; batches of 8 and 3; the numba twin for large tensors, for none
@@ -77,12 +77,13 @@ def recipes() -> list[str]:
     return list(dict.fromkeys(one for line in done.stdout.splitlines() if (one := selection_of(line))))
 
 
-def run(change: dict[str, str], seed: int, chosen: Sequence[str]) -> dict[str, Any]:
+def run(change: dict[str, str], seed: int, chosen: Sequence[str], baselines: Path) -> dict[str, Any]:
     """Exit code, cases, failures and seconds of one run of some recipes, or all, in a copy of what the gate needs."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("conftest.py", "tests", "baselines", "benchmarks"):
+        for part in ("conftest.py", "tests", "benchmarks"):
             (folder / part).symlink_to(ROOT / part)
+        (folder / "baselines").symlink_to(baselines.absolute())
         text = (ROOT / "pyproject.toml").read_text()
         (folder / "pyproject.toml").write_text(
             text.replace("[tool.probe]\n", f"[tool.probe]\nbatch_size = {change['batch']}\n", 1)
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--whole", type=int, default=2, help="of the runs, those over all cases")
     parser.add_argument("--share", type=float, default=0.12, help="of the recipes, in all other runs")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--baselines", type=Path, default=ROOT / "baselines", metavar="DIR")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     combinations = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
@@ -145,7 +147,7 @@ def main() -> None:
         change = combinations[index % len(combinations)]
         chance, is_whole = random.Random(options.seed + index), index < options.whole
         chosen = [] if is_whole else chance.sample(names, max(1, round(len(names) * options.share)))
-        seen = run(change, options.seed + index, chosen)
+        seen = run(change, options.seed + index, chosen, options.baselines)
         is_good = seen["exit"] == 0 and seen["passed"] > 0
         told = " ".join(f"{name}={value}" for name, value in change.items() if value)
         kind, good = "whole" if is_whole else "slice", "good" if is_good else "BAD "

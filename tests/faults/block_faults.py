@@ -402,7 +402,7 @@ MORE_WEIGHTS = (
     Fault(
         "one column of a weight stale", INT8, weight("x_proj.weight", one_column_stale), "x_proj.weight; only column 17"
     ),
-    Fault("A_log in bf16", FP8, weight("A_log", lambda w: w.bfloat16().float()), "weight A_log; "),
+    Fault("A_log in bf16", INT8, weight("A_log", lambda w: w.bfloat16().float()), "weight A_log; "),
     Fault(
         "one weight off by one code, llama",
         LLAMA_WA,

@@ -222,18 +222,15 @@ def one_block_late(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
     """Scales and elements are read from neighbouring blocks: every block has the scale of the block before."""
 
     def on_grid(x: Tensor) -> Tensor:
-        rows = x.double().reshape(*x.shape[:-1], -1, 32)
+        padded = functional.pad(x.double(), (0, -x.shape[-1] % 32))
+        rows = padded.reshape(*padded.shape[:-1], -1, 32)
         amax = rows.abs().amax(-1, keepdim=True).roll(1, -2)
         exponent = torch.frexp(amax).exponent - 1 - LARGEST_EXPONENT[healthy.format]
         scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)
-        return (round_to(rows / scale, healthy.format) * scale).reshape(x.shape).to(x.dtype)
+        values = round_to(rows / scale, healthy.format) * scale
+        return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
     return on_grid
-
-
-def negative_zero_lost(healthy: BlockGrid) -> Callable[[Tensor], Tensor]:
-    """-0.0 becomes 0.0."""
-    return lambda x: healthy(x) + 0.0
 
 
 def in_narrow(dtype: torch.dtype) -> Callable[[Any], Callable[[Tensor], Tensor]]:
@@ -259,7 +256,14 @@ def shifted(healthy: Any) -> Callable[[Tensor], Tensor]:
 
 def permuted(healthy: Any) -> Callable[[Tensor], Tensor]:
     """Two neighbouring channels change places in every pair, as by a wrong layout."""
-    return lambda x: healthy(x).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+    def on_grid(x: Tensor) -> Tensor:
+        even = x.shape[-1] // 2 * 2
+        pairs = torch.arange(even).reshape(-1, 2).flip(-1).flatten()
+        out: Tensor = healthy(x)[..., torch.cat([pairs, torch.arange(even, x.shape[-1])])]
+        return out
+
+    return on_grid
 
 
 def site(name: str, recipe: str, where: str, make: Callable[[Any], Any], cause: str, **rest: Any) -> Fault:
