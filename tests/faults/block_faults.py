@@ -328,7 +328,7 @@ WEIGHTS = (
         "weight self_attn.o_proj.weight; transposed",
         model="tiny-llama",
     ),
-    Fault("weight of another layer", INT8, of_layer(2, "out_proj.weight"), "weight out_proj.weight; unrelated"),
+    Fault("weight of another layer", INT8, of_layer(2, "out_proj.weight"), "weight out_proj.weight; no known cause"),
     Fault("one NaN", INT8, weight("in_proj.weight", one_nan), "weight in_proj.weight; NaN in 1 of", NOT_FINITE),
     Fault("D left out", INT8, weight("D", torch.zeros_like), "weight D; zero"),
     Fault("dt bias dropped", INT8, weight("dt_proj.bias", torch.zeros_like), "weight dt_proj.bias; zero"),
