@@ -132,7 +132,7 @@ def settings_of(given: Any, *, where: str, base: Settings | None = None) -> Sett
 
 def _figures(where: str, value: Any, *, signed: bool) -> dict[str, dict[str, float]]:
     """Limits: recipe pattern -> figure -> number. Tolerances: figure -> part of a rule -> number."""
-    parts = {one.name: one for one in fields(Rule) if one.name not in ("worse", "exact")}
+    parts = {one.name: one for one in fields(Rule) if one.name not in ("worse", "exact", "float_factor")}
     outer, inner = ("a recipe", "a figure") if signed else ("a figure", "a part of its tolerance")
     if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
         raise ConfigurationError(f"{where} is {value!r}; expected a table by {outer} of tables by {inner}.")

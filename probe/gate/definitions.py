@@ -17,7 +17,7 @@ from probe.formats import FORMATS, Format
 from probe.models.linear import linear_weights
 from probe.models.mamba import mamba_blocks
 from probe.models.offload import state_of
-from probe.numerics.grids import corner_values
+from probe.numerics.corners import corner_values
 from probe.running.corners import CornerAnswer
 from probe.running.digests import digest_of
 from probe.running.functions import function_errors

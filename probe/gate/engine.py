@@ -218,7 +218,8 @@ class Gate:
             old = None if is_other else bench.entry(outcome.case)
             try:
                 seen = [other[layer] for other in others]
-                entries[layer] = renewed(outcome, base[layer], seen, old, reason=self.reason)
+                judged = replace(outcome, figures={}) if bench.moved else outcome  # else worse figures need a reason
+                entries[layer] = renewed(judged, base[layer], seen, old, reason=self.reason)
                 outcomes[layer] = replace(outcome, status="updated")
             except RefusedError as problem:
                 refusals[layer] = str(problem)

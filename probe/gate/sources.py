@@ -22,7 +22,8 @@ INPUTS = {
 def differing(bench: Bench, recipe: Recipe, case: Case) -> list[str]:
     """A sentence for each source of the case that is not the stored one; empty where all agree or nothing is stored.
 
-    reference, weights, tokens, configuration, the format's row, and the scales of the calibration.
+    reference, weights, tokens, configuration, the format's row, and the scales of the calibration; the last only where
+    the reference did not move, which moves them too.
     """
     stored = bench.environment(case)
     if not stored:
@@ -35,7 +36,7 @@ def differing(bench: Bench, recipe: Recipe, case: Case) -> list[str]:
     if recipe.format:
         then, now = stored.get(f"{FORMAT}{recipe.format}"), FORMATS[recipe.format].in_words
         found += _changed(f"format {recipe.format}", _parts(then), _parts(now)) if then else []
-    if bench.anchors is not None and recipe.needs_calibration:
+    if bench.anchors is not None and recipe.needs_calibration and not bench.moved:
         found += _changed_scales(bench.calibration().amax, bench.anchors.amax)
     return found
 

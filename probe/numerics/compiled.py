@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from probe.formats import Format
+from probe.numerics import fast
+from probe.numerics.corners import mx_corner_blocks
 from probe.numerics.fast import mx_values, plan_for
 
 #: `fastmath` of numba loops: sums may be added in any order, and there is no NaN among the values.
@@ -41,6 +43,10 @@ def numba_twin(module: str, results: str) -> ModuleType | None:
 Kernel = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
+class WrongKernelError(RuntimeError):
+    """A compiled kernel that does not give the bits of the eager code."""
+
+
 @dataclass(frozen=True)
 class KernelKey:
     """Everything that a kernel is specialised on; the count of blocks stays dynamic."""
@@ -63,7 +69,7 @@ def worth_compiling(key: KernelKey, elements: int) -> bool:
     if key.dtype == torch.float64:  # torch 2.13 miscompiles the 64-bit integer steps
         return False
     kernel = _kernels.get(key)
-    if isinstance(kernel, Exception):
+    if isinstance(kernel, Exception) and not isinstance(kernel, WrongKernelError):
         return False
     if kernel is not None:
         return True
@@ -75,7 +81,8 @@ def worth_compiling(key: KernelKey, elements: int) -> bool:
 def run(key: KernelKey, x: Tensor, out: Tensor, noise: Tensor | None, *, required: bool) -> bool:
     """Run the compiled kernel over rows; False, after one warning, where it cannot be had.
 
-    With `required` (the caller asked for it by name) that is a RuntimeError instead.
+    With `required` (the caller asked for it by name) that is a RuntimeError instead. A kernel that does not give the
+    bits of the eager code at corner values, which is tried before its first use, is a WrongKernelError.
     """
     if x.shape[0] < 2:  # torch.compile specialises sizes 0 and 1
         pad = torch.zeros(2 - x.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
@@ -93,6 +100,8 @@ def run(key: KernelKey, x: Tensor, out: Tensor, noise: Tensor | None, *, require
     if not isinstance(kernel, Exception):
         _call(kernel, x.detach(), out.detach(), noise)
         return True
+    if isinstance(kernel, WrongKernelError):
+        raise kernel
     if required:
         raise RuntimeError(_no_compiler(kernel, "Use implementation='eager' or 'auto'")) from kernel
     if first:
@@ -111,7 +120,7 @@ def _call(kernel: Kernel, x: Tensor, out: Tensor, noise: Tensor | None) -> None:
 
 
 def _build(key: KernelKey) -> Kernel | Exception:
-    """Compile for `key` and prove it on a small input, or keep the reason why that did not work."""
+    """Compile for `key` and compare it with the eager code at corner values; or the reason why it is not to be used."""
     plan, rounding = plan_for(key.format, key.dtype, key.rule), key.rounding
 
     def kernel(x: Tensor, out: Tensor, noise: Tensor | None) -> None:
@@ -120,16 +129,41 @@ def _build(key: KernelKey) -> Kernel | Exception:
     # Dynamo counts recompilations per code object; a copy for each kernel keeps them apart.
     kernel.__code__ = kernel.__code__.replace(co_name=f"fake_quantize_{key.format.name}_{key.rule}_{rounding}")
     compiled: Kernel = torch.compile(kernel, fullgraph=True)
-    shape = (4, key.block_size)
-    noise = torch.full(shape, 0.5, device=key.device) if rounding == "stochastic" else None
-    x = torch.ones(shape, dtype=key.dtype, device=key.device)
+    x = _corners(key)
+    noise = torch.linspace(0.01, 0.99, x.numel(), device=key.device).reshape(x.shape)
+    expected, made = (torch.empty_like(x) for _ in range(2))
+    given = noise if rounding == "stochastic" else None
     try:
         with warnings.catch_warnings():  # torch's compiler warns of its own doings; not the caller's business
             warnings.simplefilter("ignore")
-            _call(compiled, x, torch.empty_like(x), noise)
+            _call(compiled, x, made, given)
     except Exception as problem:
         return problem
-    return compiled
+    with torch.no_grad():
+        expected.copy_(fast.mx_values(x, plan, rounding, given))
+    return _wrong(key, x, made, expected) or compiled
+
+
+def _corners(key: KernelKey) -> Tensor:
+    """Rows of corner values, 4 at least, within the range of the dtype."""
+    blocks = torch.cat([mx_corner_blocks(key.format, key.block_size, 0, is_open=is_open) for is_open in (False, True)])
+    limit = torch.finfo(key.dtype).max
+    return blocks.clamp(-limit, limit).to(key.device, key.dtype)
+
+
+def _wrong(key: KernelKey, x: Tensor, made: Tensor, expected: Tensor) -> WrongKernelError | None:
+    """The error that a kernel deserves which gave `made` for `x`; None if every bit is as expected."""
+    whole = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    wrong = made.view(whole) != expected.view(whole)
+    count = int(wrong.sum())
+    if not count:
+        return None
+    first, got, wanted = (float(values[wrong][0]) for values in (x, made, expected))
+    return WrongKernelError(
+        f"the compiled kernel of {key.format.name} ({key.rule}, {key.rounding}, blocks of {key.block_size}, "
+        f"{key.dtype}, {key.device}) does not give the bits of the eager code: {count} of {x.numel()} corner values "
+        f"differ, the first at {first:g}: {got:g} instead of {wanted:g}. Use implementation='eager', and report it."
+    )
 
 
 def _no_compiler(problem: Exception, advice: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from probe.formats import FORMATS, Format
 from probe.models.linear import linear_key, linear_layers
 from probe.models.mamba import SiteMixer, mamba_blocks
-from probe.numerics.grids import corner_values
+from probe.numerics.corners import corner_values
 from probe.running.calibration import Calibration, amax_lookup
 from probe.running.modes import Mode, find_mode
 from probe.running.recipes import Recipe, SiteGrid, gridded_sites, site_grid

@@ -8,7 +8,8 @@ from probe.diagnosis.explanations import explain
 from probe.diagnosis.linear_steps import grid_step
 from probe.diagnosis.plain_grids import PlainGrid, suspects
 from probe.formats import FORMATS, GATE_FORMATS
-from probe.numerics.grids import activation_grid, corner_values, sequence_grid, weight_on_grid
+from probe.numerics.corners import corner_values
+from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from tests.diagnosis.grids import AMAX, expected_grid
 
 FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)

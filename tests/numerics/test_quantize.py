@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch import Tensor
 
 from probe import (
     FORMATS,
@@ -25,7 +26,7 @@ from probe import (
     quantize,
 )
 from probe.numerics import compiled, fast
-from probe.numerics.quantize import Options, check_job
+from probe.numerics.quantize import Implementation, Options, check_job
 from tests.numerics.tensors import MX, RULES, adversarial_blocks, assert_same_bits
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -349,3 +350,25 @@ def test_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = fake_quantize(x, "fp8_e4m3")
     monkeypatch.setattr(fast, "CHUNK", 64)
     assert_same_bits(fake_quantize(x, "fp8_e4m3"), expected)
+
+
+@pytest.mark.usefixtures("fresh_policy")
+@pytest.mark.parametrize("implementation", ["compiled", "auto"])
+def test_a_kernel_that_does_not_give_the_bits_of_the_eager_code_is_an_error(
+    implementation: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is wrong in a single subnormal only; and at every use, not only at the first."""
+    real = compiled.mx_values
+
+    def flushed(x: Tensor, *rest: Any) -> Tensor:
+        values = real(x, *rest)
+        return torch.where(values.abs() == 2.0**-3, 0.0, values)
+
+    monkeypatch.setattr(compiled, "mx_values", flushed)
+    monkeypatch.setattr(compiled, "LARGE", 1)
+    monkeypatch.setattr(compiled, "COMPILE_AFTER", 0)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"compiled kernel of fp4_e2m1 \(floor, half_even, blocks of 32, torch.fl"
+        ):
+            fake_quantize(torch.ones(4, 32), "fp4_e2m1", implementation=implementation)

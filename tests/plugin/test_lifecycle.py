@@ -233,3 +233,42 @@ def test_a_limit_for_no_recipe_is_refused(project: Run) -> None:
     result = project(limits='{ "corse-*" = { correlation = 0.9 } }')
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(["*'corse-[*]' matches no recipe of the matrix. Nearest: coarse-*"])
+
+
+def test_a_reference_that_moved_is_no_fault_of_a_mode_and_needs_a_full_update(
+    project: Run, pytester: pytest.Pytester
+) -> None:
+    assert project("--update-baselines").ret == 0
+    before = snapshot(pytester.path / "baselines")
+    result = project(fault="float")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*coarse-layer_1-cpu-int8 cannot be judged: the float reference moved"])
+    told = "\n".join(result.outlines)
+    assert "from layer_1 on: its input differs by " in told
+    assert "drift" not in told
+    assert "not applied" not in told
+
+    refused = project("-k", "cpu-int8", "--update-baselines", fault="float")
+    assert refused.ret == pytest.ExitCode.TESTS_FAILED
+    lines = [line for line in refused.outlines if "no baseline of network:make was written" in line]
+    assert len(lines) == 1
+    assert "the float reference moved (from layer_1 on" in lines[0]
+    assert "so all cases must be updated" in lines[0]
+    assert snapshot(pytester.path / "baselines") == before
+
+    accepted = project("--update-baselines", fault="float")
+    assert accepted.ret == 0
+    accepted.stdout.fnmatch_lines(["network:make: the float reference moved, from layer_1 on: *"])
+    after = snapshot(pytester.path / "baselines")
+    assert set(before) - set(after), "the anchors are new"
+    assert project(fault="float").ret == 0
+    assert project().ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_moved_reference_updates_to_the_same_bytes_in_two_processes(project: Run, pytester: pytest.Pytester) -> None:
+    project("--update-baselines")
+    assert project("--update-baselines", workers=2, fault="float").ret == 0
+    parallel = snapshot(pytester.path / "baselines")
+    project("--update-baselines")
+    assert project("--update-baselines", fault="float").ret == 0
+    assert snapshot(pytester.path / "baselines") == parallel

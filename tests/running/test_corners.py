@@ -8,7 +8,8 @@ from probe.formats import FORMATS, GATE_FORMATS, Format
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, SiteMixer
 from probe.numerics import integers
-from probe.numerics.grids import activation_grid, corner_values, sequence_grid
+from probe.numerics.corners import corner_values
+from probe.numerics.grids import activation_grid, sequence_grid
 from probe.numerics.quantize import fake_quantize, round_to
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.corners import corner_answers

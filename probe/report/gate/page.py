@@ -14,6 +14,7 @@ from probe.report.gate.recipes import (
     cell_text,
     error_of,
     heat_maps,
+    is_layer,
     run_groups,
     runs,
     totals,
@@ -22,8 +23,14 @@ from probe.report.gate.recipes import (
 from probe.report.gate.text import heading, story
 from probe.report.numbers import change, number, ranked, short, tolerance, value
 from probe.running.environment import differences
-from probe.words import LOGITS, single_line
+from probe.words import LOGITS, OUTSIDE, PATHS, single_line
 
+#: What the columns beside the layers show.
+TITLES = {
+    **{name: f"{name}: mse against the float one, given the reference's input" for name in OUTSIDE},
+    **{name: f"{name}: the largest difference from the prefill, in units of the recipe's own error" for name in PATHS},
+    LOGITS: "KL divergence of the logits",
+}
 #: The shades of the heat maps, from little error to much; gate.css has a class for each.
 SHADES = 33
 
@@ -96,7 +103,7 @@ def _stories(found: Sequence[Run], changed: Sequence[str]) -> list[dict[str, Any
 
 def _maps(maps: Sequence[HeatMap]) -> dict[str, Any]:
     """All maps on one scale of shades, with its legend; it spans the quantized modes, far above the float modes."""
-    cells = [cell for heat in maps for cell in heat.cells() if cell.case.layer != LOGITS]
+    cells = [cell for heat in maps for cell in heat.cells() if is_layer(cell)]
     cells = [cell for cell in cells if cell.case.format] or cells
     decades = [math.log10(error) for error in map(error_of, cells) if error]
     low, high = (math.floor(min(decades)), math.ceil(max(decades))) if decades else (-6, 0)
@@ -107,22 +114,28 @@ def _maps(maps: Sequence[HeatMap]) -> dict[str, Any]:
 
 
 def _map(heat: HeatMap, low: int, high: int) -> dict[str, Any]:
-    titles = ["KL divergence of the logits" if name == LOGITS else name for name in heat.layers]
+    titles = [TITLES.get(name, name) for name in heat.layers]
+    places = [[label in group for group in (OUTSIDE, PATHS, (LOGITS,))] for label in heat.layers]
+    starts = [place > 0 and places[place] != places[place - 1] for place in range(len(places))]
     return {
         "title": heat.title,
         "failed": sum(cell.status == "failed" for cell in heat.cells()),
         "count": heat.cases,
-        "columns": [{"title": title, "label": label} for title, label in zip(titles, heat.labels, strict=True)],
+        "columns": [
+            {"title": title, "label": label, "starts": start}
+            for title, label, start in zip(titles, heat.labels, starts, strict=True)
+        ],
         "rows": [
             {"label": label, "cells": [cell and _heat_cell(cell, low, high) for cell in cells]}
             for label, cells in heat.rows
         ],
+        "starts": starts,
     }
 
 
 def _heat_cell(cell: Outcome, low: int, high: int) -> dict[str, Any]:
     error = error_of(cell)
-    shade = "off" if error is None else "whole" if cell.case.layer == LOGITS else _shade(error, low, high)
+    shade = "off" if error is None else "whole" if not is_layer(cell) else _shade(error, low, high)
     failed = cell.status == "failed"
     return {
         "classes": f"{shade} bad" if failed else shade,

@@ -8,7 +8,7 @@ from probe.gate.cases import Outcome
 from probe.report import figure
 from probe.report.gate.recipes import Run
 from probe.report.numbers import number
-from probe.words import LOGITS
+from probe.words import LOGITS, PATHS
 
 WIDTH, HEIGHT = 1200, 360  # pixels
 #: The colour of the band behind a layer that failed.
@@ -123,8 +123,8 @@ def _pairs(axes: Any, shown: Outcome) -> list[tuple[float, float]]:
     """Reference and output where both can be drawn; if none can, the panel says why."""
     pairs = list(zip(shown.points.get("reference", ()), shown.points.get("output", ()), strict=False))
     good = [pair for pair in pairs if all(x is not None and abs(x) < figure.LARGEST for x in pair)]
-    if not pairs and shown.case.layer == LOGITS:
-        figure.note(axes, "no values: those of the logits are not kept")
+    if not pairs and shown.case.layer in (*PATHS, LOGITS) and shown.figures:
+        figure.note(axes, f"no values: those of {shown.case.layer} are not kept")
     elif not pairs:
         figure.note(axes, "no values: the case was not measured")
     elif not good:

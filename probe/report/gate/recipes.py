@@ -8,7 +8,7 @@ from typing import get_args
 
 from probe.gate.cases import Case, Outcome, Verdict
 from probe.report.numbers import short, value
-from probe.words import LOGITS, natural_key, shared_lines, short_names
+from probe.words import BESIDE, LOGITS, PATHS, flow_key, natural_key, shared_lines, short_names
 
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 
@@ -31,8 +31,13 @@ class Run:
 
     @property
     def layers(self) -> list[Outcome]:
-        """The outcomes of the layers, without that of the whole model."""
-        return [outcome for outcome in self.outcomes if outcome.case.layer != LOGITS]
+        """The outcomes of the layers."""
+        return [outcome for outcome in self.outcomes if is_layer(outcome)]
+
+    @property
+    def beside(self) -> list[Outcome]:
+        """The outcomes of what is neither a layer nor the logits: embedding, norm, head and paths."""
+        return [one for one in self.outcomes if not is_layer(one) and one.case.layer != LOGITS]
 
     @property
     def whole(self) -> Outcome | None:
@@ -46,8 +51,22 @@ class Run:
 
     @property
     def failing(self) -> list[Outcome]:
-        """The outcomes that failed, in the order of the model."""
-        return [outcome for outcome in self.outcomes if outcome.status == "failed"]
+        """The outcomes that failed, as data flows; of a moved reference, the layer from which it moved comes first."""
+        found = [outcome for outcome in self.outcomes if outcome.status == "failed"]
+
+        def key(one: Outcome) -> tuple[bool, int]:
+            start = one.verdict == "reference moved" and f", from {one.case.layer} on" in one.message
+            return not start, 1 if is_layer(one) else flow_key(one.case.layer)
+
+        return sorted(found, key=key)
+
+
+def is_layer(outcome: Outcome) -> bool:
+    """Whether the case is of a layer; a module that was selected by name may be called `head` too."""
+    return outcome.case.layer not in BESIDE or any(name.startswith(_OF_LAYERS) for name in outcome.figures)
+
+
+_OF_LAYERS = ("injected.", "propagated.")
 
 
 def runs(outcomes: Iterable[Outcome]) -> list[Run]:
@@ -123,12 +142,13 @@ def totals(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 
 def layer_names(runs: Sequence[Run]) -> list[str]:
-    """The layers of all runs, logits last: by number if they differ in nothing else, otherwise as in the model."""
+    """The layers of all runs: by number if they differ in nothing else, otherwise as in the model; then all others."""
     longest = sorted(runs, key=lambda run: -len(run.outcomes))
     names = list(dict.fromkeys(outcome.case.layer for run in longest for outcome in run.layers))
     if len({re.sub(r"\d+", "0", name) for name in names}) == 1:
         names.sort(key=natural_key)
-    return names + [LOGITS] * any(run.whole for run in runs)
+    beside = {outcome.case.layer for run in runs for outcome in run.outcomes if not is_layer(outcome)}
+    return names + [label for label in BESIDE if label in beside]
 
 
 @dataclass(frozen=True)
@@ -143,8 +163,8 @@ class HeatMap:
     @property
     def labels(self) -> list[str]:
         """Short names of the layers for the headers of the columns."""
-        different = short_names([name for name in self.layers if name != LOGITS])
-        return different + [name for name in self.layers if name == LOGITS]
+        different = short_names([name for name in self.layers if name not in BESIDE])
+        return different + [name for name in self.layers if name in BESIDE]
 
     def cells(self) -> Iterator[Outcome]:
         """The outcomes of all cells that have a case."""
@@ -183,10 +203,12 @@ def _heat_map(runs: Sequence[Run], title: str) -> HeatMap:
 
 
 def error_of(outcome: Outcome) -> float | None:
-    """The error that a cell shows: the propagated mse, or for the whole model the KL divergence of the logits."""
-    if outcome.case.layer == LOGITS:
-        return value(outcome.figures, "logits.kl")
-    return value(outcome.figures, "propagated.mse", "injected.mse", "scaling.mse")
+    """The error that a cell shows: the propagated mse of a layer, or what ERRORS says of other cases."""
+    if outcome.case.layer in PATHS and not is_layer(outcome):
+        return max(
+            (one.new for name, one in outcome.figures.items() if name.startswith("relation.") and one.new), default=0.0
+        )
+    return value(outcome.figures, "propagated.mse", "injected.mse", "scaling.mse", "outside.mse", "logits.kl")
 
 
 def cell_text(outcome: Outcome) -> str:

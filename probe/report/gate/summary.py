@@ -141,7 +141,7 @@ def _heat_table(heat: HeatMap) -> str:
         return "" if cell is None else f"**✗ {cell_text(cell)}**" if cell.status == "failed" else cell_text(cell)
 
     labels = [harmless(label, most=30) for label in heat.labels]
-    head = f"**{harmless(heat.title)}**: propagated mse\n\n| layer | {' | '.join(labels)} |"
+    head = f"**{harmless(heat.title)}**: propagated mse of layers\n\n| layer | {' | '.join(labels)} |"
     rows = [f"| {code(label)} | {' | '.join(map(text, cells))} |" for label, cells in heat.rows]
     return "\n".join([head, "|---" * (len(labels) + 1) + "|", *rows]) + "\n\n"
 

@@ -37,6 +37,7 @@ def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Seque
         *_first_seen(first, room),
         *_growth(run, room),
         *_failing_layers(run, room),
+        *_failing_beside(run, room),
         *_whole_model(run),
         *([("baseline", first.baseline_file)] if first.baseline_file else []),
         *_labelled("environment", _first_lines(environment, 2, room)),
@@ -142,6 +143,8 @@ def _first_seen(outcome: Outcome, room: int) -> list[Row]:
     if outcome.verdict in ("missing", "obsolete") or only_limited:
         return []
     layer, cause = outcome.case.layer, outcome.cause
+    if outcome.verdict == "reference moved":
+        return _wrapped("first seen", cause, room)
     is_named = cause.startswith((f"{layer};", f"{layer} "))
     return _wrapped("first seen", cause if is_named else "; ".join(filter(None, (layer, cause))), room)
 
@@ -206,6 +209,18 @@ def _failing_layers(run: Run, room: int) -> list[Row]:
     return rows
 
 
+def _failing_beside(run: Run, room: int) -> list[Row]:
+    """Which of embedding, norm, head and paths failed too, with their verdicts."""
+    failing = [one for one in run.beside if one.status == "failed" and one is not run.failing[0]]
+    verdicts: dict[str, list[str]] = {}
+    for one in failing:
+        verdicts.setdefault(one.verdict or "failed", []).append(one.case.layer)
+    if not failing or set(verdicts) == {run.failing[0].verdict} == {"reference moved"}:
+        return []
+    text = "; ".join(f"{', '.join(labels)} ({verdict})" for verdict, labels in verdicts.items())
+    return [("beside layers", single_line(text, most=room))]
+
+
 def _whole_model(run: Run) -> list[Row]:
     """The worst figure of the logits, if they failed too."""
     if run.whole is None or run.whole.status != "failed" or run.whole is run.failing[0]:
@@ -217,6 +232,8 @@ def _commands(failing: Sequence[Outcome], command: str) -> list[Row]:
     verdicts = [outcome.verdict or "" for outcome in failing]
     if set(verdicts) == {"obsolete"}:
         return [("accept", "pytest --update-baselines   (of all cases, without -k: it drops what is obsolete)")]
+    if "reference moved" in verdicts:
+        return [("rerun", command), ("accept", "pytest --update-baselines   (of all cases, without -k)")]
     refused = next((NEXT[verdict] for verdict in verdicts if verdict in NEXT), None)
     if refused:
         return [("rerun", command), ("next", refused)]

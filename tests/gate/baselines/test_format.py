@@ -222,3 +222,25 @@ def test_a_count_is_stored_with_all_its_digits() -> None:
     figures = rounded(entry).figures
     assert figures["weights.on_grid"].value == 6_738_415_617
     assert figures["injected.mse"].value == 6_738_420_000
+
+
+def test_a_file_of_version_2_is_read_without_its_sketch_of_corners(store: Store) -> None:
+    """Its cases then have no digests: they fail until they are updated, and nothing is taken for a defect."""
+    figures = {"injected.mse": Stored(0.5), "injected.distance": Stored(0.0), "corners.distance": Stored(0.0)}
+    store.write(MODEL, {case(): Entry(figures, tuple(float(i) for i in range(120)))})
+    file = store.file(MODEL, case())
+    file.write_bytes(file.read_bytes().replace(b'"version": 3', b'"version": 2'))
+    del figures["corners.distance"]
+    assert store.read(MODEL, "cpu") == {case(): Entry(figures, tuple(float(i) for i in range(104)))}
+
+
+def test_digests_that_changed_are_told_by_an_update() -> None:
+    before = Entry({"injected.mse": Stored(0.5)}, digests={"weights.D": "9f86d081", "weights.A_log": "fd61a03a"})
+    after = Entry({"injected.mse": Stored(0.5)}, digests={"weights.D": "00000000", "corners.scan.u": "fd61a03a"})
+    lines = changes({case(): before}, {case(): after})
+    assert lines == [f"{case()}  digests  3 changed: corners.scan.u, weights.A_log, weights.D"]
+
+
+def test_a_digest_that_is_no_text_is_refused(store: Store) -> None:
+    with pytest.raises(BaselineError, match=r"digest 'weights\.D' is '' and cannot be stored"):
+        store.write(MODEL, {case(): Entry({"injected.mse": Stored(0.5)}, digests={"weights.D": ""})})

@@ -132,7 +132,7 @@ def test_what_the_matrix_lacks_is_grey_and_of_two_the_failing_one_is_shown() -> 
     cells = dict(heat_maps(given)[0].rows)["a"]
     assert cells[2] is None
     assert cells[0] is twice
-    assert 'class=off title="not in the matrix"' in html_of(given)
+    assert 'class="off" title="not in the matrix"' in html_of(given)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ Rerun the first with: <code>pytest -k "mode&#95;2&#95;1 and cpu-int8"</code>
 
 <details><summary>Error by mode and layer</summary>
 
-**int8**: propagated mse
+**int8**: propagated mse of layers
 
 | layer | 0 | 1 | 2 | 3 | logits |
 |---|---|---|---|---|---|

@@ -5,8 +5,8 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, strategies as st
 
-from probe.gate.cases import HEADINGS, NEXT, Case, Figure, Outcome, Verdict
-from probe.report.gate.recipes import layer_names, runs, totals
+from probe.gate.cases import HEADINGS, NEXT, Case, Figure, Outcome, Status, Verdict
+from probe.report.gate.recipes import cell_text, layer_names, runs, totals
 from probe.report.gate.text import (
     MOST_COLUMNS,
     MOST_LINES,
@@ -273,8 +273,55 @@ def test_recipes_are_in_one_order_whoever_was_first() -> None:
 def test_layers_are_columns_in_the_order_of_the_model() -> None:
     found = runs(reversed(recipe(layers=12)))
     assert layer_names(found) == [*(f"layer_{n}" for n in range(12)), "logits"]
-    named = [failing("drift", case=Case("m", name, "cpu")) for name in ("embedding", "blocks.0", "norm")]
-    assert layer_names(runs(named)) == ["embedding", "blocks.0", "norm"]
+    named = [failing("drift", case=Case("m", name, "cpu")) for name in ("stem", "blocks.0", "neck")]
+    assert layer_names(runs(named)) == ["stem", "blocks.0", "neck"]
+
+
+def beside(label: str, verdict: Verdict | None, **figures: Figure) -> Outcome:
+    case = Case("mode_2_1", label, "cpu", "fp8_e4m3")
+    status: Status = "failed" if verdict else "passed"
+    message = "it is another one." if verdict else ""
+    named = {name.replace("_", "."): figure for name, figure in figures.items()}
+    return Outcome("tiny-mamba", case, status, verdict, message, figures=named, nodeid=f"test_gate.py::test[{case}]")
+
+
+def test_what_lies_beside_the_layers_has_columns_after_them_and_comes_in_the_order_of_the_data() -> None:
+    zero = Figure(0.0, 0.0, 0.0)
+    whole = recipe(faulty=1)
+    outcomes = [
+        *whole[:-1],
+        beside("embedding", "not float", outside_mse=Figure(0.02, 0.0, 0.0, True, "worse")),
+        beside("norm", None, outside_mse=zero),
+        beside("head", None, outside_mse=zero),
+        beside("decode", "differs from prefill", relation_layer=Figure(3.5, 0.1, 0.02, True)),
+        whole[-1],
+    ]
+    (run,) = runs(outcomes)
+    assert [one.case.layer for one in run.layers] == [f"layer_{n}" for n in range(4)]
+    assert [one.case.layer for one in run.beside] == ["embedding", "norm", "head", "decode"]
+    assert [one.case.layer for one in run.failing][:2] == ["embedding", "layer_1"]
+    assert layer_names([run])[4:] == ["embedding", "norm", "head", "decode", "logits"]
+    assert [cell_text(one) for one in run.beside] == ["2e-2", "0", "0", "4e0"]
+    told = "\n".join(story(outcomes, report=None))
+    assert told.startswith("mode_2_1-embedding-cpu-fp8_e4m3 is declared float, but changed")
+    assert "first seen     embedding" in told
+    assert "failing        3 of 4 layers; own: layer_1" in told
+    assert "beside layers  decode (differs from prefill)" in told
+
+
+def test_a_moved_reference_is_told_from_its_layer_on_and_accepted_by_a_full_update_only() -> None:
+    message = "the float reference is not that of the baselines, from layer_1 on: its input differs by 0.03."
+    cause = "reference, from layer_1 on; configuration of the model changed: eps 1e-05 -> 0.001"
+    outcomes = [
+        replace(one, status="failed", verdict="reference moved", message=message, cause=cause, figures={})
+        for one in (*recipe()[:-1], beside("embedding", None), beside("decode", None), recipe()[-1])
+    ]
+    lines = story(outcomes, report=None)
+    assert lines[0] == "mode_2_1-layer_1-cpu-fp8_e4m3 cannot be judged: the float reference moved"
+    told = "\n".join(lines)
+    assert f"first seen     {cause}" in told
+    assert "accept         pytest --update-baselines   (of all cases, without -k)" in told
+    assert "beside layers" not in told
 
 
 @pytest.mark.parametrize(
