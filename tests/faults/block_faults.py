@@ -362,9 +362,7 @@ BLOCK = (
     Fault("A on the grid twice", FP8, scanning(a_twice), "the scan; A is put on the grid again, after exp"),
     Fault("bf16 state", INT8, state_in(torch.bfloat16), "the scan; the state is rounded to bfloat16"),
     Fault("fp16 state", INT8, state_in(torch.float16), "the scan; the state is rounded to float16"),
-    Fault(
-        "state lost between chunks", "mode_0-int8", scanning(forgetful), "the scan; the state is lost every 32 tokens"
-    ),
+    Fault("state lost between chunks", "mode_0-int8", scanning(forgetful), "the scan; the state is lost"),
     Fault(
         "the scan reads F", INT8, reads_float, "scan.u; it reads the unrounded conv1d output", (*NOT_APPLIED, *VALUES)
     ),
