@@ -337,7 +337,7 @@ EXACT = (
     site("ties to odd", INT8, "x_proj.output", tied(odd_ties), "ties are rounded to odd"),
     site("int8 scale one ulp up", INT8, "in_proj.input", one_ulp, "the scale is one ulp up"),
     site("the largest e5m2 lost", E5M2, "out_proj.input", elements(below_the_top), "clamped at 49152"),
-    site("times 1 / scale", INT8, "dt_proj.output", reciprocal, ""),
+    site("times 1 / scale", INT8, "dt_proj.output", reciprocal, "multiplied by 1 / scale"),
     site("input read in bf16", FP8, "in_proj.output", in_narrow(torch.bfloat16), "its input is rounded to bfloat16"),
     site(
         "input read in fp16, int8", INT8, "in_proj.input", in_narrow(torch.float16), "its input is rounded to float16"

@@ -99,7 +99,8 @@ class Result:
         found = [] if fault.cause in said else [f"cause {said!r} has no {fault.cause!r}"]
         if fault.kind == "path" and fault.where not in said:
             found.append(f"does not name {fault.where}: {said!r}")
-        if outcome is not None and len(outcome.cause) > WIDTH:
+        lines = 1 if fault.kind in ("layer", "outside", "wide") else 3
+        if outcome is not None and len(outcome.cause) > lines * WIDTH:
             found.append(f"the cause has {len(outcome.cause)} characters")
         return found
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.faults import user_faults
 from tests.faults.bench import SmallGate, settings_of
-from tests.faults.catalogue import AnyFault
+from tests.faults.catalogue import UNKNOWN, AnyFault
 from tests.faults.groups import FAULTS, RECIPES
 from tests.faults.harmless import HARMLESS, Harmless
 
@@ -36,6 +36,10 @@ def gate(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator
 
 def test_there_are_at_least_200_faults_and_no_two_of_one_name() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 200
+
+
+def test_the_cause_of_at_most_a_tenth_of_the_faults_is_not_known() -> None:
+    assert sum(UNKNOWN in fault.cause for fault in FAULTS) <= 0.1 * len(FAULTS)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
