@@ -40,7 +40,8 @@ def corner_values(
     if format.scale == "e4m3":
         exact = _nvfp4_blocks(format, _tensor_scale(amax), width)
         whole = torch.cat([_beside(exact.float(), turn) for turn in (0, 1, -1)])
-        return *_laid_out(*_smaller_first(whole), width), _stacked(*_smaller_first(exact), width)
+        narrow = width if width % exact.shape[1] else exact.shape[1] + RAGGED
+        return _stacked(*_smaller_first(whole), width), _stacked(*_smaller_first(exact), narrow)
     assert format.block_size is not None
     size = min(format.block_size, width)
     first, second = (mx_corner_blocks(format, size, shift, is_open=shift > 0) for shift in _SEQUENCE_EXPONENTS)
