@@ -11,7 +11,7 @@ T = TypeVar("T")
 LOGITS = "logits"
 #: Cases of a recipe beside its layers: what lies outside of them, and ways through the model other than one prefill.
 OUTSIDE = ("embedding", "norm", "head")
-PATHS = ("decode", "ragged", "batch_1", "padded")
+PATHS = ("decode", "batch_1", "ragged", "padded")
 #: All labels of cases that are no layers.
 BESIDE = (*OUTSIDE, *PATHS, LOGITS)
 

@@ -135,6 +135,12 @@ class Bench:
         found = support(self.loaded.model, ours.samples, ours.seqlen, ours.layers)
         return {path: "a layer has this name" if path in self.labels else reason for path, reason in found.items()}
 
+    @cached_property
+    def paths_not_run(self) -> str:
+        """`paths not run: decode (Network.forward takes no cache)`; empty where every path has its case."""
+        left = [f"{path} ({reason})" for path, reason in self.path_support.items() if reason]
+        return f"paths not run: {', '.join(left)}" if left else ""
+
     def _paths(self, recipe: Recipe) -> list[PathThrough]:
         """The paths as a recipe runs them: batch_1 has a whole row where its tokens share a scale."""
         ours, limit = self.settings, position_limit(self.loaded.model)

@@ -92,6 +92,7 @@ class Outcome:
     baseline_file: str = ""
     is_expected: bool = False  # a failure that a person announced with xfail
     weights: str = ""  # how much of the model is on a grid under the recipe, in a line
+    not_run: str = ""  # the paths that have no case, with the reasons, in a line
     equals: str = ""  # the mode that gives the same bits by definition, if another one does
 
     def as_dict(self) -> dict[str, Any]:

@@ -139,6 +139,8 @@ class Gate:
         standards = Standards(rules, bench.settings.limits)
         cases = [one for one in bench.cases if one.recipe == str(recipe) and one.device == device]
         outcomes = {case.layer: self._judge(bench, case, seen[case.layer], standards) for case in cases}
+        if not is_recorded(device):
+            outcomes = {label: replace(one, not_run=bench.paths_not_run) for label, one in outcomes.items()}
         for case in cases:
             if case.layer in PATHS and outcomes[case.layer].status == "failed":
                 cause = path_cause(outcomes[case.layer], seen[case.layer], bench.entry(case), outcomes)

@@ -1,6 +1,6 @@
 """The cause of a failing path, as far as the tokens tell it: which of them differ, and what that is typical of."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from probe.gate.baselines.format import Entry
 from probe.gate.cases import Outcome
 from probe.gate.golden_values import HALF, gap, group_of, parted
 from probe.gate.observations import Observation
-from probe.gate.path_figures import DIFFERS, PathFigures, where
+from probe.gate.path_figures import PathFigures, differing, where
 from probe.gate.tolerances import OF_PATHS
 from probe.running.paths import Path
 
@@ -29,7 +29,7 @@ def path_cause(outcome: Outcome, seen: Observation, entry: Entry | None, layers:
     label = wrong[0]
     if label in layers and layers[label].status == "failed" and layers[label].is_own:
         return f"{label} itself changed, in the prefill too: see its own case"
-    more = f", and {len(wrong) - 1} more layers" if len(wrong) > 1 else ""
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     evidence = _by_tokens(found, label) or _by_halves(found, label, entry)
     return f"{label}{more}: {evidence}" if evidence else ""
 
@@ -42,43 +42,38 @@ def _is_wrong(outcome: Outcome, label: str, found: PathFigures) -> bool:
 def _by_tokens(found: PathFigures, label: str) -> str:
     """From the tokens that differ from the prefill, where the path must equal it."""
     path, profile = found.path, found.profiles[label]
-    if label not in found.bounded or not bool((profile > DIFFERS).any()):
+    if label not in found.bounded or not bool(differing(profile).any()):
         return ""
-    return f"{where(path, profile)}; {KINDS[path.name](path, profile)}"
+    return f"{where(path, profile)}: {KINDS[path.name](path, profile)}"
 
 
 def _decode(path: Path, profile: Tensor) -> str:
-    prefilled, decoded = profile[path.half == 0], profile[path.half == 1].reshape(-1, len(path.calls[0])).amax(1)
-    if bool((prefilled > DIFFERS).any()):
+    rows, differs = len(path.calls[0]), differing(profile)
+    decoded = differs[path.half == 1].reshape(-1, rows)
+    sizes = profile[path.half == 1].reshape(-1, rows).amax(1)
+    if bool(differs[path.half == 0].any()):
         return "the prefill that fills the cache differs already"
-    first = float(decoded[0])
-    if first <= DIFFERS:
-        return "the first decoded token agrees: what it leaves for the next ones (state or cache) is wrong"
-    if float(decoded[-1]) > GROWS * first:
-        return "it grows with every decoded token: the carried state is wrong, or less exact than in the prefill"
-    return "every decoded token differs: the step of one token, or what the prefill leaves for it"
-
-
-def _ragged(path: Path, profile: Tensor) -> str:
-    tokens = path.places[profile > DIFFERS] % path.seqlen
-    if int(tokens.min()) >= len(profile) - len(profile) % 32:
-        return "only the last partial chunk differs"
-    return "the result depends on the length of the sequence, or on the batch size"
-
-
-def _batch_1(path: Path, profile: Tensor) -> str:
-    return "the result depends on the batch size"
+    if bool(decoded.all()) and float(sizes[-1]) > GROWS * float(sizes[0]):
+        return "it grows with every decoded token, as what is carried on does"
+    if bool(decoded.all()):
+        return "the step of one token, or what the prefill left for it"
+    if bool(decoded[1:].all()):
+        return "the first decoded token agrees, all later ones differ"
+    return f"{int(decoded.sum())} of {decoded.numel()} decoded tokens differ"
 
 
 def _padded(path: Path, profile: Tensor) -> str:
-    left, right = ((profile[path.half == side] > DIFFERS).any() for side in (0, 1))
-    if bool(left) and bool(right):
-        return "rows with padding on either side differ: the mask is ignored, or a scale is shared between sequences"
-    side = "left" if bool(left) else "right"
-    return f"only the row with padding to the {side} differs: the mask is ignored, or positions count the padding"
+    differs = differing(profile)
+    sides = [side for side, half in (("left", 0), ("right", 1)) if bool(differs[path.half == half].any())]
+    return f"in the row with padding to the {' and to the '.join(sides)}"
 
 
-KINDS = {"decode": _decode, "ragged": _ragged, "batch_1": _batch_1, "padded": _padded}
+KINDS: dict[str, Callable[[Path, Tensor], str]] = {
+    "decode": _decode,
+    "batch_1": lambda path, profile: "it depends on the size of the batch",
+    "ragged": lambda path, profile: "it depends on the length of the sequence or the size of the batch",
+    "padded": _padded,
+}
 
 
 def _by_halves(found: PathFigures, label: str, entry: Entry | None) -> str:
@@ -95,6 +90,5 @@ def _by_halves(found: PathFigures, label: str, entry: Entry | None) -> str:
         moved.append(gap(now[part], golden[part], count=max(count, 1), rmse=unit).distance)
     for side in (0, 1):
         if moved[side] <= ASIDE * moved[1 - side]:
-            other = found.path.parts[1 - side]
-            return f"only {other} changed, by {moved[1 - side]:.2g} of its own error; {found.path.parts[side]} did not"
+            return f"only {found.path.parts[1 - side]} changed, by {moved[1 - side]:.2g} of its own error"
     return f"{found.path.parts[0]} changed by {moved[0]:.2g} of its own error, {found.path.parts[1]} by {moved[1]:.2g}"

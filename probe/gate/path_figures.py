@@ -1,7 +1,11 @@
 """The figures of paths: every layer on a path against its own prefill of the same tokens, and its golden values.
 
-relation.LAYER    rms of path - prefill, over the layer's own error
-distance.LAYER    rms of path - golden path, estimated from sketches, over the layer's own error
+relation.LAYER    rms of path - prefill of the typical token, over the layer's own error: the median over the tokens of
+                  a half of the path, the larger of both
+distance.LAYER    rms of path - golden path over all tokens, estimated from sketches, over the layer's own error
+
+Another order of sums now and then rounds a value to the neighbouring code. That moves a few tokens by up to a fifth of
+the layer's own error in all, but not the typical one, so the relation can be held far closer than a mean could be.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +16,19 @@ from torch import Tensor
 
 from probe.gate.cases import Verdict
 from probe.gate.golden_values import sketch_of
-from probe.gate.tolerances import FLOAT_FACTOR, OF_PATHS
+from probe.gate.tolerances import OF_PATHS
 from probe.running.modes import Mode
 from probe.running.paths import Path, joined_rows
 
-#: The largest relation to the prefill that the order of sums may cause where a path must equal it. Under other
-#: instruction sets, threads, batches and jitter it was seen to reach a tenth of this.
-BOUND = 0.1
-#: A token of a path differs from the prefill if it does by more than this part of the layer's own error.
-DIFFERS = 0.02
+Bound = tuple[float, float]  # of the relation, and of the rms over all tokens
+
+#: How far a path may be from the prefill that it must equal up to the order of sums. Paths whose inputs had a one-ulp
+#: jitter that the prefill did not have reached 5e-5, and 0.18 over all tokens.
+CLOSE: Bound = (0.002, 0.5)
+#: Where sums are rounded to a narrower float, or the arithmetic is another library's; there 0.62 was seen.
+WIDE: Bound = (2.0, 2.0)
+#: A token differs from the prefill if it does by more than this, and than this part of the token that does most.
+DIFFERS, OF_MOST = 1e-3, 0.02
 #: Decimals of a relation that are kept.
 DECIMALS = 5
 
@@ -35,15 +43,11 @@ class PathFigures:
     counts: dict[str, int] = field(default_factory=dict)
     units: dict[str, float] = field(default_factory=dict)
     wrong: list[tuple[Verdict, str]] = field(default_factory=list)
-    bounded: dict[str, float] = field(default_factory=dict)
-    """The bound of the relation of every layer that has one."""
+    bounded: list[str] = field(default_factory=list)
+    """The layers that must equal their prefill up to the order of sums; `broken` are those of them that do not."""
+    broken: list[str] = field(default_factory=list)
     profiles: dict[str, Tensor] = field(default_factory=dict)
     """By layer, the relation of every token of `path.places` to the prefill; NaN where there is none."""
-
-    @property
-    def broken(self) -> list[str]:
-        """The layers that are further from their prefill than they may be."""
-        return [label for label, bound in self.bounded.items() if not self.figures[f"relation.{label}"] <= bound]
 
 
 class PrefillRows:
@@ -69,7 +73,7 @@ def path_figures(
     outputs: Mapping[str, Tensor],
     prefill: PrefillRows,
     units: Mapping[str, float],
-    bounds: Mapping[str, float | None],
+    bounds: Mapping[str, Bound | None],
 ) -> PathFigures:
     """The figures and golden values of every layer on a path; `units` are the layers' own errors.
 
@@ -81,48 +85,52 @@ def path_figures(
         flat, group, unit = output.flatten(1), f"{OF_PATHS}{label}", units[label]
         found.values[group], found.counts[group], found.units[group] = sketch_of(flat, half), flat.numel(), unit
         squares = (flat[related].double() - prefill.of(label, places[related]).flatten(1).double()).square()
-        relation = float(squares.mean().sqrt()) / unit
-        found.figures[f"relation.{label}"] = round(relation, DECIMALS)
         profile = torch.full((len(flat),), torch.nan, dtype=torch.float64)
         profile[related] = squares.mean(1).sqrt() / unit
-        found.profiles[label] = profile
+        halves = [profile[related & (half == side)] for side in (0, 1)]
+        relation, of_all = max(float(one.median()) for one in halves if len(one)), float(squares.mean().sqrt()) / unit
+        found.figures[f"relation.{label}"], found.profiles[label] = round(relation, DECIMALS), profile
         finite, bound = flat.isfinite().all(1), bounds[label]
         if bound is not None:
-            found.bounded[label] = bound
+            found.bounded.append(label)
         if not bool(finite.all()):
             first = token_of(path, int(places[~finite][0]))
             found.wrong.append(("not finite", f"{path.name} of {label} has NaN or Inf, first at {first}."))
-        elif bound is not None and not relation <= bound:
-            text = f"{path.name} of {label} differs from the prefill {where(path, profile)}: {relation:.2g} of its own "
-            found.wrong.append(("differs from prefill", f"{text}error; sums in another order cause at most {bound:g}."))
+        elif bound is not None and not (relation <= bound[0] and of_all <= bound[1]):
+            found.broken.append(label)
+            text = f"{path.name} of {label} differs from the prefill {where(path, profile)}: {of_all:.2g} of its own "
+            found.wrong.append(("differs from prefill", f"{text}error, which no other order of sums causes."))
     return found
 
 
-def bound_of(mode: Mode, keeps: bool | None) -> float | None:
-    """The bound of a layer's relation; wider where the arithmetic is not in float32, or not ours."""
+def bound_of(mode: Mode, keeps: bool | None) -> Bound | None:
+    """How far a layer may be from its prefill, if it must keep to it."""
     if not keeps:
         return None
-    return BOUND * (FLOAT_FACTOR if not mode.is_quantized or mode.library else 1.0)
+    return WIDE if not mode.is_quantized or mode.library else CLOSE
 
 
 def token_of(path: Path, place: int) -> str:
     """`token 41`, or with its row where the path has several."""
     row, token = divmod(place, path.seqlen)
-    return f"token {token + 1}" + (f" of row {row + 1}" if len(path.calls[0]) > 1 and row else "")
+    return f"token {token + 1}" + (f" of row {row + 1}" if len(path.calls[0]) > 1 else "")
+
+
+def differing(profile: Tensor) -> Tensor:
+    """Which tokens differ from the prefill; none where there is no relation to it."""
+    known = profile.nan_to_num(0.0)
+    return known > max(DIFFERS, OF_MOST * float(known.max()))
 
 
 def where(path: Path, profile: Tensor) -> str:
     """Which tokens differ from the prefill: `from token 41 on`."""
-    differs = profile > DIFFERS
+    differs, tokens = differing(profile), path.places % path.seqlen
     if not bool(differs.any()):
-        return "a little everywhere"
-    places = path.places
-    first = int(places[differs].remainder(path.seqlen).min())
-    last = int(places[differs].remainder(path.seqlen).max())
-    behind = differs & (places % path.seqlen >= first)
-    after = (~profile.isnan()) & (places % path.seqlen >= first)
-    if int(behind.sum()) == 1:
+        return "in no token much"
+    first, last = int(tokens[differs].min()), int(tokens[differs].max())
+    if first == last:
         return f"at token {first + 1} alone"
-    if last == int(places[~profile.isnan()].remainder(path.seqlen).max()) and int(behind.sum()) * 2 >= int(after.sum()):
+    after = ~profile.isnan() & (tokens >= first)
+    if last == int(tokens[after].max()) and 2 * int(differs.sum()) >= int(after.sum()):
         return f"from token {first + 1} on"
-    return f"in {int(behind.sum())} tokens from {first + 1} to {last + 1}"
+    return f"in {int(differs.sum())} tokens from {first + 1} to {last + 1}"

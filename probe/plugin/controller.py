@@ -190,6 +190,7 @@ def _counts(outcomes: list[Outcome]) -> list[str]:
             f"{model} on {device}: {len(members)} cases: {counts}; {len(failing)} of {len(recipes)} recipes fail"
         )
         lines += shared_lines((one.case.recipe, one.weights) for one in members if one.weights)
+        lines += sorted({one.not_run for one in members if one.not_run})
     return lines
 
 

@@ -98,7 +98,7 @@ def paths_of(rows: int, seqlen: int, *, limit: int | None = None, whole_rows: bo
     if first and steps:
         calls = (some[:, :first], *(some[:, t : t + 1] for t in range(first, first + steps)))
         halves = tuple(torch.full_like(call, min(n, 1)) for n, call in enumerate(calls))
-        parts = (f"the prefill of {first} tokens", f"the {steps} tokens decoded after it")
+        parts = (f"the first {first} tokens", f"the {steps} decoded tokens")
         found["decode"] = Path("decode", seqlen, calls, halves, parts)
     length = min(seqlen + BEYOND, rows * seqlen, limit or seqlen + BEYOND)
     length -= 3 if length % EVEN == 0 else 0
@@ -115,7 +115,7 @@ def paths_of(rows: int, seqlen: int, *, limit: int | None = None, whole_rows: bo
     if rows > 1 and real > 0:
         padding = torch.full((PADDING,), -1)
         call = torch.stack([torch.cat([padding, text[0, :real]]), torch.cat([text[1, :real], padding])])
-        parts = ("the row with padding to the left", "the row with padding to the right")
+        parts = ("the row with padding to the left", "that to the right")
         halves = (torch.arange(2)[:, None].expand_as(call),)
         found["padded"] = Path("padded", seqlen, (call,), halves, parts)
     return found

@@ -62,6 +62,8 @@ def markdown(
     text = f"### probe: {'passed' if passed else 'failed'}\n\n{counts} in {len(found)} recipes.\n"
     text += f"\n{harmless(account.line, most=400)}.\n" if account.line else ""
     text += "".join(f"\n{harmless(line, most=400)}.\n" for line in weight_lines(outcomes)[:MOST_WEIGHT_LINES])
+    not_run = dict.fromkeys(f"{one.model}: {one.not_run}" for one in outcomes if one.not_run)
+    text += "".join(f"\n{harmless(line, most=400)}.\n" for line in not_run)
     changed = differences(baseline_environment, environment)
     if changed and failing:
         listed = first_few([harmless(line, most=100) for line in changed], "; ")
@@ -106,6 +108,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         **{name: getattr(run.case, name) for name in ("device", "mode", "format", "recipe")},
         "totals": totals(run.outcomes),
         "weights": next((outcome.weights for outcome in run.outcomes if outcome.weights), ""),
+        "paths_not_run": next((outcome.not_run for outcome in run.outcomes if outcome.not_run), ""),
         "first_failing_layer": failing[0].case.layer if failing else None,
         "verdict": failing[0].verdict if failing else None,
         "cause": failing[0].cause if failing else "",
@@ -116,7 +119,7 @@ def _recipe(run: Run) -> dict[str, Any]:
 
 def _case(outcome: Outcome) -> dict[str, Any]:
     facts = outcome.as_dict()
-    del facts["points"], facts["weights"]
+    del facts["points"], facts["weights"], facts["not_run"]
     return dict(finite({"id": str(outcome.case), **facts.pop("case"), **facts}))
 
 

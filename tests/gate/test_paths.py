@@ -1,0 +1,172 @@
+"""Paths in the gate: the relation of every recipe to its prefill, golden values, verdicts and causes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from probe.data.samples import TextSamples
+from probe.formats import GATE_FORMATS
+from probe.gate.cases import Case, Figure, Outcome
+from probe.gate.golden_values import HALF, flat, parted, sketch_of
+from probe.gate.observations import Observation, observe
+from probe.gate.path_causes import path_cause
+from probe.gate.path_figures import CLOSE, PrefillRows, path_figures
+from probe.gate.tolerances import RULES, is_of_values, rule_of
+from probe.models.loading import load_model
+from probe.models.positions import position_limit
+from probe.running.calibration import Calibration, calibrate_on
+from probe.running.modes import find_mode, register_mode, unregister_mode
+from probe.running.paths import Path, keeps_prefill, paths_of
+from probe.running.recipes import Recipe, recipes_of
+from probe.running.reference import Reference, run_reference
+from probe.words import PATHS
+
+ROWS, SEQLEN = 2, 24
+RECIPES = [
+    *(("tiny-mamba", str(recipe)) for recipe in recipes_of(["all", "fp16", "bf16"], GATE_FORMATS)),
+    *(("tiny-llama", str(recipe)) for recipe in recipes_of(["linear_w", "linear_wa"], GATE_FORMATS)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def prepared() -> dict[str, tuple[Reference, Calibration]]:
+    found = {}
+    for model in ("tiny-mamba", "tiny-llama"):
+        loaded = load_model(model)
+        batches = TextSamples("evaluation", ROWS, SEQLEN, ROWS).batches(loaded.tokenizer)
+        found[model] = run_reference(loaded.model, batches), calibrate_on(loaded, "calibration", 2, 64)
+    return found
+
+
+@pytest.mark.parametrize(("model", "name"), RECIPES, ids=[f"{model}-{name}" for model, name in RECIPES])
+def test_every_path_keeps_to_the_prefill_as_the_recipe_must(
+    prepared: dict[str, tuple[Reference, Calibration]], model: str, name: str
+) -> None:
+    mode, _, format = name.partition("-")
+    recipe, loaded = Recipe(mode, format or None), load_model(model).model
+    reference, calibration = prepared[model]
+    shares = find_mode(recipe.mode).conv_input == "dynamic"
+    paths = paths_of(ROWS, SEQLEN, limit=position_limit(loaded), whole_rows=shares)
+    found = observe(
+        loaded, recipe, reference, calibration if recipe.needs_calibration else None, paths=list(paths.values())
+    )
+    assert set(paths) == set(PATHS)
+    for path in PATHS:
+        assert found[path].flaws == ()
+        keeps = keeps_prefill(loaded, recipe, paths[path], reference.modules)
+        for label in reference.layers:
+            relation = found[path].figures[f"relation.{label}"]
+            assert relation is not None
+            if format and keeps[label]:
+                assert relation <= CLOSE[0] / 5
+            if format == "int8" and mode.startswith("mode") and path == "decode":
+                assert relation > CLOSE[0]  # the grid of the state shows, so the figure sees differences
+
+
+def test_a_users_mode_has_no_bound() -> None:
+    register_mode("own", lambda model, format, calibration: model)
+    try:
+        found = keeps_prefill(
+            load_model("tiny-mamba").model, Recipe("own", "int8"), paths_of(2, 24)["decode"], {"a": "b"}
+        )
+    finally:
+        unregister_mode("own")
+    assert found == {"a": None}
+
+
+def judged(path: Path, change: Tensor) -> tuple[list[str], str]:
+    """What is wrong with a path whose typical error is 1, and the cause, after `change` was added by token."""
+    torch.manual_seed(0)
+    prefill = PrefillRows(["layer_0"], path.rows)
+    whole = torch.randn(path.rows, path.seqlen, 16)
+    prefill.take("layer_0", whole)
+    output = whole.flatten(0, 1)[path.places] + change[:, None]
+    found = path_figures(path, {"layer_0": output}, prefill, {"layer_0": 1.0}, {"layer_0": CLOSE})
+    seen = Observation(dict(found.figures), found.values, found.counts, units=found.units, path=found)
+    case = Case("mode_0", path.name, "cpu", "int8")
+    figures = {name: Figure(value, moved=True) for name, value in found.figures.items()}
+    outcome = Outcome("tiny-mamba", case, "failed", "drift", figures=figures)
+    return [text for _, text in found.wrong], path_cause(outcome, seen, None, {})
+
+
+def decoded(path: Path, sizes: list[float]) -> Tensor:
+    """A change of the decoded tokens, step by step, in both rows."""
+    change = torch.zeros(len(path.places))
+    change[path.half == 1] = torch.tensor(sizes).repeat_interleave(2)
+    return change
+
+
+def test_the_message_names_layer_tokens_and_size() -> None:
+    path = paths_of(2, 64)["decode"]
+    wrong, cause = judged(path, decoded(path, [0.8] * 8))
+    assert wrong[0].startswith("decode of layer_0 differs from the prefill from token 33 on: 0.3")
+    assert cause == "layer_0: from token 33 on: the step of one token, or what the prefill left for it"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ([0.0] + [0.5] * 7, "from token 34 on: the first decoded token agrees, all later ones differ"),
+        ([0.1 * 1.4**n for n in range(8)], "it grows with every decoded token"),
+        ([0.0, 0.0, 3.0, 0.0, 0.0, 3.0, 0.0, 0.0], "4 of 16 decoded tokens differ"),
+        ([0.0] * 7 + [4.0], "at token 40 alone: 2 of 16 decoded tokens differ"),
+    ],
+)
+def test_the_cause_says_which_tokens_differ(sizes: list[float], words: str) -> None:
+    path = paths_of(2, 64)["decode"]
+    wrong, cause = judged(path, decoded(path, sizes))
+    assert len(wrong) == 1
+    assert words in cause
+
+
+def test_padding_is_told_by_its_side() -> None:
+    path = paths_of(2, 64)["padded"]
+    _, cause = judged(path, (path.half == 0) * 0.5)
+    assert cause == "layer_0: from token 1 on: in the row with padding to the left"
+
+
+def test_a_few_codes_that_sums_flip_are_no_difference() -> None:
+    path = paths_of(2, 64)["batch_1"]
+    change = torch.zeros(len(path.places))
+    change[[3, 40]] = 0.5
+    assert judged(path, change)[0] == []
+
+
+def test_nan_is_not_finite_and_names_its_token() -> None:
+    path = paths_of(2, 64)["batch_1"]
+    change = torch.zeros(len(path.places))
+    change[7] = torch.nan
+    assert judged(path, change)[0] == ["batch_1 of layer_0 has NaN or Inf, first at token 8."]
+
+
+def test_golden_values_keep_the_halves_of_a_path_apart() -> None:
+    rows, half = torch.randn(40, 16), (torch.arange(40) >= 30).long()
+    changed = rows.clone()
+    changed[35] += 1
+    old, new = sketch_of(rows, half), sketch_of(changed, half)
+    assert old[:HALF] == new[:HALF]
+    assert old[HALF:] != new[HALF:]
+
+
+def test_the_values_of_deep_models_come_in_the_order_of_their_layers() -> None:
+    values = {f"distance.layer_{n}": tuple(float(n) for _ in range(2 * HALF)) for n in (10, 2, 0)}
+    row = flat(values)
+    assert row[0] == 0.0
+    assert row[-1] == 10.0
+    assert parted(row, values) == values
+
+
+def test_figures_of_layers_have_the_rule_of_their_group() -> None:
+    assert rule_of("relation.layer_7", RULES) is RULES["relation.*"]
+    assert is_of_values("distance.layer_7")
+    assert not is_of_values("relation.layer_7")
