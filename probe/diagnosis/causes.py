@@ -6,17 +6,19 @@ or where the steps are not known, it names what differs from what is stored, and
 one (`golden_outputs.py`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from probe.diagnosis.explanations import UNKNOWN, best_claim, explain, explain_together, facts, not_finite
-from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, undone
+from probe.diagnosis.explanations import EXPLAINED, UNKNOWN, best_claim, explain, explain_together, facts, not_finite
+from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, left_by
+from probe.diagnosis.inner_modules import in_float32, outputs_inside, scaled_output
 from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps, other_tokens, outside_step
 from probe.diagnosis.mamba_steps import Block, NeverRanError, mamba_steps
-from probe.diagnosis.narrow_arithmetic import in_float32
 from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import Step, rms
 from probe.formats import FORMATS
@@ -32,6 +34,8 @@ from probe.words import LOGITS
 WIDTH = 110
 #: Quantiles of two texts differ by less than this part: 5 % between those of tiny-mamba.
 OTHER_TEXT = 0.1
+#: Seconds after which no further module inside a layer is tried, and steps of the search for its factor.
+PATIENCE, SEARCHES = 8.0, 12
 
 
 @torch.no_grad()
@@ -255,16 +259,18 @@ def _repeated_sample(trace: LayerTrace) -> str:
 
 def _changed(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
     """What has become of the stored output; empty without one."""
-    batches = [batch for batch in trace.batches() if batch.output is not None]
-    outputs = [batch.output for batch in batches if batch.output is not None]
-    if golden is None or not outputs:
+    if golden is None:
         return ""
-    found = ChangedOutput.of(outputs, [one.given for one in batches], [one.expected for one in batches], golden)
+    with outputs_inside(trace.twin.get_submodule(trace.module)) as parts:
+        batches = [batch for batch in trace.batches() if batch.output is not None]
+    outputs = [batch.output for batch in batches if batch.output is not None]
+    given, expected = [one.given for one in batches], [one.expected for one in batches]
+    found = ChangedOutput.of(outputs, given, expected, golden, parts) if outputs else None
     if found is None:
         return ""
     sentence = explain_change(found)
-    if UNKNOWN in sentence and (narrow := _narrow_arithmetic(trace, found)):
-        sentence = narrow
+    if UNKNOWN in sentence:
+        sentence = _narrow_arithmetic(trace, found) or _scaled_inside(trace, found) or sentence
     return f"{trace.label}; {sentence}"
 
 
@@ -275,10 +281,50 @@ def _narrow_arithmetic(trace: LayerTrace, found: ChangedOutput) -> str:
             outputs = [batch.output for batch in trace.batches()]
     except Exception:  # code that checks its dtypes
         return ""
-    if not narrowed or any(output is None for output in outputs):
+    if not narrowed or left_by(found, outputs) > 1 - EXPLAINED:
         return ""
-    name = str(next(iter(narrowed))).removeprefix("torch.")
-    return f"computed in {name}" if undone(found, [x for x in outputs if x is not None]) else ""
+    return f"computed in {str(next(iter(narrowed))).removeprefix('torch.')}"
+
+
+def _scaled_inside(trace: LayerTrace, found: ChangedOutput) -> str:
+    """A module inside whose output, times one number, makes the layer give its stored output; found by secants."""
+    layer, began = trace.twin.get_submodule(trace.module), time.monotonic()
+    for name in found.parts:
+
+        def run(factor: float, name: str = name) -> float:
+            with scaled_output(layer.get_submodule(name), factor):
+                return math.sqrt(left_by(found, [batch.output for batch in trace.batches()]))
+
+        factor = _best_factor(run)
+        if factor is not None and run(factor) ** 2 <= 1 - EXPLAINED:
+            return f"the output of {name} is {1 / factor:.3g} times that of the stored run"
+        if time.monotonic() - began > PATIENCE:
+            break
+    return ""
+
+
+def _best_factor(run: Callable[[float], float]) -> float | None:
+    """The factor from 1/4 to 4 with the smallest distance: a coarse look, then a search by the golden section.
+
+    None where the coarse look shows that no factor is better than none.
+    """
+    tried = {2.0**power: run(2.0**power) for power in (-2, -1, -0.5, -0.02, 0.02, 0.5, 1, 2)}
+    best = min(tried, key=tried.__getitem__)
+    if tried[best] > 0.97:  # of the distance without a factor
+        return None
+    low, high, ratio = math.log2(best) - 1, math.log2(best) + 1, (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    at_a, at_b = run(2**a), run(2**b)
+    for _ in range(SEARCHES):
+        if at_a < at_b:
+            high, b, at_b = b, a, at_a
+            a = high - ratio * (high - low)
+            at_a = run(2**a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + ratio * (high - low)
+            at_b = run(2**b)
+    return float(2 ** ((low + high) / 2))
 
 
 def _as_a_whole(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:

@@ -6,8 +6,9 @@ output it makes what the layer would have given without it. The sketch is linear
 hypothesis explains is 1 - |sketch(undone) - stored|^2 / |sketch(output) - stored|^2, whatever the quantizer does.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -46,18 +47,26 @@ class ChangedOutput:
     given: Tensor
     expected: Tensor
     stored: tuple[float, ...]  # sketch, then perhaps sample
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # by module inside: outputs of the same shape
 
     @classmethod
     def of(
-        cls, outputs: Sequence[Tensor], given: Sequence[Tensor], expected: Sequence[Tensor], stored: tuple[float, ...]
+        cls,
+        outputs: Sequence[Tensor],
+        given: Sequence[Tensor],
+        expected: Sequence[Tensor],
+        stored: tuple[float, ...],
+        parts: Mapping[str, Sequence[Tensor]],
     ) -> "ChangedOutput | None":
-        """None where the outputs cannot be compared with what is stored."""
+        """None where the outputs cannot be compared with what is stored. `parts` are outputs of modules inside."""
         batches = [torch.cat([x.double() for x in parts]) for parts in (outputs, expected, given)]
         fitting = batches[0].shape == batches[1].shape and len(stored) in (SKETCH, SKETCH + SAMPLE)
         if not fitting or not all(bool(x.isfinite().all()) for x in batches):
             return None
         base = batches[2] if batches[2].shape == batches[0].shape else torch.zeros_like(batches[0])
-        return cls(batches[0], base, batches[1], stored)
+        shapes = [x.shape for x in outputs]
+        inside = {name: torch.cat([x.double() for x in own]) for name, own in parts.items() if _shapes(own) == shapes}
+        return cls(batches[0], base, batches[1], stored, inside)
 
     @cached_property
     def golden(self) -> Doubles:
@@ -113,18 +122,23 @@ def explain_change(found: ChangedOutput) -> str:
         return SAME_OUTPUT
     if not bool(found.output.any()):
         return "gives only zeros"
-    best = min(_hypotheses(found), key=lambda one: one.left, default=Found(1.0, ""))
+    best = min(_hypotheses(found), key=lambda one: round(one.left, 3), default=Found(1.0, ""))  # of equals the first
     if best.left <= 1 - EXPLAINED:
         return best.sentence
     return f"{UNKNOWN}: its output moved by {found.relative:.2g} of what it adds{_most(found)}"
 
 
-def undone(found: ChangedOutput, outputs: Sequence[Tensor]) -> bool:
-    """Whether these outputs, made by the layer in another way, are the stored ones."""
-    made = torch.cat([x.double() for x in outputs])
-    if made.shape != found.output.shape or not bool(made.isfinite().all()) or found.change == 0:
-        return False
-    return found.left(sketched(_flat(made))) <= 1 - EXPLAINED
+def left_by(found: ChangedOutput, outputs: Sequence[Tensor | None]) -> float:
+    """The part of the change that is left by outputs which the layer made in another way; infinite if by none."""
+    real = [x.double() for x in outputs if x is not None]
+    made = torch.cat(real) if real else torch.zeros(0)
+    if made.shape != found.output.shape or not bool(made.isfinite().all()):
+        return math.inf
+    return found.left(sketched(_flat(made)))
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    return [x.shape for x in tensors]
 
 
 def _hypotheses(found: ChangedOutput) -> Iterator[Found]:
@@ -134,6 +148,7 @@ def _hypotheses(found: ChangedOutput) -> Iterator[Found]:
         yield from _repeated(found)
         yield from _moved(found)
         yield from _in_one_place(found)
+        yield from _in_two_places(found)
         yield from _in_a_stretch(found)
     yield from _clipped(found)
 
@@ -152,6 +167,11 @@ def _as_a_whole(found: ChangedOutput) -> Iterator[Found]:
         yield Found(left, f"{-c:+.4g} times its input is added to its output")
     c, left = found.fitted(found.sketch, sketched(np.ones(found.output.numel())))
     yield Found(left, f"a constant, {-c:+.4g}, is added to every value")
+
+    for name, part in found.parts.items():
+        c, left = found.fitted(found.sketch, sketched(_flat(part)))
+        if c > -1:
+            yield Found(left, _times(f"the output of {name}", 1 / (1 + c)))
 
 
 def _by_value(found: ChangedOutput) -> Iterator[Found]:
@@ -219,6 +239,29 @@ def _in_one_place(found: ChangedOutput) -> Iterator[Found]:
             yield Found(left, f"a constant, {-c:+.4g}, is added to {name}")
             words = _state(output.select(axis, index), given.select(axis, index))
             yield Found(found.left(rest + plain[index]), f"only {name} {words}")
+
+
+def _in_two_places(found: ChangedOutput) -> Iterator[Found]:
+    """Two channels, tokens or sequences: swapped, in the output or in that of a module inside, or anything at all."""
+    for axis in reversed(range(3)):
+        if found.output.shape[axis] < 4:
+            continue
+        change = found.by_index(found.expected - found.output, axis)
+        alone = np.array([found.left(found.sketch + one) for one in change])
+        most = np.argsort(alone, kind="stable")[:4].tolist()
+        wholes = {"": found.output, "what it adds: ": found.output - found.given}
+        wholes |= {f"the output of {name}: ": part for name, part in found.parts.items()}
+        for i, j in ((i, j) for n, i in enumerate(sorted(most)) for j in sorted(most)[n + 1 :]):
+            for what, values in wholes.items():
+                across = values.select(axis, j) - values.select(axis, i)
+                swap = torch.zeros_like(values)
+                swap.select(axis, i).copy_(across)
+                swap.select(axis, j).copy_(-across)
+                left = found.left(found.sketch + sketched(_flat(swap)))
+                yield Found(left, f"{what}{NAMES[axis]}s {i} and {j} are swapped")
+            left = found.left(found.sketch + change[i] + change[j])
+            if left < 0.2 * min(alone[i], alone[j]):  # neither would do alone
+                yield Found(left, f"only {NAMES[axis]}s {i} and {j} have changed")
 
 
 def _in_a_stretch(found: ChangedOutput) -> Iterator[Found]:

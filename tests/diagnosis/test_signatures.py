@@ -73,3 +73,57 @@ def test_a_rounding_that_no_row_replays_is_explained_by_its_errors(
     scale = AMAX / 127
     made = (rounding(given.double() / scale) * scale).float()
     assert explanation in explain(grid_step("site", expected_grid("int8"), given, made))
+
+
+def few_moved(x: Tensor, unit: Tensor, generator: torch.Generator) -> Tensor:
+    hit = torch.rand(x.shape, generator=generator) < 0.01
+    return torch.where(hit, x + unit, x)
+
+
+def jittered(x: Tensor, unit: Tensor, generator: torch.Generator) -> Tensor:
+    return x * (1 + 1e-3 * torch.randn(x.shape, generator=generator))
+
+
+def steps_off(x: Tensor, unit: Tensor, generator: torch.Generator) -> Tensor:
+    return x + unit * torch.randint(-3, 4, x.shape, generator=generator)
+
+
+def one_channel_off(x: Tensor, unit: Tensor, generator: torch.Generator) -> Tensor:
+    out = x.clone()
+    out[..., 5] += unit[..., 5] * torch.randint(-4, 5, x.shape[:-1], generator=generator)
+    return out
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "fp4_e2m1", "nvfp4"])
+@pytest.mark.parametrize("change", [few_moved, jittered, steps_off, one_channel_off])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_change_of_no_known_kind_has_no_known_cause(
+    activation: Tensor, format: str, change: Callable[..., Tensor], seed: int
+) -> None:
+    """Where it is may be said, why may not."""
+    grid = expected_grid(format)
+    made = change(grid(activation), grid.unit(activation), torch.Generator().manual_seed(seed))
+    assert "no known cause: " in explain(grid_step("site", grid, activation, made))
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-3, 1e-2, 0.1, 0.5])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_change_of_sums_has_no_known_cause(size: float, seed: int) -> None:
+    noise = torch.randn(EXPECTED.shape, generator=torch.Generator().manual_seed(100 + seed))
+    assert explain(Step("a step", EXPECTED + size * noise, EXPECTED)).startswith("no known cause: ")
+
+
+@pytest.mark.parametrize(
+    ("look_alike", "sentence"),
+    [
+        (EXPECTED * torch.linspace(1.0, 1.1, 64), "the scale is off"),  # a factor for each channel
+        (EXPECTED + torch.linspace(-0.1, 0.1, 40)[:, None], "is added to every value"),
+        (EXPECTED.tanh(), "clamped"),
+        (0.5 * (EXPECTED + EXPECTED.roll(1, 1)), "late"),
+        (EXPECTED[:, torch.randperm(40, generator=torch.Generator().manual_seed(1))], "late"),
+        (EXPECTED + 0.01 * EXPECTED.bfloat16().float(), "rounded to"),
+        (torch.where(EXPECTED > 0, EXPECTED, 0.9 * EXPECTED), "the sign"),
+    ],
+)
+def test_a_look_alike_is_not_named_for_what_it_resembles(look_alike: Tensor, sentence: str) -> None:
+    assert sentence not in explain(Step("a step", look_alike, EXPECTED))

@@ -1,11 +1,12 @@
-"""Runs code as if nothing in it were cast to a narrower float: what it gives then shows what the casts did."""
+"""What goes on inside a layer whose steps are not known: its modules are watched, or run in another way."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -31,6 +32,32 @@ class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _wide(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x
+
+
+@contextmanager
+def outputs_inside(layer: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """While the block runs, gather the output of every module inside the layer, call by call, as float32."""
+    found: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            found.setdefault(name, []).append(output.detach().float().clone())
+
+    with ExitStack() as hooks:
+        for name, module in layer.named_modules():
+            if name:
+                hooks.callback(module.register_forward_hook(partial(keep, name)).remove)
+        yield found
+
+
+@contextmanager
+def scaled_output(module: nn.Module, factor: float) -> Iterator[None]:
+    """While the block runs, the output of the module is multiplied by a factor."""
+    handle = module.register_forward_hook(lambda module, args, output: output * factor)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
