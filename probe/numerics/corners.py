@@ -40,7 +40,8 @@ def corner_values(
     if format.scale == "e4m3":
         exact = _nvfp4_blocks(format, _tensor_scale(amax), width)
         whole = torch.cat([_beside(exact.float(), turn) for turn in (0, 1, -1)])
-        return *_laid_out(*_smaller_first(whole), width), _stacked(*_smaller_first(exact), width)
+        narrow = width if width % exact.shape[1] else exact.shape[1] + RAGGED
+        return _stacked(*_smaller_first(whole), width), _stacked(*_smaller_first(exact), narrow)
     assert format.block_size is not None
     size = min(format.block_size, width)
     first, second = (mx_corner_blocks(format, size, shift, is_open=shift > 0) for shift in _SEQUENCE_EXPONENTS)
@@ -119,7 +120,7 @@ def mx_corner_blocks(format: Format, size: int, shift: int, *, is_open: bool) ->
     for turn in (1, -1):
         blocks = torch.where(turns == turn, _beside(blocks, turn), blocks)
     powers = torch.stack([_beside(torch.tensor(2.0**shift), turn) for turn in (0, 1, -1)])  # where the scale changes
-    at_powers = torch.cat([powers[:, None], powers[:, None] * torch.linspace(-0.99, 0.99, rest)], 1)
+    at_powers = torch.cat([powers[:, None], powers[:, None] * _between(rest)], 1)
     zeros = torch.tensor([0.0, -0.0]).repeat(size)[:size]
     return torch.cat([blocks, at_powers, zeros[None]])
 
@@ -141,7 +142,7 @@ def _nvfp4_blocks(format: Format, tensor_scale: Tensor, width: int) -> Tensor:
     wanted = torch.cat([values, ties])
     wanted = wanted[(wanted > 0) & ((wanted < 2.0**-5) | (wanted > 240))]
     leads = wanted[:, None] * format.max * tensor_scale.double()
-    return torch.cat([*found, torch.cat([leads, leads * torch.linspace(-0.99, 0.99, rest)], 1)])
+    return torch.cat([*found, torch.cat([leads, leads * _between(rest)], 1)])
 
 
 def _tensor_scale(amax: float | None) -> Tensor:
@@ -153,6 +154,11 @@ def _smaller_first(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Two halves: the blocks with smaller values, and those with larger ones."""
     first, second = blocks[blocks[:, 0].argsort(stable=True)].tensor_split(2)
     return first, second
+
+
+def _between(count: int) -> Tensor:
+    """As many numbers between -1 and 1, by one division: the bits of torch.linspace depend on the instruction set."""
+    return (2 * torch.arange(count) + 1 - count) / (count + 1)
 
 
 def _beside(x: Tensor, turn: int) -> Tensor:

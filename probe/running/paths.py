@@ -28,7 +28,7 @@ from probe.running.reference import Reference, injecting, run_reference
 from probe.words import PATHS, describe_error, first_few
 
 #: Tokens of the paths: what is prefilled before decode and what is decoded, what ragged has more than a row, and so on.
-PREFILLED, DECODED, BEYOND, ALONE, REAL, PADDING = 40, 8, 29, 64, 48, 5
+PREFILLED, DECODED, BEYOND, ALONE, REAL, PADDING = 40, 8, 29, 40, 24, 5
 #: A ragged length is no multiple of this: not of a chunk of the scan, nor of a block.
 EVEN = 16
 #: What layers are fed where there is padding, as a multiple of the largest value of their input.

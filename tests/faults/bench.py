@@ -22,9 +22,9 @@ def settings_of(model: str, recipes: Iterable[str]) -> Settings:
         model=model,
         modes=tuple(dict.fromkeys(modes)),
         formats=tuple(dict.fromkeys(format for format in formats if format)),
-        samples=6,
+        samples=4,
         seqlen=64,
-        batch_size=6,
+        batch_size=4,
         calibration=CalibrationSettings(samples=8, seqlen=128),
     )
 

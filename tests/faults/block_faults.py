@@ -12,7 +12,19 @@ from probe.numerics.grids import weight_on_grid
 from probe.numerics.hadamard import hadamard_transform
 from probe.numerics.quantize import fake_quantize
 from tests.faults.breaking import Damage, Patient, calls, during, grid, scanning, submodule, weight, with_functions
-from tests.faults.catalogue import FP4, FP8, INT8, MXINT8, NOT_APPLIED, NOT_FINITE, NVFP4, UNCOVERED, VALUES, Fault
+from tests.faults.catalogue import (
+    FP4,
+    FP8,
+    INT8,
+    MXINT8,
+    NOT_APPLIED,
+    NOT_FINITE,
+    NVFP4,
+    UNCOVERED,
+    UNKNOWN,
+    VALUES,
+    Fault,
+)
 from tests.faults.grid_faults import scaled
 
 LLAMA_W, LLAMA_WA = "linear_w-fp8_e4m3", "linear_wa-int8"
@@ -328,7 +340,7 @@ WEIGHTS = (
         "weight self_attn.o_proj.weight; transposed",
         model="tiny-llama",
     ),
-    Fault("weight of another layer", INT8, of_layer(2, "out_proj.weight"), "weight out_proj.weight; unrelated"),
+    Fault("weight of another layer", INT8, of_layer(2, "out_proj.weight"), "weight out_proj.weight; no known cause"),
     Fault("one NaN", INT8, weight("in_proj.weight", one_nan), "weight in_proj.weight; NaN in 1 of", NOT_FINITE),
     Fault("D left out", INT8, weight("D", torch.zeros_like), "weight D; zero"),
     Fault("dt bias dropped", INT8, weight("dt_proj.bias", torch.zeros_like), "weight dt_proj.bias; zero"),
@@ -362,9 +374,7 @@ BLOCK = (
     Fault("A on the grid twice", FP8, scanning(a_twice), "the scan; A is put on the grid again, after exp"),
     Fault("bf16 state", INT8, state_in(torch.bfloat16), "the scan; the state is rounded to bfloat16"),
     Fault("fp16 state", INT8, state_in(torch.float16), "the scan; the state is rounded to float16"),
-    Fault(
-        "state lost between chunks", "mode_0-int8", scanning(forgetful), "the scan; the state is lost every 32 tokens"
-    ),
+    Fault("state lost between chunks", "mode_0-int8", scanning(forgetful), "the scan; the state is lost"),
     Fault(
         "the scan reads F", INT8, reads_float, "scan.u; it reads the unrounded conv1d output", (*NOT_APPLIED, *VALUES)
     ),
@@ -384,7 +394,12 @@ ISSUED = (
         "in_proj.weight; rows 3 and 7 are sw",
     ),
     Fault("dt bias twice", INT8, dt_bias_twice, "the scan; the bias of dt_proj is added twice"),
-    Fault("bf16 arithmetic in one matmul", FP8, submodule("mixer.in_proj", matmul_in(torch.bfloat16)), "in_proj; "),
+    Fault(
+        "bf16 arithmetic in one matmul",
+        FP8,
+        submodule("mixer.in_proj", matmul_in(torch.bfloat16)),
+        "in_proj; computed in bfloat16",
+    ),
     Fault("state carried between forwards", INT8, carried_over, "state"),
 )
 MORE_WEIGHTS = (
@@ -402,7 +417,7 @@ MORE_WEIGHTS = (
     Fault(
         "one column of a weight stale", INT8, weight("x_proj.weight", one_column_stale), "x_proj.weight; only column 17"
     ),
-    Fault("A_log in bf16", FP8, weight("A_log", lambda w: w.bfloat16().float()), "weight A_log; "),
+    Fault("A_log in bf16", INT8, weight("A_log", lambda w: w.bfloat16().float()), "weight A_log; rounded to bfloat16"),
     Fault(
         "one weight off by one code, llama",
         LLAMA_WA,
@@ -427,12 +442,12 @@ MORE_WEIGHTS = (
     ),
 )
 FUNCTIONS = (
-    Fault("norm eps 1e-3", INT8, norm_epsilon(1e-3), "the norm; "),
+    Fault("norm eps 1e-3", INT8, norm_epsilon(1e-3), "the norm; eps 0.001 instead of 1e-05"),
     Fault("norm eps 1e-6", FP8, norm_epsilon(1e-6), "the norm; ", layer=0),
     Fault("softplus by pieces", FP8, with_functions(softplus=softplus_rough), "the scan; "),
     Fault("softplus linear above 2", INT8, with_functions(softplus=early_threshold), "the scan; "),
-    Fault("exp(delta A) by Euler", FP8, scanning(euler), "the scan; "),
-    Fault("C one token late", INT8, scanning(c_late), "the scan; "),
+    Fault("exp(delta A) by Euler", FP8, scanning(euler), "the scan; exp(delta A) is replaced by 1 + delta A"),
+    Fault("C one token late", INT8, scanning(c_late), "the scan; C is one token late"),
     Fault("x_proj in bf16", FP4, submodule("mixer.x_proj", matmul_in(torch.bfloat16)), "x_proj; "),
     Fault("out_proj in fp16", INT8, submodule("mixer.out_proj", matmul_in(torch.float16)), "out_proj; ", layer=3),
     Fault(
@@ -442,11 +457,15 @@ FUNCTIONS = (
         "up_proj",
         model="tiny-llama",
     ),
-    Fault("gelu in the place of silu", LLAMA_W, gelu, "", model="tiny-llama"),
-    Fault("attention scale 1/8", LLAMA_WA, attention_scale, "", model="tiny-llama", layer=2),
-    Fault("residual counted off", LLAMA_W, no_residual, "", model="tiny-llama", layer=3),
+    Fault("gelu in the place of silu", LLAMA_W, gelu, UNKNOWN, model="tiny-llama"),
+    Fault("attention scale 1/8", LLAMA_WA, attention_scale, UNKNOWN, model="tiny-llama", layer=2),
+    Fault("residual counted off", LLAMA_W, no_residual, "-1 times its input is added", model="tiny-llama", layer=3),
     Fault(
-        "post-attention norm eps 1e-3", LLAMA_WA, norm_epsilon(1e-3, "post_attention_layernorm"), "", model="tiny-llama"
+        "post-attention norm eps 1e-3",
+        LLAMA_WA,
+        norm_epsilon(1e-3, "post_attention_layernorm"),
+        UNKNOWN,
+        model="tiny-llama",
     ),
     Fault(
         "state scale doubled",

@@ -1,20 +1,24 @@
 """Changes that must not fail a case: what differs between two honest runs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+
+import probe.metrics.comparison
 
 
 @dataclass(frozen=True)
 class Harmless:
-    """A change, and the batch size that goes with it."""
+    """A change, the batch size that goes with it, and whether recipes are judged last first."""
 
     name: str
-    applied: Callable[[], AbstractContextManager[None]]
+    applied: Callable[[], AbstractContextManager[Any]] = nullcontext
     batch_size: int | None = None
+    is_reversed: bool = False
 
 
 @contextmanager
@@ -38,9 +42,14 @@ def without_onednn() -> Iterator[None]:
         mkldnn.set_flags(before)
 
 
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
+def without_numba() -> AbstractContextManager[Any]:
+    """As where numba is not installed."""
+    return mock.patch.object(probe.metrics.comparison, "numba_twin", return_value=None)
+
+
+def with_numba() -> AbstractContextManager[Any]:
+    """The numba twin for tensors of any size; in the gate they are too small for it."""
+    return mock.patch.object(probe.metrics.comparison, "LARGE", 1)
 
 
 HARMLESS: dict[str, Harmless] = {
@@ -49,7 +58,10 @@ HARMLESS: dict[str, Harmless] = {
         Harmless("1 thread", lambda: threads(1)),
         Harmless("2 threads", lambda: threads(2)),
         Harmless("oneDNN off", without_onednn),
-        Harmless("batches of 1", nothing, batch_size=1),
-        Harmless("batches of 4", nothing, batch_size=4),
+        Harmless("numba twin off", without_numba),
+        Harmless("numba twin everywhere", with_numba),
+        Harmless("recipes in another order", is_reversed=True),
+        Harmless("batches of 1", batch_size=1),
+        Harmless("batches of 3", batch_size=3),
     )
 }

@@ -400,7 +400,8 @@ def rounded_rows(real: Any, module: Any, x: Tensor) -> Tensor:
 
 
 def path(name: str, recipe: str, case: str, damage: Damage, cause: str = "", **rest: Any) -> Fault:
-    return Fault(name, recipe, damage, cause, **{"verdicts": PATH, "case": case, **rest})
+    said = {"decode": "decoded", "padded": "padding"}.get(case, "")
+    return Fault(name, recipe, damage, cause or said, **{"verdicts": PATH, "case": case, **rest})
 
 
 def _flip(w: Tensor) -> Tensor:
@@ -419,7 +420,7 @@ DECODE = (
     path("decode: conv bias dropped", FP8, "decode", with_weight(decoding, "conv1d.bias", torch.zeros_like)),
     path("decode: conv window not moved on", INT8, "decode", mixing(decoding, stale_window), layer=2),
     path("decode: conv window empty at first", FP8, "decode", mixing(prefilling, lost_window), layer=0),
-    path("decode: conv window in bf16", FP8, "decode", mixing(decoding, narrow_window)),
+    path("decode: conv window in bf16", INT8, "decode", mixing(decoding, narrow_window)),
     path("decode: state not carried", INT8, "decode", carried(torch.zeros_like)),
     path("decode: state in bf16", FP8, "decode", carried(lambda h: h.bfloat16().float())),
     path("decode: state in fp16, fast scan", FAST8, "decode", carried(lambda h: h.half().float()), layer=3),

@@ -32,67 +32,75 @@ class Result:
         return next((one for one in self.failing if one.is_own), self.failing[0] if self.failing else None)
 
     @property
+    def outcome(self) -> Outcome | None:
+        """The case that must fail; of faults that have none, the first that does."""
+        return self.outcomes.get(self.fault.label, self.first)
+
+    @property
     def is_caught(self) -> bool:
         """Whether the gate failed at all."""
         return bool(self.error or self.failing)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it failed where the fault is, and nowhere else."""
+        return self.is_caught and not self.place_problems()
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the cause is told, and the right one."""
+        return self.is_caught and not self.cause_problems() and not self.is_unnamed
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether the diagnosis admits that it does not know."""
+        return UNKNOWN in self.cause
 
     @property
     def verdict(self) -> str:
         """The verdict of the case that must fail, in a word."""
         if self.error:
             return "error"
-        outcome = self.outcomes.get(self.fault.label, self.first)
-        return "NOT CAUGHT" if outcome is None else outcome.verdict or "NOT CAUGHT"
+        return "not caught" if self.outcome is None else self.outcome.verdict or "not caught"
 
     @property
     def cause(self) -> str:
         """The cause as it is told; of verdicts that say it all, the message."""
-        outcome = self.outcomes.get(self.fault.label, self.first)
-        if outcome is None:
-            return self.error
-        return outcome.cause or outcome.message
-
-    @property
-    def told(self) -> str:
-        """Everything that the failure says about where and why."""
-        outcome = self.outcomes.get(self.fault.label, self.first)
-        return self.error if outcome is None else " ".join([outcome.message, *outcome.details, outcome.cause])
+        return self.error if self.outcome is None else self.outcome.cause or self.outcome.message
 
     def problems(self) -> list[str]:
         """What is not as the row says; empty if all is."""
-        fault, found = self.fault, []
-        if not self.is_caught:
-            return ["not caught"]
-        found += [f"{label} fails without any fault" for label, one in self.healthy.items() if one.status != "passed"]
+        wrong = [f"{label} fails without any fault" for label, one in self.healthy.items() if one.status != "passed"]
+        return wrong + ([*self.place_problems(), *self.cause_problems()] if self.is_caught else ["not caught"])
+
+    def place_problems(self) -> list[str]:
+        """How the failing cases and their verdicts are not those of the row."""
+        fault = self.fault
         if fault.kind == "error":
-            return [*found, *([] if fault.cause in self.error else [f"says {self.error!r}, not {fault.cause!r}"])]
+            return [] if self.error else [f"{self.verdict}, not an error"]
         if self.error:
             return [f"raised {self.error}"]
         if fault.kind == "reference":
-            found += [
-                f"{one.case.layer} is {one.verdict}"
-                for one in self.outcomes.values()
-                if one.verdict not in fault.verdicts
-            ]
-            return [*found, *self._cause_problems()]
-        if fault.label not in self.outcomes:
-            return [*found, f"there is no case {fault.label}"]
+            others = {label: one.verdict for label, one in self.outcomes.items() if one.verdict not in fault.verdicts}
+            return [f"{label} is {verdict or 'passed'}" for label, verdict in others.items()]
         if self.outcomes[fault.label].status != "failed":
-            return [*found, f"{fault.label} passes; failing: {', '.join(one.case.layer for one in self.failing)}"]
+            return [f"{fault.label} passes; failing: {', '.join(one.case.layer for one in self.failing)}"]
         assert self.first is not None
-        if self.first.case.layer != fault.label:
-            found.append(f"{self.first.case.layer} is named first")
-        if self.outcomes[fault.label].verdict not in fault.verdicts:
-            found.append(f"verdict {self.outcomes[fault.label].verdict}")
-        return [*found, *self._cause_problems(), *self._spread_problems()]
+        first, verdict = self.first.case.layer, self.outcomes[fault.label].verdict
+        found = [] if first == fault.label or (fault.kind == "path" and first in PATHS) else [f"{first} is named first"]
+        return [*found, *([] if verdict in fault.verdicts else [f"verdict {verdict}"]), *self._spread_problems()]
 
-    def _cause_problems(self) -> list[str]:
-        fault, said = self.fault, self.told if self.fault.kind != "layer" else self.cause
+    def cause_problems(self) -> list[str]:
+        """How the text is not that of the row."""
+        fault, outcome = self.fault, self.outcome
+        said = self.error if outcome is None else outcome.cause
+        if outcome is not None and fault.kind != "layer":
+            said = " ".join([outcome.message, *outcome.details, outcome.cause])
         found = [] if fault.cause in said else [f"cause {said!r} has no {fault.cause!r}"]
         if fault.kind == "path" and fault.where not in said:
             found.append(f"does not name {fault.where}: {said!r}")
-        outcome = self.outcomes.get(fault.label, self.first)
-        if outcome is not None and len(outcome.cause) > WIDTH:
+        lines = 1 if fault.kind in ("layer", "outside", "wide") else 3
+        if outcome is not None and len(outcome.cause) > lines * WIDTH:
             found.append(f"the cause has {len(outcome.cause)} characters")
         return found
 
@@ -110,17 +118,9 @@ class Result:
         return []
 
     @property
-    def is_unnamed(self) -> bool:
-        """Whether the diagnosis admits that it does not know."""
-        return UNKNOWN in self.cause
-
-    @property
     def strongest(self) -> str:
         """The figure that moved by most, and by how many of its tolerances."""
-        outcome = self.outcomes.get(self.fault.label, self.first)
-        if outcome is None:
-            return "-"
-        moved = {name: figure for name, figure in outcome.figures.items() if figure.moved}
+        moved = {name: figure for name, figure in self.outcome.figures.items() if figure.moved} if self.outcome else {}
         own = {name: figure for name, figure in moved.items() if not name.startswith("propagated.")} or moved
         if not own:
             return "-"

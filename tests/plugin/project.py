@@ -82,6 +82,9 @@ from modes import coarse
 probe.register_mode("coarse", coarse)
 """
 
+#: The cases of every recipe of the network beside its layers, in their order.
+BESIDE = ("embedding", "head", "ragged", "batch_1", "logits")
+
 TEST = """
 def test_matches_baseline(probe_case):
     probe_case.check()

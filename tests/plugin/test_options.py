@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from probe.words import BESIDE as ALL_BESIDE
 from tests.plugin.conftest import Run
+from tests.plugin.project import BESIDE
 
 ROOT = Path(__file__).parents[2]
 COLLECT = ("--collect-only", "-q")
@@ -197,7 +199,7 @@ def test_a_mode_registered_twice_is_refused(project: Run, pytester: pytest.Pytes
 def test_the_id_of_a_case_is_mode_layer_device_format(project: Run) -> None:
     result = project(*COLLECT)
     result.stdout.fnmatch_lines(["test_gate.py::test_matches_baseline[[]coarse-layer_0-cpu-int8[]]"])
-    layers = ("layer_0", "layer_1", "layer_2", "logits")
+    layers = ("layer_0", "layer_1", "layer_2", *BESIDE)
     assert ids(result) == [f"coarse-{layer}-cpu-{format}" for format in ("int8", "fp8_e4m3") for layer in layers]
 
 
@@ -221,35 +223,33 @@ def test_layers_are_first_last_indices_or_patterns(project: Run) -> None:
         found = ids(project(*COLLECT, "--probe-formats", "int8", *(f"--probe-layers={one}" for one in given)))
         return [name.removeprefix("coarse-").removesuffix("-cpu-int8") for name in found]
 
-    assert layers("first") == ["layer_0", "logits"]
-    assert layers("last") == ["layer_2", "logits"]
-    assert layers("2,0") == layers("0", "2") == layers("layer_0 layer_2") == ["layer_0", "layer_2", "logits"]
-    assert layers(r"layers\.[12]$") == ["layer_1", "layer_2", "logits"]
-    assert layers(r"up$") == ["layers.0.up", "layers.1.up", "layers.2.up", "logits"]
-    assert layers("all") == ["layer_0", "layer_1", "layer_2", "logits"]
+    assert layers("first") == ["layer_0", *BESIDE]
+    assert layers("last") == ["layer_2", *BESIDE]
+    assert layers("2,0") == layers("0", "2") == layers("layer_0 layer_2") == ["layer_0", "layer_2", *BESIDE]
+    assert layers(r"layers\.[12]$") == ["layer_1", "layer_2", *BESIDE]
+    assert layers(r"up$") == ["layers.0.up", "layers.1.up", "layers.2.up", *BESIDE]
+    assert layers("all") == ["layer_0", "layer_1", "layer_2", *BESIDE]
 
 
 def test_devices_and_formats_are_named_in_lists_each_once(project: Run) -> None:
     found = ids(project(*COLLECT, "--probe-devices", "cpu,xla cpu", "--probe-formats", "int8,int8", "-k", "layer_0"))
     assert found == ["coarse-layer_0-cpu-int8", "coarse-layer_0-xla-int8"]
     assert ids(project(*COLLECT, devices='["cpu", "cpu"]', formats='["int8", "int8"]', layers="[0, 0]")) == [
-        "coarse-layer_0-cpu-int8",
-        "coarse-logits-cpu-int8",
+        f"coarse-{layer}-cpu-int8" for layer in ("layer_0", *BESIDE)
     ]
 
 
 def test_k_takes_a_slice_of_the_matrix(project: Run) -> None:
     assert ids(project(*COLLECT, "-k", "layer_0 and int8")) == ["coarse-layer_0-cpu-int8"]
     assert ids(project(*COLLECT, "-k", "coarse and not layer")) == [
-        "coarse-logits-cpu-int8",
-        "coarse-logits-cpu-fp8_e4m3",
+        f"coarse-{label}-cpu-{format}" for format in ("int8", "fp8_e4m3") for label in BESIDE
     ]
 
 
 def test_another_model_and_another_folder_have_baselines_of_their_own(project: Run, pytester: pytest.Pytester) -> None:
     (pytester.path / "factories.py").write_text(FACTORIES)
     small = ("--probe-model", "factories:small", "--baselines-dir", "elsewhere/there", "--probe-formats", "int8")
-    assert ids(project(*COLLECT, *small)) == ["coarse-layer_0-cpu-int8", "coarse-logits-cpu-int8"]
+    assert ids(project(*COLLECT, *small)) == [f"coarse-{layer}-cpu-int8" for layer in ("layer_0", *BESIDE)]
     assert project(*small, "--update-baselines").ret == 0
     assert not (pytester.path / "baselines").exists()
     assert (pytester.path / "elsewhere" / "there" / "factories_small" / "cpu" / "coarse.json").exists()
@@ -269,16 +269,22 @@ def test_the_marker_overrides_the_settings_and_options_narrow_it(project: Run, p
     def marked(*arguments: str) -> list[str]:
         return ids(project(*COLLECT, *arguments, "test_marked.py"), "test_marked")
 
-    both = ["layer_0", "logits"]
+    both = ["layer_0", *BESIDE]
+    count = len(both)
     whole = [
         *(f"linear_w-{layer}-cpu-{format}" for format in ("int8", "nvfp4") for layer in both),
         *(f"fp16-{layer}-cpu" for layer in both),
     ]
     assert marked() == whole
-    assert marked("--probe-modes", "fp16,coarse") == whole[4:], "coarse is not added"
-    assert marked("--probe-formats", "int8") == [*whole[:2], *whole[4:]], "a float mode has no format to leave out"
+    assert marked("--probe-modes", "fp16,coarse") == whole[2 * count :], "coarse is not added"
+    assert marked("--probe-formats", "int8") == [*whole[:count], *whole[2 * count :]], (
+        "a float mode has no format to leave out"
+    )
     assert marked("--probe-layers", "first") == whole
-    assert marked("--probe-layers", "layer_0", "--probe-modes", "linear_w", "--probe-formats", "nvfp4") == whole[2:4]
+    assert (
+        marked("--probe-layers", "layer_0", "--probe-modes", "linear_w", "--probe-formats", "nvfp4")
+        == whole[count : 2 * count]
+    )
     assert marked("--probe-model", "network:make") == whole, "the marker names the model"
 
 
@@ -351,7 +357,7 @@ def test_cases_of_another_test_are_not_obsolete_when_files_are_named(project: Ru
     for arguments in ((), (".",)):
         result = project(*arguments)
         assert result.ret == pytest.ExitCode.TESTS_FAILED
-        gone = "not compared: 4 cases of network:make, linear_w-layer_0-cpu-int8 first: its test was in test_marked.py*"
+        gone = "not compared: 8 cases of network:make, linear_w-batch_1-cpu-int8 first: its test was in test_marked.py*"
         result.stdout.fnmatch_lines([gone])
 
 
@@ -364,7 +370,7 @@ def test_the_default_matrix_is_every_mode_layer_and_format_on_the_cpu_and_two_fl
     start = "tests/regression/test_gate.py::test_matches_baseline"
     found = [line for line in done.stdout.splitlines() if line.startswith(f"{start}[")]
     modes = ("mode_0", "mode_2_0", "mode_2_1", "mode_2_2", "mode_2_3", "mode_2_4", "mode_3")
-    layers = ("layer_0", "layer_1", "layer_2", "layer_3", "logits")
+    layers = ("layer_0", "layer_1", "layer_2", "layer_3", *ALL_BESIDE)
     formats = ("int8", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "mxint8", "nvfp4")
     assert f"{start}[mode_2_1-layer_0-cpu-fp8_e4m3]" in found
     assert f"{start}[fp16-layer_0-cpu]" in found

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2] / "baselines"
 MODELS = ("tiny-mamba", "tiny-llama")
 
 
-def test_the_default_set_is_below_a_megabyte() -> None:
-    """The bar is 1.5 MB; anchors in each of the eleven modes instead of one file for a model would take 2 MB."""
-    assert sum(file.stat().st_size for file in ROOT.rglob("*") if file.is_file()) < 1_000_000
+def test_the_default_set_is_below_one_and_a_half_megabytes() -> None:
+    """Anchors in each of the eleven modes instead of one file for a model would take 1 MB more."""
+    assert sum(file.stat().st_size for file in ROOT.rglob("*") if file.is_file()) < 1_500_000
 
 
 @pytest.mark.parametrize("model", MODELS)

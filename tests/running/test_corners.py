@@ -1,5 +1,9 @@
 """Corner answers: every site that the recipe puts on a grid is asked, with corner values of that grid."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -232,3 +236,26 @@ def test_a_ragged_block_that_is_left_float_gives_another_digest() -> None:
         whole = one.shape[-1] // 32 * 32
         made[..., whole:] = one[..., whole:]
     assert digest_of(*broken) != digest_of(*healthy)
+
+
+EVERY_DIGEST = """
+from probe.formats import FORMATS, GATE_FORMATS
+from probe.numerics.corners import corner_values
+from probe.numerics.grids import activation_grid, sequence_grid
+from probe.running.digests import digest_of
+
+for name in GATE_FORMATS:
+    for make, per_sequence in ((activation_grid, False), (sequence_grid, True)):
+        given = corner_values(FORMATS[name], 72, amax=3.7, per_sequence=per_sequence)
+        print(name, per_sequence, digest_of(*given), digest_of(*map(make(name, 3.7), given)))
+"""
+
+
+def test_values_and_answers_do_not_depend_on_the_instruction_set() -> None:
+    found = set()
+    for capability in ("default", "avx2", ""):
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability} if capability else dict(os.environ)
+        run = subprocess.run([sys.executable, "-c", EVERY_DIGEST], env=environment, capture_output=True, check=True)
+        found.add(run.stdout)
+    assert len(found) == 1
+    assert found.pop().count(b"\n") == 2 * len(GATE_FORMATS)

@@ -56,7 +56,8 @@ class Run:
 
         def key(one: Outcome) -> tuple[bool, int]:
             start = one.verdict == "reference moved" and f", from {one.case.layer} on" in one.message
-            return not start, 1 if is_layer(one) else flow_key(one.case.layer)
+            at_a_layer = is_layer(one) or one.verdict in ("missing", "obsolete")  # where no data flowed
+            return not start, 1 if at_a_layer else flow_key(one.case.layer)
 
         return sorted(found, key=key)
 
