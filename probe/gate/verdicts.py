@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from probe.gate.baselines.format import Entry, Stored
@@ -205,7 +205,8 @@ def renewed(
 ) -> Entry:
     """The entry to store for a case; `others` are observations of it under harmless changes.
 
-    A case that agrees with its old entry keeps it, so that baselines do not creep and diffs stay small.
+    A case that agrees with its old entry keeps it, so that baselines do not creep and diffs stay small; what the old
+    entry does not have yet is added to it.
     """
     if outcome.status == "passed" and old is not None:
         return old
@@ -241,7 +242,20 @@ def renewed(
         name: digest if all(other.digests.get(name) == digest for other in others) else VARIES
         for name, digest in base.digests.items()
     }
-    return Entry(figures, flat(base.values), digests=digests)
+    new = Entry(figures, flat(base.values), digests=digests)
+    return new if old is None or not _agrees(outcome, old) else _added(old, new)
+
+
+def _agrees(outcome: Outcome, old: Entry) -> bool:
+    """Whether nothing that the old entry has moved: only figures or digests that it lacks are new."""
+    known = {f"{name.partition('.')[0]}{CHANGED}" for name in old.digests}
+    return not any(figure.moved and (name in old.figures or name in known) for name, figure in outcome.figures.items())
+
+
+def _added(old: Entry, new: Entry) -> Entry:
+    """The old entry with what only the new one has. Golden values are one row: they stay if they are as many."""
+    values = old.values if len(old.values) == len(new.values) else new.values
+    return replace(old, figures={**new.figures, **old.figures}, values=values, digests={**new.digests, **old.digests})
 
 
 def _between(value: float, other: float | None) -> float:
