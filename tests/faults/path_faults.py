@@ -400,7 +400,7 @@ def rounded_rows(real: Any, module: Any, x: Tensor) -> Tensor:
 
 
 def path(name: str, recipe: str, case: str, damage: Damage, cause: str = "", **rest: Any) -> Fault:
-    said = {"decode": "decoded", "padded": "padding"}.get(case, "")
+    said = {"decode": "decode", "padded": "padd"}.get(case, "")
     return Fault(name, recipe, damage, cause or said, **{"verdicts": PATH, "case": case, **rest})
 
 
