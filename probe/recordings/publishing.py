@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from probe.files.atomic import link_or_copy, locked, make_folder, move, sync, sync_tree, write
+from probe.files.atomic import link_or_copy, locked, make_folder, move, sync_tree, write
 from probe.files.defects import DefectError
 from probe.files.tensors import npz_writer, write_npy, write_pt
 from probe.recordings import script_formats as scripts
@@ -170,24 +170,21 @@ def finish_publishing(folder: Path) -> None:
     The manifest of `.partial` becomes `.finished.json` in between, so that the command that was killed can see that its
     work is done (`was_finished`).
     """
-    fresh, ends = folder / NEW, {folder}
+    fresh = folder / NEW
     if (fresh / MANIFEST).exists():
         try:
             files = _files_listed(fresh)
             for name in files:
                 (folder / name).parent.mkdir(exist_ok=True)
                 if (fresh / name).exists():
-                    os.replace(fresh / name, folder / name)
-                ends.add((folder / name).parent)
+                    move(fresh / name, folder / name)
             for name in _files_listed(folder).keys() - files.keys():
                 (folder / name).unlink(missing_ok=True)
                 with suppress(OSError):  # not empty
                     if "/" in name:
                         (folder / name).parent.rmdir()
             if (folder / PARTIAL / MANIFEST).exists():
-                os.replace(folder / PARTIAL / MANIFEST, folder / FINISHED)
-            for end in ends:
-                sync(end)
+                move(folder / PARTIAL / MANIFEST, folder / FINISHED)
             move(fresh / MANIFEST, folder / MANIFEST)
         except OSError as problem:
             why = f"cannot write {folder}: {problem.strerror or problem}"

@@ -148,8 +148,9 @@ def test_all_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fsync", note)
     write_small(target)
     names = [re.sub(r"^\.(.+)\.\d+\.tmp$", r"\1", name) for name, _ in synced]
-    assert {"fp32.safetensors", f"{RECIPE}.safetensors", "tokens.safetensors"} <= set(names[:-4])
-    assert names[-4:] == ["manifest.json", ".new", "r", "r"]
+    place = names.index("manifest.json")
+    assert {"fp32.safetensors", f"{RECIPE}.safetensors", "tokens.safetensors"} <= set(names[:place])
+    assert names[place + 1 :] == [".new", *["r"] * 4], "then all is moved, the manifest last"
     assert synced[-1] == ("r", True)
     assert not any(in_place for _, in_place in synced[:-1])
 
