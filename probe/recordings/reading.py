@@ -34,8 +34,9 @@ from probe.recordings.manifest import (
 from probe.recordings.script_formats import METADATA, NPY_FILE, NPZ, NPZ_KEY, PT_FILE, recipe_named, tensor_named
 from probe.running.modes import MODES
 
-#: The names beside a recording: while it is made, and while it takes the place of another.
-PARTIAL, PREVIOUS = "{}.partial", ".{}.previous"
+#: In the folder of a recording while it is made: the recipes that are whole, the files to be put in its place, and the
+#: manifest of PARTIAL once all of them are there.
+PARTIAL, NEW, FINISHED = ".partial", ".new", ".finished.json"
 
 UNKNOWN = "unknown"
 TensorsByRecipe = dict[tuple[str, str | None], dict[str, StoredTensor]]  # mode and format -> tensors
@@ -131,7 +132,12 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
         is_file, is_folder = folder.is_file(), folder.is_dir()
         has_manifest = is_folder and os.path.lexists(folder / MANIFEST)
     if not is_folder and not (is_file and folder.suffix == ".npz"):
-        raise RecordingError(f"there is no folder {folder}. Expected a recording. {_where_it_may_be(folder)}")
+        raise RecordingError(f"there is no folder {folder}. Expected a recording. {AGAIN}.")
+    again = "Run the same probe record command again to finish it."
+    if is_folder and os.path.lexists(folder / NEW / MANIFEST):
+        raise RecordingError(f"{folder} is being written, or was interrupted while it was. {again}")
+    if is_folder and not has_manifest and os.path.lexists(folder / PARTIAL / MANIFEST):
+        return read_recording(folder / PARTIAL)
     if not has_manifest:
         found = _manifest_of_scripts(folder)
         if found is None:
@@ -142,23 +148,11 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
         whole, missing = len(manifest.recipes), manifest.unfinished.missing
         raise RecordingError(
             f"{folder} is an interrupted recording: {whole} of {whole + len(missing)} recipes are whole, "
-            f"{', '.join(missing) or 'none'} missing. Run the same probe record command again to finish it."
+            f"{', '.join(missing) or 'none'} missing. {again}"
         )
     check_files(folder, manifest, verify=verify)
     kept = manifest.tokens.file is not None
     return Recording(folder, manifest, () if kept else ("the token ids were not kept, only their fingerprint",))
-
-
-def _where_it_may_be(folder: Path) -> str:
-    for name, words in (
-        (PARTIAL, "is an interrupted recording of it: run the same probe record command again to finish it"),
-        (PREVIOUS, "is what an interrupted overwriting left of it: rename it back"),
-    ):
-        beside = folder.with_name(name.format(folder.name)) if folder.name else folder
-        with reading(folder):
-            if beside.is_dir() and beside != folder:
-                return f"{beside} {words}."
-    return f"{AGAIN}."
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -58,7 +58,7 @@ class RecordRequest:
     """What to record, and how. None stands for the default of the layout (DEFAULTS)."""
 
     out: Path | str = "layer_outputs"
-    """The folder. While it is made, the recording is in `<out>.partial`."""
+    """The folder. While it is made, the recording is in `.partial` in it."""
     _: KW_ONLY
     model: str | Loaded | nn.Module = "tiny-mamba"
     """A name, or a model. A model that is compiled or made by record_outputs runs as it is; `modes` and `formats` then

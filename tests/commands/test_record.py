@@ -94,7 +94,7 @@ def test_the_manifest_goes_to_a_pipe_or_a_file(tmp_path: Path, capsys: pytest.Ca
         (["--json", "/proc/all.json"], "cannot write /proc/all.json: no such file or directory. Give a file in"),
         (["--formats", "int7"], "unknown format 'int7'. Did you mean 'int"),
         (["--out", "/dev/null"], "/dev/null is a file. Expected the name of a folder to make."),
-        (["--out", "/proc/nothing/r"], "cannot write /proc/nothing/r.partial: No such file or directory"),
+        (["--out", "/proc/nothing/r"], "cannot write /proc/nothing/r: No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
