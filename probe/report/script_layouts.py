@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from probe.comparisons.modes import LayerComparison, ModeComparison
 from probe.formats import Format
 from probe.metrics import Metrics
-from probe.scaling.advice import Recommendation
+from probe.scaling.advice import Alternative, Recommendation
 from probe.scaling.results import Level, ScalingResult
-from probe.words import printable
+from probe.words import columns, printable
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
 _TABLE_RULE = "-" * 100
 #: The columns of the summary with their widths; the last, Avg Corr, needs none.
 _COLUMNS = (("Mode", 11), ("Layer 0 MSE", 16), ("Layer 0 MAE", 13), ("Last Layer MSE", 16), ("Last Layer MAE", 16))
+#: Said of a recommended level where the sweep has no whole exponent.
+_NO_POWER = "Not a power of two, which the scale of this format is: sweep a range with a whole exponent"
 #: The marks of each kind of advice on a sweep.
 MARKS = {"good": "✅", "fair": "⚠️ ", "poor": "🔴"}
 
@@ -172,26 +174,33 @@ def _extremes(levels: Sequence[Level]) -> list[str]:
 
 
 def _avoid(found: Recommendation, over: Sequence[Level], under: Sequence[Level]) -> list[str]:
-    lines = ["OVERFLOW/UNDERFLOW RECOMMENDATIONS:", SHORT]
-    if any("high" in (level.overflow_severity, level.underflow_severity) for level in (*over, *under)):
-        lines += ["⚠️  AVOID scaling factors with HIGH overflow/underflow severity"]
+    """What to avoid, but for losses that the recommended level has too, and that level or the range around it."""
+    lines, chosen = ["OVERFLOW/UNDERFLOW RECOMMENDATIONS:", SHORT], found.level
+    kinds = [kind for kind in ("overflow", "underflow") if _severity(chosen, kind) != "high"]
+    kinds = [kind for kind in kinds if any(_severity(level, kind) == "high" for level in (*over, *under))]
+    if kinds:
+        lines += [f"⚠️  AVOID scaling factors with HIGH {'/'.join(kinds)} severity"]
         lines += ["   These factors cause significant precision loss"]
     if over:
-        lines += ["🔴 OVERFLOW WARNING:", "   Avoid scaling factors that cause overflow"]
+        lines += ["🔴 OVERFLOW WARNING:"]
+        lines += ["   Avoid scaling factors that cause overflow"] if chosen.overflow_severity == "none" else []
         lines += ["   These values will be saturated to max representable value"]
     if under:
         lines += ["🟡 UNDERFLOW CONSIDERATIONS:", "   Moderate underflow may be acceptable depending on use case"]
         lines += ["   Balance between underflow and overflow risks"]
-    if found.range is not None:
+    if not chosen.significant:
         low, high = found.range
-        lines += [f"✅ Recommended scaling range: {low:.2f} to {high:.2f}", f"   {found.range_reason}"]
-    elif found.least_bad is not None:
-        least = found.least_bad
+        lines += [f"✅ Recommended scaling range: {low:.2f} to {high:.2f}, best {at(chosen)}", f"   {found.losses}"]
+        return lines
+    if found.losses.startswith("every"):
         lines += ["⚠️  All scaling levels have some overflow/underflow - choose least problematic"]
-        lines += [f"💡 Least problematic scaling: {at(least)}"]
-        lost = f"{least.percent(least.overflow):.2f}%, Underflow: {least.percent(least.underflow):.2f}%"
-        lines += [f"   Overflow: {lost}", f"   Why: {found.range_reason}"]
-    return lines
+    lines += [f"💡 Least problematic scaling: {at(chosen)}"]
+    lost = f"{chosen.percent(chosen.overflow):.2f}%, Underflow: {chosen.percent(chosen.underflow):.2f}%"
+    return [*lines, f"   Overflow: {lost}", f"   Why: {found.losses}"]
+
+
+def _severity(level: Level, kind: str) -> str:
+    return level.overflow_severity if kind == "overflow" else level.underflow_severity
 
 
 def recommendation_block(result: ScalingResult, found: Recommendation) -> list[str]:
@@ -209,6 +218,7 @@ def recommendation_block(result: ScalingResult, found: Recommendation) -> list[s
         *(SINGLE, "COMPOSITE RECOMMENDATION:", SHORT),
         f"⭐ RECOMMENDED Scaling Factor: {factor(chosen.scale)}",
         f"   Scale Exponent: {chosen.scale_exponent:.2f}",
+        *([f"   ⚠️  {_NO_POWER}"] if result.powers_only and not chosen.is_power else []),
         *([f"   Scale Rule: {chosen.rule}"] if chosen.rule else []),
         f"   Composite Score: {found.score:.4f}",
         "   Balanced Performance:",
@@ -229,8 +239,28 @@ def recommendation_block(result: ScalingResult, found: Recommendation) -> list[s
     ]
     if chosen.significant:
         lost = f"{chosen.percent(chosen.overflow):.2f}% overflow and {chosen.percent(chosen.underflow):.2f}% underflow"
-        lines.append(f"   ⚠️  It has {lost}: less error in all than at the other levels")
+        among = "powers of two" if result.powers_only else "levels"
+        lines.append(f"   ⚠️  It has {lost}: and yet the best score of the {among}")
+    if found.edge:
+        lines.append(f"   ⚠️  {found.edge}")
     return [*lines, DOUBLE]
+
+
+def alternatives_block(result: ScalingResult, found: Recommendation, others: Sequence[Alternative]) -> list[str]:
+    """COST OF THE ALTERNATIVES: the error of other scales beside that of the recommended one."""
+    chosen = found.level
+    rows = [
+        {
+            "scale": one.what,
+            "scale exp": "" if one.scale_exponent is None else f"{one.scale_exponent:.2f}",
+            "MSE": f"{one.mse:.6e}",
+            "times": "" if one.times is None else f"{one.times:.4g}",
+            "PSNR dB": f"{one.psnr:.2f}",
+        }
+        for one in (Alternative("recommended", chosen.scale_exponent, chosen.mse, chosen.psnr, 1.0), *others)
+    ]
+    title = f"{result.format}: MSE in times that of the recommended scale exponent {at(chosen)}"
+    return [*(DOUBLE, "COST OF THE ALTERNATIVES", DOUBLE), title, SINGLE, *columns(rows, left={"scale"}), DOUBLE]
 
 
 def _optimum(title: str, level: Level) -> list[str]:
