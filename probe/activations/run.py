@@ -83,6 +83,10 @@ def prepare(
     dtype = None if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
     memory, data = settings.memory, settings.data
     room = Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
+    format, column = data.custom.format, data.custom.text_column
+    documents = documents_of(
+        data.source, format=format, text_column=column, split=data.split, allow_download=allow_download
+    )
     loaded = load_model(
         settings.model.path,
         dtype=dtype,
@@ -95,10 +99,6 @@ def prepare(
     for line in names_of(model):
         progress(line)
     plan = make_plan(model, settings, model_name=settings.model.path)
-    format, column = data.custom.format, data.custom.text_column
-    documents = documents_of(
-        data.source, format=format, text_column=column, split=data.split, allow_download=allow_download
-    )
     samples = samples_of(documents, loaded.tokenizer, count=data.num_samples, length=data.seq_len, seed=data.seed)
     takes_mask = "attention_mask" in _parameters(model)
     batches = batches_of(samples, batch_size=data.batch_size, pad=takes_mask)
