@@ -220,12 +220,25 @@ def _pt_tensors(file: Path) -> dict[str | None, Tensor]:
         if not tensors:
             keys = first_few([str(key) for key in content]) or "nothing"
             raise DefectError(f"is not a tensor but a dict of {keys}, none of which is one")
+        for tensor in tensors.values():
+            check_storage(tensor)
         return tensors
     if not isinstance(content, Tensor):
         raise DefectError(f"is not a tensor but a {type(content).__name__}")
     if not _is_dense(content):
         raise DefectError(f"holds a tensor that is {content.layout} on {content.device}. Expected a dense one")
+    check_storage(content)
     return {None: content}
+
+
+def check_storage(tensor: Tensor) -> None:
+    """Refuse a tensor with more elements than its file holds: a view by strides, which may claim any size."""
+    stored = tensor.untyped_storage().nbytes()
+    if tensor.numel() * tensor.element_size() > stored:
+        raise DefectError(
+            f"claims a tensor of {kind_of(tensor)} and holds {stored} bytes of it",
+            remedy="If that is meant, save it again after .contiguous().",
+        )
 
 
 def _is_dense(value: Any) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from probe.data.samples import token_fingerprint
-from probe.files.defects import DefectError, file_inside, parsing
-from probe.files.tensors import Kind, kind_of, load_plain, load_tensor, numpy_dtype, tensors_in
+from probe.files.defects import DefectError, file_inside, parsing, read_document
+from probe.files.tensors import Kind, check_storage, kind_of, load_plain, load_tensor, numpy_dtype, tensors_in
 from probe.recordings.manifest import (
     AGAIN,
     DTYPES,
@@ -158,7 +158,7 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest alone, checked key by key."""
     with reading(folder / MANIFEST):
-        return manifest_from_json(file_inside(folder, MANIFEST).read_bytes())
+        return manifest_from_json(read_document(file_inside(folder, MANIFEST)))
 
 
 def check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
@@ -244,6 +244,7 @@ def _token_ids_of_metadata(file: Path) -> Tensor | None:
         ids = torch.as_tensor(metadata["input_ids"])
     if ids.is_floating_point() or ids.is_complex() or ids.dim() not in (1, 2) or not ids.numel():
         raise DefectError(f"its input_ids are {kind_of(ids)}. Expected whole numbers [samples, tokens]")
+    check_storage(ids)
     return ids.detach().to(torch.int64).reshape(-1, ids.shape[-1])
 
 
