@@ -123,12 +123,12 @@ class EnabledSettings:
     percentile_range: bool = key(True, yes_or_no)
 
 
-#: Linear layers of Mamba and of the usual transformers, and the layers of the stack.
+#: Linear layers of Mamba and of the usual transformers, and the layers of the stack; not the parts of a block of T5.
 LINEAR = (
     r"\b((in|x|out|q|k|v|o|qkv|gate|up|down|gate_up)_proj|c_(attn|proj|fc)|fc[12]|dense\w*|query_key_value"
-    r"|experts\.(input|middle))$"
+    r"|query|key|value|[qkvo]|w[io](_\d)?|(q|k|v|out)_lin|lin[12]|experts\.(input|middle))$"
 )
-LAYERS = r"(layers|h|blocks)\.\d+$"
+LAYERS = r"^(?!.*block\.\d+\.layer).*(layers?|h|blocks?)\.\d+$"
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,10 @@ class PercentileSettings:
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """Limits all sections above to layers that match one of these patterns; empty: no limit."""
+    """Limits all sections above to layers that match one of these patterns; empty: no limit.
+
+    Where that leaves a section nothing, it takes these patterns instead of the default ones; patterns of its own stay.
+    """
 
     patterns: tuple[str, ...] = key((), partial(_patterns, empty=True))
 

@@ -96,8 +96,8 @@ def run_batch(
         f"Successful: {len(sources) - len(failed)}",
         f"Failed: {len(failed)}",
         *(f"  {one.source}: {one.reason}" for one in failed),
-        f"Page of all tensors: {written}" if written else "Nothing was analysed, so no page is written.",
         "⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!",
+        f"Page of all tensors: {written}" if written else "Nothing was analysed, so no page is written.",
     ):
         show(line)
     if unread and not found:

@@ -38,6 +38,9 @@ from probe.running.modes import MODES
 #: manifest of PARTIAL once all of them are there.
 PARTIAL, NEW, FINISHED = ".partial", ".new", ".finished.json"
 
+#: What to do where nothing was recorded yet.
+FIRST = "Record the float model and the modes first: probe record --modes fp32 2-1 --out {}"
+
 UNKNOWN = "unknown"
 TensorsByRecipe = dict[tuple[str, str | None], dict[str, StoredTensor]]  # mode and format -> tensors
 
@@ -132,7 +135,7 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
         is_file, is_folder = folder.is_file(), folder.is_dir()
         has_manifest = is_folder and os.path.lexists(folder / MANIFEST)
     if not is_folder and not (is_file and folder.suffix == ".npz"):
-        raise RecordingError(f"there is no folder {folder}. Expected a recording. {AGAIN}.")
+        raise RecordingError(f"there is no folder {folder}. Expected a recording. {FIRST.format(folder)}.")
     again = "Run the same probe record command again to finish it."
     if is_folder and os.path.lexists(folder / NEW / MANIFEST):
         raise RecordingError(f"{folder} is being written, or was interrupted while it was. {again}")
@@ -140,6 +143,8 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
         return read_recording(folder / PARTIAL)
     if not has_manifest:
         found = _manifest_of_scripts(folder)
+        if found is None and not any(folder.iterdir()):
+            raise RecordingError(f"{folder} is empty. Expected a recording. {FIRST.format(folder)}.")
         if found is None:
             raise RecordingError(f"{folder / MANIFEST}: is missing, so this is no whole recording. {AGAIN}")
         return Recording(folder, *found)

@@ -1,17 +1,18 @@
 """Text in the layouts of the users' own scripts, with their headings and emoji.
 
-`probe compare` prints a block for every layer and a table of the modes; `probe scaling` prints two blocks for a sweep.
+`probe compare` prints a block for a layer and a table of the modes; `probe scaling` prints two blocks for a sweep.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
-from probe.comparisons.modes import LayerComparison, ModeComparison
+from probe.comparisons.modes import QUALITIES, LayerComparison, ModeComparison
 from probe.formats import Format
 from probe.metrics import Metrics
 from probe.scaling.advice import Alternative, Recommendation
 from probe.scaling.results import Level, ScalingResult
-from probe.words import columns, printable
+from probe.words import columns, printable, shared_lines
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
 _TABLE_RULE = "-" * 100
@@ -24,7 +25,7 @@ MARKS = {"good": "✅", "fair": "⚠️ ", "poor": "🔴"}
 
 
 def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
-    """The figures of one layer as the users' own script prints them, with cosine and label added."""
+    """The figures of one layer as the users' own script prints them, with cosine and quality added."""
     m = layer.metrics
     reference = printable(comparison.reference_mode.upper())
     differences = {"Mean Diff": m.mean_difference, "Std Diff": m.std_difference}
@@ -43,7 +44,7 @@ def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
         *("", "📈 Relative Metrics:", *(_line(name, text) for name, text in relative.items())),
         *("", "📊 Absolute Difference Percentiles:"),
         *(_line(name, _fixed(value)) for name, value in percentiles.items()),
-        *("", _line("Label", layer.label), DOUBLE),
+        *("", _line("Quality", f"{layer.quality} ({_decibels(m.sqnr)})"), DOUBLE),
     ]
     return "\n".join(lines)
 
@@ -63,16 +64,36 @@ def summary_table(comparisons: Sequence[ModeComparison]) -> str:
     return "\n".join([*lines, DOUBLE])
 
 
-def comparison_heading(comparison: ModeComparison) -> str:
-    """The mode, its reference, and the folders of their recordings."""
-    mode, reference = printable(comparison.compared_mode), printable(comparison.reference_mode)
-    return f"Mode {mode} vs {reference} ({', '.join(map(printable, dict.fromkeys(comparison.recordings)))})"
+def worst_layers(comparisons: Sequence[ModeComparison], *, most: int) -> list[str]:
+    """The qualities of the layers of every mode; and its worst layers, `most` lines of all modes together."""
+    lines = ["Worst layers by relative error (every layer: --verbose, or --report DIR)", ""]
+    each = max(1, most // len(comparisons))
+    rows = []
+    for one in comparisons:
+        qualities = Counter(layer.quality for layer in one.layers.values())
+        counts = ", ".join(f"{qualities[name]} {name}" for name in QUALITIES if qualities[name])
+        for place, layer in enumerate(one.worst[:each]):
+            m = layer.metrics
+            named = {"Mode": "" if place else printable(one.compared_mode), "Layer": printable(layer.name)}
+            figures = {"Quality": layer.quality, "SQNR": _decibels(m.sqnr), "Rel MSE": _short(m.relative_mse)}
+            figures |= {"Corr": _likeness(m.correlation), "Max Abs Diff": _short(m.max_abs)}
+            rows.append({**named, **figures, "All layers": "" if place else counts})
+    return [*lines, *columns(rows, left=["Mode", "Layer", "Quality", "All layers"])]
 
 
-def failure_lines(comparison: ModeComparison, failures: Sequence[str]) -> str:
-    """A marked line for each failure."""
+def comparison_heading(*comparisons: ModeComparison) -> str:
+    """The modes, their reference, the folders of the recordings, and how much each mode put on a grid."""
+    modes, folders = ", ".join(one.compared_mode for one in comparisons), comparisons[0].recordings
+    title = f"Mode{'s' * (len(comparisons) > 1)} {modes} vs {comparisons[0].reference_mode}"
+    weights = shared_lines((one.compared_mode, one.weights.line) for one in comparisons if one.weights is not None)
+    return "\n".join(map(printable, [f"{title} ({', '.join(dict.fromkeys(folders))})", *weights]))
+
+
+def failure_lines(comparison: ModeComparison, failures: Sequence[str], *, most: int) -> str:
+    """A marked line for each failure; of more than `most`, the first ones and how many there are."""
     name = f"{comparison.compared_mode} vs {comparison.reference_mode}"
-    return "\n".join(printable(f"❌ {name}: {failure}") for failure in failures)
+    more = [f"and {len(failures) - most} more (all: --verbose)"] if len(failures) > most else []
+    return "\n".join(printable(f"❌ {name}: {failure}") for failure in [*failures[:most], *more])
 
 
 def _layer_title(name: str) -> str:
@@ -99,6 +120,14 @@ def _fixed(value: float | None, *, width: int = 0) -> str:
         return "none".rjust(width)
     is_readable = value == 0 or 1e-6 <= abs(value) < 1e6 or not math.isfinite(value)
     return (f"{value:.6f}" if is_readable else f"{value:.6e}").rjust(width)
+
+
+def _decibels(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1f} dB"
+
+
+def _short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
 
 
 def _exponent(value: float | None) -> str:

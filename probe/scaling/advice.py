@@ -72,7 +72,8 @@ class Recommendation:
     advice: tuple[tuple[str, str], ...]
     """Kind (good, fair, poor) and sentence: whether mse, cosine and psnr depend on the scale."""
     range: tuple[float, float]
-    """The exponents around the recommended one with at most 1 dB less psnr; it alone if its neighbours have less."""
+    """The exponents around the recommended one with at most 1 dB less psnr, and no significant overflow or underflow
+    unless it has some itself; it alone if there are no others."""
     losses: str
     """How many levels have no significant overflow or underflow, and why the recommended one if it has."""
     position: str
@@ -238,7 +239,9 @@ def _range(result: ScalingResult, chosen: Level) -> tuple[float, float]:
     low = high = near.index(chosen)
 
     def as_good(place: int) -> bool:
-        return 0 <= place < len(near) and near[place].psnr >= chosen.psnr - AS_GOOD
+        if not 0 <= place < len(near) or (near[place].significant and not chosen.significant):
+            return False
+        return near[place].psnr >= chosen.psnr - AS_GOOD
 
     while as_good(low - 1):
         low -= 1

@@ -54,6 +54,19 @@ def test_the_configuration_of_the_users_document(tmp_path: Path) -> None:
     assert settings.visualization.save_dir == "./figures"
 
 
+def test_the_configuration_of_the_users_document_runs(tmp_path: Path) -> None:
+    """With a model, a text and a device that are here; its layer_selection and all its patterns as they are."""
+    (tmp_path / "my_model.yaml").write_text(SEED, encoding="utf-8")
+    here = {"model.path": "tiny-llama", "data.source": "builtin", "memory.device": "cpu", "data.seq_len": "16"}
+    settings = read_configuration(tmp_path / "my_model.yaml", [*here.items(), ("data.num_samples", "2")])
+    analysis = analyze(settings, progress=quiet)
+    selected = {f"model.layers.{i}.{part}" for i in range(4) for part in ("mlp.down_proj", "self_attn.q_proj")}
+    assert {name for name, kind in analysis.statistics if kind == "input"} == selected
+    assert set(analysis.bands) == selected, "a plot that it never mentions"
+    assert set(analysis.outliers) == {f"model.layers.{i}" for i in range(4)}, "its own pattern"
+    assert not analysis.heat
+
+
 def test_overrides_win_and_are_read_as_yaml() -> None:
     given = [
         ("data.seed", "7"),

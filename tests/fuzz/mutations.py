@@ -121,7 +121,8 @@ def _tensor(rng: random.Random) -> Any:
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(rng.randrange(100)))
     many = 1 << rng.choice((10, 20, 30))
     made: list[Callable[[], Any]] = [
-        lambda: x[0], lambda: x[0, 0, 0], lambda: x[:0], lambda: x.long(), lambda: x.bool(), lambda: x.to(torch.complex64),
+        lambda: x[0], lambda: x[0, 0, 0], lambda: x[:0], lambda: x.long(), lambda: x.bool(),
+        lambda: x.to(torch.complex64),
         lambda: x.to_sparse(), lambda: x.to("meta"), lambda: x.to(torch.float8_e4m3fn), lambda: x.half(),
         lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), lambda: x.as_strided((many,), (0,)),
         lambda: x.as_strided((4, 1 << 33), (0, 0)), lambda: x.expand(5, 2, 6, 8), lambda: x.transpose(0, 2),

@@ -89,7 +89,7 @@ def _row(one: AnalysedTensor) -> dict[str, object]:
         "rel. error %": level.relative_error,
         "overflow %": level.percent(level.overflow),
         "underflow %": level.percent(level.underflow),
-        "within 1 dB": f"{low:.2f} to {high:.2f}",
+        "range": f"{low:.2f} to {high:.2f}",
         "mse of blocks": None if blocks is None else blocks.level.mse,
         "by rule": None if blocks is None else blocks.rule,
     }
@@ -164,7 +164,7 @@ def recommended_line(result: ScalingResult, found: Recommendation) -> str:
     """The recommendation in a sentence or two."""
     level, (low, high) = found.level, found.range
     factors = "added to the exponent of every block" if level.rule else f"factor {factor(level.scale)}"
-    alike = f"; {low:.2f} to {high:.2f} are within 1 dB of it" if low < high else ""
+    alike = f"; range {low:.2f} to {high:.2f}, within 1 dB" if low < high else ""
     edge = f" {found.edge}." if found.edge else ""
     return (
         f"Recommended: scale exponent {at(level)} ({factors}), MSE {level.mse:.6e}, PSNR {level.psnr:.2f} dB{alike}. "

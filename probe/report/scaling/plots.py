@@ -81,7 +81,7 @@ def _statistics_box(figure: Any, result: ScalingResult, found: Recommendation) -
         f"{shape}, {result.dtype}; {result.elements} values, {result.zeros} zeros",
         f"range [{result.minimum:.4g}, {result.maximum:.4g}], mean |x| {result.mean_abs:.4g}, "
         f"smallest {result.smallest:.3g}",
-        f"max alignment {result.max_aligned}, min alignment {result.min_aligned}; within 1 dB: {low:.2f} to {high:.2f}",
+        f"max alignment {result.max_aligned}, min alignment {result.min_aligned}; range {low:.2f} to {high:.2f}",
         f"best MSE {best.mse:.4g} at {at(best)}, worst {found.spreads['mse'].high:.4g}",
         f"recommended {at(level)}: MSE {level.mse:.4g}, cosine {level.cosine:.6f}, PSNR {level.psnr:.2f} dB",
         f"overflow {level.percent(level.overflow):.2f} %, underflow {level.percent(level.underflow):.2f} %, "
