@@ -18,6 +18,7 @@ from probe.activations.statistics import ChannelBands, LayerStatistics, measure
 from probe.data.library_logs import quietly
 from probe.data.samples import Batch, batches_of, samples_of, token_fingerprint
 from probe.data.sources import documents_of
+from probe.models.forward import call_options
 from probe.models.linear import put_expert_sites
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
@@ -184,7 +185,7 @@ def _run(placed: Placed, batch: Batch) -> None:
 def forward(model: nn.Module, batch: Batch, device: torch.device) -> None:
     """Run a batch, with an attention mask if the batch is padded. The decoder of an encoder-decoder reads it too."""
     parameters, tokens = _parameters(model), batch.tokens.to(device)
-    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    arguments = call_options(model)
     if batch.padded:
         arguments["attention_mask"] = batch.mask.to(device, torch.int64)
     if "decoder_input_ids" in parameters and getattr(getattr(model, "config", None), "is_encoder_decoder", False):

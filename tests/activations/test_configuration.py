@@ -331,3 +331,10 @@ memory:
   offload_device: "cpu"
   auto_offload: true
 """
+
+
+def test_an_override_of_none_is_no_text() -> None:
+    for text in ("None", "null", "~"):
+        assert read_configuration(None, [("model.name", text)]).model.name is None
+    with pytest.raises(ConfigurationError, match=r"--model\.path is None; expected a text that is not empty"):
+        read_configuration(None, [("model.path", "None")])
