@@ -1,12 +1,22 @@
 """Settings for every test of the project."""
 
 import importlib.util
+import os
+from collections.abc import Generator
 
 import pytest
 
 pytest_plugins = ["probe.plugin", "pytester", "tests.faults.kills"]  # the first one also works if it is not installed
 
-if importlib.util.find_spec("hypothesis"):  # the gate alone does not need it
+#: What tests may import beside the run-time packages (the extra `test`). A test file that needs one which is not
+#: installed is skipped, with its name, so that the gate and `-k` run without them; in CI it is an error as ever.
+EXTRAS = (
+    *("hypothesis", "ml_dtypes", "gfloat", "selenium", "torchao", "datasets", "pyarrow", "zstandard"),
+    *("accelerate", "onnx", "onnxruntime", "pytest_forked", "pytest_rerunfailures"),
+)
+MISSING = [name for name in EXTRAS if not importlib.util.find_spec(name)]
+
+if "hypothesis" not in MISSING:
     from hypothesis import settings
 
     settings.register_profile("probe", deadline=None, derandomize=True, max_examples=60)
@@ -18,3 +28,24 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_report_header() -> str | None:
+    if not MISSING:
+        return None
+    then = "an error, since CI is set" if os.environ.get("CI") else "skipped"
+    return f"not installed: {', '.join(MISSING)}; test files that import them are {then}: pip install -e '.[test]'"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    call = getattr(report, "call", None)
+    cause = call.excinfo.value.__cause__ if call is not None and call.excinfo is not None else None
+    name = str(cause.name).partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+    if name in MISSING and not os.environ.get("CI"):
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 1, f"Skipped: needs {name}, which is not installed")
+    return report

@@ -12,6 +12,7 @@ A section is a field whose value is another such dataclass; its keys are `sectio
 
 import math
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -61,8 +62,16 @@ def with_value(settings: Settings, path: Sequence[str], value: Any, *, where: st
     try:
         return replace(settings, **{name: check(value)})  # type: ignore[type-var]
     except ValueError as problem:
-        typed = f"'{value}'" if isinstance(value, str) else repr(value)  # repr would double the backslashes
+        typed = f"'{value}'" if isinstance(value, str) else _shown(value)  # repr would double the backslashes
         raise ConfigurationError(f"{where} is {typed}; expected {problem}.") from None
+
+
+def _shown(value: Any) -> str:
+    """The repr of a value, shortened: aliases in YAML can make it longer than any memory."""
+    short = reprlib.Repr()
+    short.maxlist = short.maxtuple = short.maxdict = 20
+    short.maxlevel, short.maxother, short.maxlong = 3, 200, 200
+    return short.repr(value)
 
 
 def check_keys(where: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -83,7 +92,7 @@ def _leaves(
     known = {one.name: getattr(section, one.name) for one in fields(section)}
     if not isinstance(given, Mapping):
         here = f"{where}: {'.'.join(at)}" if at else where
-        raise ConfigurationError(f"{here} is {given!r}; expected a table of {', '.join(known)}.")
+        raise ConfigurationError(f"{here} is {_shown(given)}; expected a table of {', '.join(known)}.")
     for written, value in given.items():
         name = str(written).replace("-", "_")
         if name not in known:

@@ -106,9 +106,9 @@ def format_bytes(size: int) -> str:
     return f"{number:.3g} {_UNITS[unit]}"
 
 
-def printable(text: str) -> str:
-    """The text with every character that a terminal might obey spelled out."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+def printable(text: str, *, keep: str = "") -> str:
+    """The text with every character that a terminal might obey spelled out, but for those of `keep`."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 def flow_key(label: str) -> int:

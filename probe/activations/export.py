@@ -257,7 +257,7 @@ def read_run(path: str | Path) -> SavedAnalysis:
         outliers = {row["module"]: row["outliers"] for row in document["tables"].get("outlier_layer_wise", [])}
         predicted = document["tables"].get("predicted_error", [])
         version, facts, settings = document["format"], document["facts"], document["settings"]
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         reason = f"{type(problem).__name__}: {problem}"
         raise ValueError(f"{str(file)!r} is not what probe analyze writes ({reason}). Run it again.") from None
     if version != FORMAT:

@@ -1,19 +1,31 @@
 """The plan of an analysis: which modules each plot needs, and which tensors of a module are measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from torch import nn
 
-from probe.activations.settings import DistributionSettings, HeatmapSettings, PercentileSettings, Settings
+from probe.activations.settings import (
+    LAYERS,
+    LINEAR,
+    DistributionSettings,
+    HeatmapSettings,
+    PercentileSettings,
+    Settings,
+)
 from probe.activations.statistics import KINDS, Kind
-from probe.models.layers import select
+from probe.models.layers import blocks_of, select
 from probe.models.linear import linear_layers, stores_inputs_first
 
 #: The most layers with percentile bands, each of which needs a table of 641 counts per channel.
 MOST_BANDS = 12
+#: What the default patterns stand for in a model with other names.
+USUAL: dict[tuple[str, ...], Callable[[nn.Module], list[str]]] = {
+    (LINEAR,): lambda model: list(linear_layers(model)),
+    (LAYERS,): blocks_of,
+}
 Side = Literal["input", "output"]
 SIDES: tuple[Side, Side] = ("input", "output")
 
@@ -31,6 +43,7 @@ class Plan:
     """How many layers match the pattern of the bands."""
     order: tuple[str, ...]
     """All modules of the model."""
+    notes: tuple[str, ...] = ()
 
     def measured(self, kind: Kind) -> tuple[str, ...]:
         """The modules of which statistics of this kind are gathered."""
@@ -52,19 +65,24 @@ def make_plan(model: nn.Module, settings: Settings, *, model_name: str) -> Plan:
     visualization, samples = settings.visualization, settings.data.num_samples
     enabled, distribution, heat = visualization.enabled, visualization.distribution, visualization.heatmap_3d
     selection = visualization.layer_selection.patterns
-    allowed = set(_matched(model, "layer_selection.patterns", selection, model_name)) if selection else None
+    allowed = _matched(model, "layer_selection.patterns", selection, model_name) if selection else None
+    notes: dict[str, None] = {}
 
     def matched(key: str, patterns: Sequence[str], *, wanted: bool) -> tuple[str, ...]:
+        """The layers of a section. Those of a default pattern need not be in the selection."""
         if not wanted:
             return ()
         found = _matched(model, key, patterns, model_name)
         left = tuple(name for name in found if allowed is None or name in allowed)
-        if not left:
-            raise ValueError(
-                f"visualization.layer_selection.patterns leaves none of the {len(found)} layers of visualization.{key} "
-                f"({found[0]}, ...). Widen it, or set it to []."
-            )
-        return left
+        if left or allowed is None:
+            return left
+        if tuple(patterns) in USUAL:
+            return tuple(allowed)
+        notes[
+            f"visualization.layer_selection.patterns leaves none of the {len(found)} layers of visualization.{key} "
+            f"({found[0]}, ...): all of them are analyzed."
+        ] = None
+        return tuple(found)
 
     magnitude = {
         kind: matched("magnitude.patterns", visualization.magnitude.patterns, wanted=True)
@@ -72,7 +90,9 @@ def make_plan(model: nn.Module, settings: Settings, *, model_name: str) -> Plan:
         if getattr(enabled, f"magnitude_{kind}")
     }
     if "weight" in magnitude:
-        magnitude["weight"] = _with_weights(model, magnitude["weight"])
+        magnitude["weight"] = _with_weights(model, magnitude["weight"], needed=not selection)
+        if not magnitude["weight"]:
+            notes["none of the layers of visualization.magnitude has a weight: magnitude_weight is not drawn."] = None
     outliers = enabled.outlier_layer_wise or enabled.outlier_position or enabled.outlier_token
     percentiles = visualization.percentile_range
     bands = matched("percentile_range.patterns", percentiles.patterns, wanted=enabled.percentile_range)
@@ -84,6 +104,7 @@ def make_plan(model: nn.Module, settings: Settings, *, model_name: str) -> Plan:
         (_side(percentiles), _evenly(bands, MOST_BANDS)),
         len(bands),
         tuple(name for name, _ in model.named_modules() if name),
+        tuple(notes),
     )
     if enabled.heatmap_3d and heat.sample_idx >= samples:
         raise ValueError(
@@ -100,16 +121,21 @@ def _side(section: DistributionSettings | HeatmapSettings | PercentileSettings) 
 
 
 def _matched(model: nn.Module, key: str, patterns: Sequence[str], model_name: str) -> list[str]:
+    """The modules that match. Where a default pattern names none, the model itself says which are meant."""
     try:
         return list(select(model, patterns, model_name=model_name).values())
     except ValueError as problem:
+        usual = USUAL.get(tuple(patterns))
+        if usual is not None and (found := usual(model)):
+            return found
         raise ValueError(f"visualization.{key}: {problem}") from None
 
 
-def _with_weights(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+def _with_weights(model: nn.Module, names: Sequence[str], *, needed: bool) -> tuple[str, ...]:
+    """Those that have weights; an error if there are none and some are needed."""
     experts = expert_weights(model)
     found = tuple(name for name in names if name in experts or _weight_of(model.get_submodule(name)) is not None)
-    if not found:
+    if needed and not found:
         raise ValueError(
             f"visualization.enabled.magnitude_weight: none of the {len(names)} layers of visualization.magnitude."
             f"patterns ({names[0]}, ...) has a weight. Name linear layers, or switch it off."

@@ -18,16 +18,19 @@ from probe.activations.statistics import ChannelBands, LayerStatistics, measure
 from probe.data.library_logs import quietly
 from probe.data.samples import Batch, batches_of, samples_of, token_fingerprint
 from probe.data.sources import documents_of
+from probe.models.forward import call_options
 from probe.models.linear import put_expert_sites
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
 from probe.models.positions import position_notes
-from probe.words import describe_error, first_few
+from probe.words import describe_error, first_few, printable
 
 Progress = Callable[[str], Any]
 #: Tokens on either side of an outlier that are shown with it.
 NEIGHBOURS = 12
+#: Names that are printed as a run starts.
+MOST_NAMES = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,10 @@ def prepare(
     dtype = None if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
     memory, data = settings.memory, settings.data
     room = Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
+    format, column = data.custom.format, data.custom.text_column
+    documents = documents_of(
+        data.source, format=format, text_column=column, split=data.split, allow_download=allow_download
+    )
     loaded = load_model(
         settings.model.path,
         dtype=dtype,
@@ -90,19 +97,25 @@ def prepare(
     )
     model = with_sites(loaded.model, scan="fast") if settings.model.sites else loaded.model
     put_expert_sites(model)
+    for line in names_of(model):
+        progress(line)
     plan = make_plan(model, settings, model_name=settings.model.path)
-    format, column = data.custom.format, data.custom.text_column
-    documents = documents_of(
-        data.source, format=format, text_column=column, split=data.split, allow_download=allow_download
-    )
     samples = samples_of(documents, loaded.tokenizer, count=data.num_samples, length=data.seq_len, seed=data.seed)
     takes_mask = "attention_mask" in _parameters(model)
     batches = batches_of(samples, batch_size=data.batch_size, pad=takes_mask)
     position_warnings = position_notes(model, data.seq_len, key="data.seq_len", longest=max(map(len, samples)))
-    loaded = replace(loaded, notes=(*loaded.notes, *position_warnings))
+    loaded = replace(loaded, notes=(*loaded.notes, *plan.notes, *position_warnings))
     for note in loaded.notes:
         progress(f"note: {note}")
     return Prepared(settings, loaded, model, plan, room, batches, documents.about, takes_mask)
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """The first names that patterns can match, and how many there are, as the users' own tool prints them."""
+    names = [name for name, module in model.named_modules() if name and not any(True for _ in module.children())]
+    more = ["  ..."] if len(names) > MOST_NAMES else []
+    shown = [f"  {printable(name)}" for name in names[:MOST_NAMES]]
+    return [f"Total layers found: {len(names)}", f"Showing first {len(shown)} layers:", *shown, *more]
 
 
 def analyze(
@@ -170,12 +183,14 @@ def _run(placed: Placed, batch: Batch) -> None:
 
 
 def forward(model: nn.Module, batch: Batch, device: torch.device) -> None:
-    """Run a batch, with an attention mask if the batch is padded."""
-    parameters = _parameters(model)
-    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    """Run a batch, with an attention mask if the batch is padded. The decoder of an encoder-decoder reads it too."""
+    parameters, tokens = _parameters(model), batch.tokens.to(device)
+    arguments = call_options(model)
     if batch.padded:
         arguments["attention_mask"] = batch.mask.to(device, torch.int64)
-    model(batch.tokens.to(device), **arguments)
+    if "decoder_input_ids" in parameters and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        arguments["decoder_input_ids"] = tokens
+    model(tokens, **arguments)
 
 
 def _parameters(model: nn.Module) -> set[str]:

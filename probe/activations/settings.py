@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 
 from probe.data.texts import READERS
+from probe.files.defects import parsing, read_document, reading
+from probe.models.factories import check_factory
 from probe.settings import (
     ConfigurationError,
     key,
@@ -25,7 +27,6 @@ from probe.settings import (
     word_or_none,
     yes_or_no,
 )
-from probe.words import single_line
 
 #: Where all keys are listed.
 ALL_KEYS = "All keys: probe analyze --keys"
@@ -122,12 +123,12 @@ class EnabledSettings:
     percentile_range: bool = key(True, yes_or_no)
 
 
-#: Linear layers of Mamba and of the usual transformers, and the layers of the stack.
+#: Linear layers of Mamba and of the usual transformers, and the layers of the stack; not the parts of a block of T5.
 LINEAR = (
     r"\b((in|x|out|q|k|v|o|qkv|gate|up|down|gate_up)_proj|c_(attn|proj|fc)|fc[12]|dense\w*|query_key_value"
-    r"|experts\.(input|middle))$"
+    r"|query|key|value|[qkvo]|w[io](_\d)?|(q|k|v|out)_lin|lin[12]|experts\.(input|middle))$"
 )
-LAYERS = r"(layers|h|blocks)\.\d+$"
+LAYERS = r"^(?!.*block\.\d+\.layer).*(layers?|h|blocks?)\.\d+$"
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,10 @@ class PercentileSettings:
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """Limits all sections above to layers that match one of these patterns; empty: no limit."""
+    """Limits all sections above to layers that match one of these patterns; empty: no limit.
+
+    Where that leaves a section nothing, it takes these patterns instead of the default ones; patterns of its own stay.
+    """
 
     patterns: tuple[str, ...] = key((), partial(_patterns, empty=True))
 
@@ -230,14 +234,22 @@ class Settings:
         return asdict(self, dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs})
 
 
-def read_configuration(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> Settings:
-    """The settings of a YAML file (None: the defaults), then the overrides: pairs of a dotted key and a text."""
+def read_configuration(
+    path: str | Path | None, overrides: Sequence[tuple[str, str]] = (), *, allow_factory: bool = False
+) -> Settings:
+    """The settings of a YAML file (None: the defaults), then the overrides: pairs of a dotted key and a text.
+
+    A file may come from elsewhere. A `package.module:factory` in it is refused unless it lies in the project of the
+    current folder, or `allow_factory`.
+    """
     settings = Settings()
     if path is not None:
         settings = with_values(settings, _read(Path(path)), where=str(path), see=ALL_KEYS)
-    for given, text in overrides:
-        name = full_key(given)
+    names = [full_key(given) for given, _ in overrides]
+    for name, (given, text) in zip(names, overrides, strict=True):
         settings = with_value(settings, name.split("."), _value(text), where=f"--{given}")
+    if "model.path" not in names and not allow_factory:
+        check_factory(settings.model.path, where=f"{path}: model.path")
     return settings
 
 
@@ -245,19 +257,21 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else f"does not exist (looked for {path.absolute()})"
         raise ConfigurationError(f"configuration {str(path)!r} {what}. Expected a YAML file, as configs/default.yaml.")
-    try:
-        text = path.read_text(encoding="utf-8")
-        _check_repeated(yaml.compose(text, Loader=yaml.SafeLoader), set(), str(path))
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as problem:
-        reason = f"is not YAML: {single_line(str(problem))}. Correct it and run again."
-        raise ConfigurationError(f"configuration {str(path)!r} {reason}") from None
+    with reading(path, ConfigurationError, remedy="Correct it and run again."):
+        data = read_document(path)
+        with parsing("YAML"):
+            text = data.decode("utf-8")
+            repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader), set())
+            content = yaml.safe_load(text)
+    if repeated:
+        raise ConfigurationError(f"{path}: {repeated}")
+    return content
 
 
-def _check_repeated(node: Any, seen: set[int], where: str) -> None:
-    """Refuse a key that a table has twice: YAML would silently keep the last."""
+def _repeated_key(node: Any, seen: set[int]) -> str:
+    """What is wrong if a table has a key twice, of which YAML would silently keep the last; else nothing."""
     if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-        return
+        return ""
     seen.add(id(node))
     lines: dict[str, int] = {}
     for member in node.value:
@@ -265,19 +279,20 @@ def _check_repeated(node: Any, seen: set[int], where: str) -> None:
         if isinstance(name, yaml.ScalarNode) and name.value != "<<":
             line = name.start_mark.line + 1
             if name.value in lines:
-                places = f"in lines {lines[name.value]} and {line}"
-                raise ConfigurationError(f"{where}: key {name.value!r} is there twice, {places}. Keep one.")
+                return f"key {name.value!r} is there twice, in lines {lines[name.value]} and {line}. Keep one."
             lines[name.value] = line
-        _check_repeated(value, seen, where)
+        if found := _repeated_key(value, seen):
+            return found
+    return ""
 
 
 def _value(text: str) -> Any:
     """A value from the command line, read as YAML; if YAML cannot read it, the text (e.g. a regular expression)."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = None if text == "None" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
-    unread = isinstance(value, Mapping) or (value is None and text.strip().lower() not in ("null", "~"))
+    unread = isinstance(value, Mapping) or (value is None and text.strip().lower() not in ("null", "~", "none"))
     return text if unread else value
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from probe.commands import analyze, check, compare, diff, formats, models, record, scaling, sensitivity
 from probe.version import VERSION
+from probe.words import printable
 
 #: The files of the commands, in the order of `probe --help`. A new command is a file and its row here.
 COMMANDS = (formats, models, record, compare, diff, check, scaling, sensitivity, analyze)
@@ -42,8 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as problem:
         if debug:
             raise
-        print(f"probe: error: {problem}", file=sys.stderr)
-        return 2
+        return _refused(str(problem))
+    except MemoryError:
+        if debug:
+            raise
+        return _refused("the memory is not enough. Give fewer samples, layers or a smaller file; --debug shows where.")
+
+
+def _refused(problem: str) -> int:
+    """Print a message, whatever characters are in it; the exit code of a user's mistake."""
+    sys.stderr.write(f"probe: error: {printable(problem, keep=chr(10))}\n")
+    return 2
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

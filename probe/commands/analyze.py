@@ -25,6 +25,8 @@ def add(commands: Subparsers) -> None:
     analyze.add_argument("--output", metavar="DIR", help="with --compare: where to write (default: B/compared)")
     analyze.add_argument("--allow-download", action="store_true", help="allow downloads from the hub")
     analyze.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    trusted = "call a package.module:factory of FILE that is not in this project"
+    analyze.add_argument("--allow-factory", action="store_true", help=trusted)
     analyze.set_defaults(run=_analyze, takes_unknown=True)
 
 
@@ -51,7 +53,7 @@ def _analyze(options: argparse.Namespace) -> int:
         raise ValueError("--output goes with --compare. The folder of a run is --visualization.save_dir DIR.")
     from probe.activations.settings import read_configuration
 
-    settings = read_configuration(options.config, overrides(options.unknown))
+    settings = read_configuration(options.config, overrides(options.unknown), allow_factory=options.allow_factory)
     if options.keys:
         import yaml
 

@@ -1,34 +1,30 @@
 """`probe check`: the bad layer in one recording."""
 
 import argparse
-from math import ceil
-from typing import TYPE_CHECKING
 
 from probe.commands.options import Subparsers, add_option
 from probe.commands.output import Progress, echo, write_json
 from probe.files.paths import check_outputs
-
-if TYPE_CHECKING:
-    from probe.comparisons.health import Health
 
 
 def add(commands: Subparsers) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser(
         "check",
-        help="find the bad layer in a recording: NaN, Inf, large means, jumps",
-        description="Look at every layer of a recording: NaN and Inf, |mean| above 10, adjacent layers that differ by "
-        "more than 10 anywhere, or on average by more than K times the median. Exit 1 if one is suspicious.",
+        help="find the bad layer in a recording: NaN, Inf, zeros, explosions, dead channels, odd steps",
+        description="Look at every layer of a recording: NaN and Inf, zeros, constants, explosions, dead channels, and "
+        "steps that are odd among the layers of the model; with --max-mean, --max-change or --factor also limits of "
+        "your own. Exit 1 if a layer is suspicious.",
     )
     parser.add_argument("recording", metavar="R", help="the folder of a recording, or an .npz")
     parser.add_argument("--mode", metavar="MODE", help="only this one (default: every mode that was recorded)")
     parser.add_argument("--format", help="of a mode that was recorded in several")
     parser.add_argument("--layer", metavar="N", help="write its distribution as a picture, layer_N_analysis.png")
-    factor = "a mean change above K times the median is suspicious (default: 10)"
-    parser.add_argument("--factor", type=float, default=10.0, metavar="K", help=factor)
-    add_option(parser, "--max-mean", type=float, default=10.0, metavar="X", help="of a layer (default: 10)")
-    change = "largest difference of adjacent layers (default: 10; models with outlier channels need more)"
-    add_option(parser, "--max-change", type=float, default=10.0, metavar="X", help=change)
+    factor = "largest mean change from the layer before, as a multiple of its median (default: no limit)"
+    parser.add_argument("--factor", type=float, metavar="K", help=factor)
+    add_option(parser, "--max-mean", type=float, metavar="X", help="largest |mean| of a layer (default: no limit)")
+    change = "largest change of a value from the layer before (default: no limit)"
+    add_option(parser, "--max-change", type=float, metavar="X", help=change)
     parser.add_argument("--report", metavar="DIR", help="write check.html there, and the picture of --layer")
     parser.add_argument("--json", metavar="FILE", help="all of it as JSON; - prints it, and nothing else")
     parser.add_argument("--verify", action="store_true", help="check every byte against the manifest first (sha256)")
@@ -56,8 +52,6 @@ def _check(options: argparse.Namespace) -> int:
     for health, _ in checked:
         if not quiet:
             echo(health_text(health) + "\n")
-        if hint := _only_steps(health, options.max_change):
-            echo(f"note: {hint}\n", error=quiet)
     for note in recording.notes:
         echo(f"note: {note}", error=True)
     if options.layer:
@@ -75,17 +69,3 @@ def _check(options: argparse.Namespace) -> int:
         facts = [health.as_dict() for health, _ in checked]
         write_json(options.json, facts[0] if len(facts) == 1 else facts)
     return 1 if any(health.first for health, _ in checked) else 0
-
-
-def _only_steps(health: "Health", limit: float) -> str:
-    """What to think of a recipe whose only problem is --max-change: there are sound models of that kind."""
-    if health.first is None or any(
-        len(layer.problems) > 1 or layer.max_change is None or layer.max_change <= limit for layer in health.suspicious
-    ):
-        return ""
-    largest = max(layer.max_change or 0.0 for layer in health.suspicious)
-    return (
-        f"mode {health.mode}: the only reason is --max-change {limit:g}; the largest step is {largest:.4g}. Outlier "
-        "channels of a trained model may take larger steps with nothing wrong: look at its float recording, and if the "
-        f"steps are there too, give --max-change {ceil(1.1 * largest)}."
-    )

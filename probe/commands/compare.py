@@ -11,6 +11,8 @@ from probe.files.paths import check_outputs, safe_name
 
 #: The folders that the users' own scripts record to, and write figures to.
 RECORDED, SAVED = "layer_outputs", "comparisons"
+#: Lines without --verbose, at most, of the worst layers and of failures; a mode has one of each at least.
+WORST, FAILURES = 14, 10
 #: The limits of probe.comparisons.modes, and the figure of a layer that each bounds.
 LIMITS = {
     "max_mse": "mse of a layer",
@@ -46,6 +48,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--report", metavar="DIR", help="write compare.html there: tables and plots")
     parser.add_argument("--json", metavar="FILE", help="the figures as JSON; - prints them, and nothing else")
     parser.add_argument("--verify", action="store_true", help="check every byte against the manifest first (sha256)")
+    parser.add_argument("--verbose", action="store_true", help="print the figures of every layer, and every failure")
     for name, figure in LIMITS.items():
         bound = "smallest" if name.startswith("min_") else "largest"
         add_option(parser, f"--{name.replace('_', '-')}", type=_limit, metavar="X", help=f"{bound} allowed {figure}")
@@ -60,13 +63,10 @@ def _compare(options: argparse.Namespace) -> int:
 
     recording = read_recording(options.folder, verify=options.verify)
     elsewhere = read_recording(options.reference_dir, verify=options.verify) if options.reference_dir else recording
+    named = {mode: find_side(recording, mode, options.format) for mode in options.modes if mode != "all"}
     reference = find_reference(elsewhere, options.reference, options.format)
-    sides = []
-    for mode in options.modes:
-        if mode == "all":
-            sides += [side for side in all_sides(recording, options.format) if side.recipe != reference.recipe]
-        else:
-            sides.append(find_side(recording, mode, options.format))
+    others = [side for side in all_sides(recording, options.format) if side.recipe != reference.recipe]
+    sides = [side for mode in options.modes for side in (others if mode == "all" else [named[mode]])]
     sides = list({side.recipe: side for side in sides}.values())
     if not sides:
         raise ValueError(f"{options.folder} has only the reference, {reference.name}. Record modes to compare with it.")
@@ -84,12 +84,16 @@ def _compare(options: argparse.Namespace) -> int:
             failed[one.compared_mode] = failures(one, limits)
     comparisons = [one for one, _, _ in compared]
     shown, unequal = merged(comparisons)
-    for one in shown if not quiet else ():
-        counts = "" if one.weights is None else f"\n{one.weights.line}"
-        echo(f"{script_layouts.comparison_heading(one)}{counts}\n")
+    # the documents of users have a block for the first and for the last layer of a mode
+    in_full = options.verbose or (len(shown) == 1 and len(shown[0].layers) <= 2)
+    for one in shown if in_full and not quiet else ():
+        echo(f"{script_layouts.comparison_heading(one)}\n")
         for layer in one.layers.values():
             echo(script_layouts.layer_block(layer, one) + "\n")
-    if not quiet and len(comparisons) > 1:
+    if not quiet and not in_full:
+        worst = script_layouts.worst_layers(shown, most=WORST)
+        echo("\n".join([script_layouts.comparison_heading(*shown), "", *worst, ""]))
+    if not quiet and (len(comparisons) > 1 or not in_full):
         echo(script_layouts.summary_table(shown) + "\n")
     for one in comparisons:
         if one.is_equal and not failed[one.compared_mode] and all(x.metrics.identical for x in one.layers.values()):
@@ -116,7 +120,8 @@ def _compare(options: argparse.Namespace) -> int:
         write_json(options.json, facts[0] if len(facts) == 1 else facts)
     for one in comparisons:
         if failed[one.compared_mode]:
-            echo(script_layouts.failure_lines(one, failed[one.compared_mode]), error=True)
+            most = len(failed[one.compared_mode]) if options.verbose else max(1, FAILURES // len(comparisons))
+            echo(script_layouts.failure_lines(one, failed[one.compared_mode], most=most), error=True)
     for text in unequal:
         echo(f"❌ {text}", error=True)
     return 1 if any(failed.values()) or unequal else 0

@@ -30,6 +30,7 @@ def add(commands: Subparsers) -> None:
     weights = "folder of the weights; --model is then only the name in the manifest"
     option("--pretrained-dir", metavar="DIR", help=weights)
     option("--modes", "--mode", nargs="+", metavar="MODE", help="modes, or groups: essential all quant_only fp_only")
+    option("--quantize", action="store_true", help="refuse modes that quantize nothing; a mode needs no --quantize")
     add_modes_from(parser)
     option("--formats", nargs="+", default=["int8"], metavar="FORMAT", help="default: int8")
     option("--layers", nargs="+", metavar="LAYER", help="first, last, all, indices or regular expressions")
@@ -62,6 +63,8 @@ def _record(options: argparse.Namespace) -> int:
 
     check_outputs(files=[options.json])
     declare_modes(options)
+    if options.quantize:
+        _check_quantizes(options)
     names = {field.name for field in fields(RecordRequest)}
     chosen = {name: value for name, value in vars(options).items() if name in names}
     with Progress() as progress:
@@ -72,6 +75,21 @@ def _record(options: argparse.Namespace) -> int:
     if options.json != "-":
         print(_summary(recording))
     return 0
+
+
+def _check_quantizes(options: argparse.Namespace) -> None:
+    """Refuse `--quantize`, which the users' script needs for a quantized model, where every mode is a float one."""
+    from probe.recordings.request import DEFAULTS
+    from probe.running.modes import expand_modes
+    from probe.words import look_up
+
+    usual = look_up("layout", options.layout, {str(name): row for name, row in DEFAULTS.items()})
+    modes = expand_modes(list(options.modes or usual.modes))
+    if all(mode.kind == "float" for mode in modes):
+        raise ValueError(
+            f"--quantize was given, and {', '.join(mode.name for mode in modes)} quantizes nothing. "
+            "Add a mode that does, such as 2-1, or leave --quantize out."
+        )
 
 
 def _summary(recording: "Recording") -> str:

@@ -12,9 +12,9 @@ def add(commands: Subparsers) -> None:
     """Add the parser of the command."""
     scaling = commands.add_parser(
         "scaling",
-        help="sweep the scale of tensors from max to min alignment and recommend one",
-        description="Sweeps the scale of every tensor from maximum to minimum alignment, recommends one, and writes "
-        "tables, plots, a log and one page over all. Exit code 1 if a tensor failed (the "
+        help="sweep the scale of tensors around max alignment and down to min alignment, and recommend one",
+        description="Sweeps the scale of every tensor from 3 octaves beyond maximum alignment to minimum alignment, "
+        "recommends one, and writes tables, plots, a log and one page over all. Exit code 1 if a tensor failed (the "
         "others are still analysed), 2 if no input could be read.",
     )
     option = scaling.add_argument
@@ -24,9 +24,9 @@ def add(commands: Subparsers) -> None:
     formats = "fp8_e4m3 fp8_e5m2 fp6_e3m2 fp6_e2m3 fp4_e2m1 int8 mxint8, or all (default: fp8_e4m3)"
     option("--elem-format", dest="formats", nargs="+", default=["fp8_e4m3"], metavar="FORMAT", help=formats)
     option("--scale-bits", type=int, default=8, metavar="N", help="of a scale; 8 is 2^-127 to 2^127")
-    option("--max-scale-exp", type=float, metavar="E", help="first exponent (default: max alignment)")
+    option("--max-scale-exp", type=float, metavar="E", help="first exponent (default: 3 octaves beyond max alignment)")
     option("--min-scale-exp", type=float, metavar="E", help="last exponent (default: min alignment)")
-    option("--num-levels", type=int, default=21, metavar="N", help="scales that are tried (default: 21)")
+    option("--num-levels", type=int, metavar="N", help="scales that are tried (default: 21, or two in each octave)")
     option("--granularity", default="tensor", metavar="KIND", help="tensor: one scale; block: one per block (real MX)")
     option("--block-size", type=int, metavar="N", help="values that share a scale in blocks (default: 32)")
     option("--no-plots", dest="plots", action="store_false", help="write no pictures")

@@ -23,8 +23,8 @@ from probe.files.paths import check_outputs
 from probe.recordings.tensor_sources import TensorSource
 from probe.report.scaling import page
 from probe.report.scaling.plots import pictures
-from probe.report.script_layouts import overflow_block, recommendation_block
-from probe.scaling.advice import recommend
+from probe.report.script_layouts import alternatives_block, overflow_block, recommendation_block
+from probe.scaling.advice import alternatives, recommend
 from probe.scaling.levels import GRANULARITIES, check_levels, expand_formats, sweep_ends
 from probe.scaling.rules import compare_rules
 from probe.scaling.sweep import Prepared, scaling_sweep
@@ -44,7 +44,7 @@ class Request:
 
     formats: Sequence[str] = ("fp8_e4m3",)
     granularity: str = "tensor"
-    num_levels: int = 21
+    num_levels: int | None = None
     max_scale_exp: float | None = None
     min_scale_exp: float | None = None
     scale_bits: int = 8
@@ -96,8 +96,8 @@ def run_batch(
         f"Successful: {len(sources) - len(failed)}",
         f"Failed: {len(failed)}",
         *(f"  {one.source}: {one.reason}" for one in failed),
-        f"Page of all tensors: {written}" if written else "Nothing was analysed, so no page is written.",
         "⚠️  Some tensors failed - see above" if failed else "🎉 All tests completed successfully!",
+        f"Page of all tensors: {written}" if written else "Nothing was analysed, so no page is written.",
     ):
         show(line)
     if unread and not found:
@@ -176,17 +176,23 @@ def _analyse_format(
     )
     advice = recommend(result)
     rules = compare_rules(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
+    others = alternatives(result, advice.level, rules)
     levels = [page.level_line(level, len(result.levels)) for level in result.levels]
     transcript.add(*page.tensor_lines(result, source=source.text), *levels)
-    for block in (overflow_block(result, advice), recommendation_block(result, advice), page.rules_block(rules)):
+    for block in (
+        overflow_block(result, advice),
+        recommendation_block(result, advice),
+        alternatives_block(result, advice, others),
+        page.rules_block(rules),
+    ):
         transcript.add("", *block)
-    written = page.write_results(folder, result, advice, rules, source=source.text, identity=source.identity)
+    written = page.write_results(folder, result, advice, rules, others, source=source.text, identity=source.identity)
     plots = pictures(result, advice) if request.plots else ()
     if plots:
         written += page.write_plots(folder, format, plots)
     log = folder / page.LOG.format(name=source.name, format=format)
     transcript.add(*(f"Wrote {path}" for path in (*written, log)))
-    return page.AnalysedTensor(source.text, str(folder), result, advice, rules, plots)
+    return page.AnalysedTensor(source.text, str(folder), result, advice, rules, others, plots)
 
 
 def output_folders(sources: Sequence[TensorSource], root: Path, *, use_root: bool) -> list[Path]:

@@ -14,7 +14,7 @@ import numpy as np
 from probe.comparisons.selection import Side, bands, find_reference, find_side, opened, pick_labels, place_of
 from probe.files.checked_json import Node, finite
 from probe.files.defects import DefectError
-from probe.metrics import Comparison, Metrics, label_correlation, label_mse
+from probe.metrics import Comparison, Metrics, label_correlation, label_mse, label_relative_mse
 from probe.recordings import Recording
 from probe.running.weights import Weights
 from probe.words import first_few, natural_key
@@ -28,6 +28,8 @@ GROUPS: dict[str, tuple[str, str]] = {
     "max_abs": ("difference", "max_abs"),
     **{f"p{n}": ("percentiles", str(n)) for n in (50, 90, 95, 99)},
 }
+#: What a layer is called, the best first.
+QUALITIES = ("excellent", "good", "fair", "poor", "undefined")
 #: Limits by option: the figure that is limited, and whether the limit is the largest value (True) or the smallest.
 LIMITS: dict[str, tuple[str, bool]] = {
     "max_mse": ("mse", True),
@@ -50,12 +52,18 @@ class LayerComparison:
 
     @property
     def label(self) -> str:
-        """excellent, good, fair or poor: the worse of the labels of mse and correlation."""
-        words = ("excellent", "good", "fair", "poor", "undefined")
-        found = [label_mse(self.metrics.mse), label_correlation(self.metrics.correlation)]
+        """As the users' scripts judge: the worse of the labels of mse, which has a unit, and correlation."""
+        return self._worse(label_mse(self.metrics.mse))
+
+    @property
+    def quality(self) -> str:
+        """One of QUALITIES: the worse of the labels of relative mse and correlation, whatever the unit of the layer."""
+        return self._worse(label_relative_mse(self.metrics.relative_mse))
+
+    def _worse(self, error: str) -> str:
         if self.metrics.correlation is None and self.metrics.mse is not None:  # a constant has none
-            found = found[:1]
-        return max(found, key=words.index)
+            return error
+        return max(error, label_correlation(self.metrics.correlation), key=QUALITIES.index)
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:
@@ -64,7 +72,7 @@ class LayerComparison:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON: figures in the groups reference, output, difference and percentiles, the others by name."""
-        found: dict[str, Any] = {"shape": list(self.shape), "label": self.label}
+        found: dict[str, Any] = {"shape": list(self.shape), "label": self.label, "quality": self.quality}
         for name, value in self.metrics.as_dict().items():
             group, key = GROUPS.get(name, ("", name))
             (found.setdefault(group, {}) if group else found)[key] = finite(value)
@@ -114,6 +122,16 @@ class ModeComparison:
     def is_equal(self) -> bool:
         """Whether the mode and the reference are equal by definition."""
         return bool(self.definition) and self.definition == self.reference_definition
+
+    @property
+    def worst(self) -> tuple[LayerComparison, ...]:
+        """All layers, the worst by quality and then by relative mse first."""
+
+        def rank(layer: LayerComparison) -> tuple[int, float]:
+            m = layer.metrics
+            return QUALITIES.index(layer.quality), math.inf if m.relative_mse is None else m.relative_mse
+
+        return tuple(sorted(self.layers.values(), key=rank, reverse=True))
 
     @property
     def summary(self) -> dict[str, float | None]:

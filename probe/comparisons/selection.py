@@ -107,7 +107,11 @@ class Side:
         return self.tensor(name).reshape(-1)
 
     def _full(self, name: str) -> str:
-        return name if name in self.names else self.labels[name]
+        return name if name in self._known else self.labels[name]
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self.names)
 
 
 def label_of(name: str) -> str:
@@ -116,13 +120,16 @@ def label_of(name: str) -> str:
 
 
 def bands(label: str, *sides: Side) -> Iterator[tuple[Tensor, ...]]:
-    """The values of a tensor on every side, BAND at a time; an .npz cannot be mapped, and is read whole.
+    """The values of a tensor on every side, about BAND at a time; an .npz cannot be mapped, and is read whole.
+
+    A band ends where a row of the last axis ends.
 
     A band is unmapped when the last reference to it is gone: delete it before the next one is read.
     """
-    count = math.prod(sides[0].shape(label))
+    shape = sides[0].shape(label)
+    count = math.prod(shape)
     mapped = all(side.recording.manifest.layout != "npz" for side in sides)
-    step = BAND if mapped else count
+    step = max(1, BAND // shape[-1]) * shape[-1] if mapped else count
     for start in range(0, count, step):
         yield tuple(side.flat(label)[start : start + step] for side in sides)
 
@@ -171,7 +178,7 @@ def pick_labels(side: Side, wanted: Sequence[str] | None) -> list[str]:
     """
     labels = list(side.labels)
     layers = {label: label for label in side.layers}
-    found: list[str] = []
+    found: set[str] = set()
     for pattern in ("all",) if wanted is None else wanted:
         matching = match_layers(pattern, labels, layers, whole=True)
         if not matching:
@@ -179,7 +186,7 @@ def pick_labels(side: Side, wanted: Sequence[str] | None) -> list[str]:
                 f"{pattern!r} is no layer of {side.name} in {side.recording.folder}. {near_or_first(pattern, labels)} "
                 "Expected 0, first, last, all, layer_0 or a regular expression."
             )
-        found += matching
+        found.update(matching)
     return [label for label in labels if label in found]
 
 

@@ -74,9 +74,10 @@ def _txt(path: Path, column: str) -> Iterator[str]:
 
 
 def _json(path: Path, column: str) -> Iterator[str]:
+    text = path.read_bytes().decode("utf-8")
     try:
-        found = json.loads(path.read_bytes().decode("utf-8"))
-    except json.JSONDecodeError as problem:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as problem:
         raise ValueError(
             f"data file {str(path)!r} is not JSON: {problem}. With an object on every line its format is jsonl "
             "(data.custom.format)."
@@ -94,7 +95,7 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except json.JSONDecodeError as problem:
+                except (ValueError, RecursionError) as problem:
                     raise ValueError(f"data file {str(path)!r}, line {number} is not JSON: {problem}.") from None
 
     return column_texts(_named(path), rows(), column)
@@ -136,6 +137,11 @@ def column_texts(where: str, rows: Iterable[Any], column: str, *, skip_null: boo
         if not isinstance(text, str):
             wrong = f"column {column!r} holds {type(text).__name__}"
             raise ValueError(f"{where}, row {number}: {wrong}; expected text.")
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ValueError(f"{where}, row {number}: holds half of a surrogate pair; expected text.") from None
         yield text
 
 

@@ -91,23 +91,6 @@ def move(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
-    """Put a folder in the place of another, which is deleted.
-
-    This takes two renames: a kill between them leaves the old folder as `aside`. If the second fails, the old folder
-    is put back.
-    """
-    shutil.rmtree(aside, ignore_errors=True)
-    target.rename(aside)
-    try:
-        source.rename(target)
-    except BaseException:
-        aside.rename(target)
-        raise
-    sync(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def make_folder(folder: Path) -> None:
     """Make a folder and its missing parents, and wait until they are on disk."""
     if not folder.is_dir():
@@ -122,11 +105,6 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         os.link(source, target)
         return
     shutil.copy2(source, target)
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """Make `target` a copy of the folder `source`: its files by `link_or_copy`, its symbolic links as they are."""
-    shutil.copytree(source, target, copy_function=link_or_copy, symlinks=True)
 
 
 def sync(path: Path) -> None:

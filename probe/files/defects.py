@@ -4,7 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from probe.words import printable, single_line
+from probe.words import format_bytes, printable, single_line
+
+#: Bytes of a document (JSON, YAML, TOML). A larger file is something else and could fill the memory.
+LARGEST = 64 * 10**6
 
 
 class DefectError(Exception):
@@ -39,6 +42,13 @@ def parsing(kind: str) -> Iterator[None]:
     except Exception as problem:
         words = single_line(" ".join(str(problem).split()), most=160) or type(problem).__name__
         raise DefectError(f"is not {kind} that can be read ({words})") from None
+
+
+def read_document(file: Path, *, most: int = LARGEST) -> bytes:
+    """The bytes of a file that is parsed whole; one of more than `most` bytes is a DefectError."""
+    if (size := file.stat().st_size) > most:
+        raise DefectError(f"has {format_bytes(size)}; expected at most {format_bytes(most)}")
+    return file.read_bytes()
 
 
 def file_inside(folder: Path, name: str) -> Path:

@@ -5,11 +5,14 @@ a file is a DefectError (`reading` adds the name of the file). Tensors larger th
 from the disk where the file allows it, and .npy and .npz files are written row by row.
 """
 
+import json
 import math
+import mmap
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -78,9 +81,33 @@ def _kinds_of_safetensors(file: Path) -> dict[str | None, Kind]:
 
 
 def _load_safetensors(file: Path, name: str | None) -> Tensor:
-    with _safetensors(file) as opened:
-        tensor: Tensor = opened.get_tensor(name)
-        return tensor
+    with parsing("safetensors"):
+        status = file.stat()
+        places = _safetensors_places(file, (status.st_ino, status.st_size, status.st_mtime_ns))
+        if name not in places:
+            raise DefectError(f"has no tensor {name!r}")
+        kind, start = places[name]
+        dtype, count = getattr(torch, kind.dtype), math.prod(kind.shape)
+        if not count:  # nothing cannot be mapped
+            return torch.empty(kind.shape, dtype=dtype)
+        before = start % mmap.ALLOCATIONGRANULARITY
+        with open(file, "rb") as stream:
+            size = before + count * dtype.itemsize
+            mapped = mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_COPY, offset=start - before)
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=before).reshape(kind.shape)
+
+
+@lru_cache(maxsize=8)
+def _safetensors_places(file: Path, version: tuple[int, int, int]) -> dict[str | None, tuple[Kind, int]]:
+    """Kind and first byte of every tensor of a `version` of a file.
+
+    The header is parsed once: parsing it for each tensor would take time quadratic in their number.
+    """
+    kinds = _kinds_of_safetensors(file)  # which checks the header
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {name: (kind, 8 + length + header[name]["data_offsets"][0]) for name, kind in kinds.items()}
 
 
 # ------------------------------------------------------------------------------------------------------ numpy
@@ -193,12 +220,25 @@ def _pt_tensors(file: Path) -> dict[str | None, Tensor]:
         if not tensors:
             keys = first_few([str(key) for key in content]) or "nothing"
             raise DefectError(f"is not a tensor but a dict of {keys}, none of which is one")
+        for tensor in tensors.values():
+            check_storage(tensor)
         return tensors
     if not isinstance(content, Tensor):
         raise DefectError(f"is not a tensor but a {type(content).__name__}")
     if not _is_dense(content):
         raise DefectError(f"holds a tensor that is {content.layout} on {content.device}. Expected a dense one")
+    check_storage(content)
     return {None: content}
+
+
+def check_storage(tensor: Tensor) -> None:
+    """Refuse a tensor with more elements than its file holds: a view by strides, which may claim any size."""
+    stored = tensor.untyped_storage().nbytes()
+    if tensor.numel() * tensor.element_size() > stored:
+        raise DefectError(
+            f"claims a tensor of {kind_of(tensor)} and holds {stored} bytes of it",
+            remedy="If that is meant, save it again after .contiguous().",
+        )
 
 
 def _is_dense(value: Any) -> bool:

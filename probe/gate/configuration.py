@@ -80,7 +80,7 @@ def read_settings(root: Path) -> Settings:
     file = root / "pyproject.toml"
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as problem:
+    except (ValueError, RecursionError, OSError) as problem:
         if not has_settings(root):  # a project that does not use probe is none of its business
             return Settings()
         raise ConfigurationError(f"{file} cannot be read ({problem}). {_correction(file)}") from None

@@ -9,9 +9,18 @@ figure. A figure that has no meaning is None and never NaN; `Metrics` says when 
 """
 
 from probe.metrics.comparison import Comparison, LogitComparison, LogitMetrics
-from probe.metrics.figures import CORRELATION_LABELS, MSE_LABELS, QUANTILES, Metrics, label_correlation, label_mse
+from probe.metrics.figures import (
+    CORRELATION_LABELS,
+    MSE_LABELS,
+    QUANTILES,
+    RELATIVE_MSE_LABELS,
+    Metrics,
+    label_correlation,
+    label_mse,
+    label_relative_mse,
+)
 from probe.metrics.tally import KEPT, PERCENTILE_ERROR
 
 __all__ = ["Comparison", "LogitComparison", "LogitMetrics", "Metrics"]
-__all__ += ["CORRELATION_LABELS", "KEPT", "MSE_LABELS", "PERCENTILE_ERROR", "QUANTILES"]
-__all__ += ["label_correlation", "label_mse"]
+__all__ += ["CORRELATION_LABELS", "KEPT", "MSE_LABELS", "PERCENTILE_ERROR", "QUANTILES", "RELATIVE_MSE_LABELS"]
+__all__ += ["label_correlation", "label_mse", "label_relative_mse"]

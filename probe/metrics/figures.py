@@ -13,6 +13,7 @@ QUANTILES = (0.50, 0.90, 0.95, 0.99)
 
 #: What a report calls a figure: the label of the first limit that the figure is better than, else "poor".
 MSE_LABELS = ((1e-4, "excellent"), (1e-3, "good"), (1e-2, "fair"))
+RELATIVE_MSE_LABELS = ((1e-4, "excellent"), (1e-3, "good"), (1e-2, "fair"))  # a sqnr of 40, 30 and 20 dB
 CORRELATION_LABELS = ((0.9999, "excellent"), (0.999, "good"), (0.99, "fair"))
 
 #: Added to the denominators of the relative errors, as the gate defines them.
@@ -171,6 +172,13 @@ def label_mse(mse: float | None) -> str:
     if mse is None:
         return "undefined"
     return next((label for limit, label in MSE_LABELS if mse < limit), "poor")
+
+
+def label_relative_mse(relative_mse: float | None) -> str:
+    """Below 1e-4 (40 dB) excellent, below 1e-3 good, below 1e-2 fair, else poor (NaN too); None is undefined."""
+    if relative_mse is None:
+        return "undefined"
+    return next((label for limit, label in RELATIVE_MSE_LABELS if relative_mse < limit), "poor")
 
 
 def label_correlation(correlation: float | None) -> str:

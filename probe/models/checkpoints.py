@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from probe.data.library_logs import quietly
-from probe.files.defects import DefectError
+from probe.files.defects import DefectError, parsing, read_document, reading
 from probe.files.tensors import tensors_in
 from probe.models.offload import Room
 from probe.words import describe_error, first_few
@@ -43,7 +43,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     if index.is_file():
         shards = _read_json(index).get("weight_map")
-        names = sorted(set(shards.values())) if isinstance(shards, dict) else []
+        names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
         missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if missing or not names:
             raise ValueError(
@@ -61,11 +61,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as problem:
-        wrong = f"is not valid JSON: {describe_error(problem)}"
-        raise ValueError(f"{str(file)!r} {wrong} Copy or download it again.") from problem
+    with reading(file, ValueError, remedy="Copy or download it again."), parsing("JSON"):
+        found = json.loads(read_document(file))
     if not isinstance(found, dict):
         raise ValueError(f"{str(file)!r} holds a {type(found).__name__}; expected a JSON object.")
     return found
@@ -164,8 +161,13 @@ def _is_causal(folder: Path) -> bool:
     from transformers.models.auto import modeling_auto
 
     config = _read_json(folder / "config.json")
-    if auto_map := config.get("auto_map"):
+    auto_map, architectures = config.get("auto_map") or {}, config.get("architectures") or []
+    if not isinstance(auto_map, dict) or not isinstance(architectures, list):
+        wrong = "auto_map" if isinstance(architectures, list) else "architectures"
+        expected = "an object" if wrong == "auto_map" else "a list of names"
+        raise ValueError(f"{str(folder / 'config.json')!r}: {wrong} is {config[wrong]!r}; expected {expected}.")
+    if auto_map:
         return "AutoModelForCausalLM" in auto_map
     base = modeling_auto.MODEL_MAPPING_NAMES.get(config["model_type"])
-    headless = base in (config.get("architectures") or ())
+    headless = base in architectures
     return config["model_type"] in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not headless

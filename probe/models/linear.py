@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from probe.models.layers import blocks_of
 from probe.models.mamba import Site, SiteMixer
 from probe.numerics.grids import activation_grid, weight_on_grid
 
@@ -143,8 +144,17 @@ def linear_weights(model: nn.Module) -> dict[str, LinearLayer]:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that makes the logits, where the model names one."""
-    return _named_by(model, "get_output_embeddings")
+    """The module that makes the logits: the one that the model names.
+
+    For other models, the last nn.Linear outside of the stack of layers with as many outputs as there are tokens.
+    """
+    if callable(getattr(model, "get_output_embeddings", None)):
+        return _named_by(model, "get_output_embeddings")
+    tokens = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    stack = tuple(f"{name}." for name in blocks_of(model))
+    outside = [module for name, module in model.named_modules() if name and not f"{name}.".startswith(stack)]
+    heads = [module for module in outside if isinstance(module, nn.Linear) and module.out_features in tokens]
+    return heads[-1] if heads else None
 
 
 def input_embedding(model: nn.Module) -> nn.Module | None:

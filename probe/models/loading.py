@@ -1,7 +1,6 @@
 """Loading a model by name: embedded, a local folder, a hub id or a factory. transformers loads only when used."""
 
 import hashlib
-import importlib
 import os
 import re
 from collections.abc import Mapping
@@ -15,8 +14,9 @@ from torch import nn
 from probe.data.library_logs import quietly
 from probe.data.tokenizers import BYTES, ByteTokenizer, Tokenizer, tokenizer_of_factory, tokenizer_of_folder
 from probe.models.checkpoints import from_folder
+from probe.models.factories import FACTORY, from_factory
 from probe.models.offload import Room, state_of
-from probe.words import describe_error, did_you_mean, near
+from probe.words import describe_error, did_you_mean
 
 FOLDER = Path(__file__).parent / "embedded"
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -26,7 +26,6 @@ HUB_FILES: dict[str, Any] = {
     "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"],  # no pickles
     "ignore_patterns": ["*/*", "consolidated*"],
 }
-FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 WAYS = (
     "Write a folder as ./path/to/model, a hub model as organization/name, a function that makes the model as "
@@ -96,7 +95,7 @@ def load_model(
         if name in EMBEDDED:
             return _from_embedded(EMBEDDED[name], dtype, room)
         if made := FACTORY.fullmatch(name):
-            model = _from_factory(name, *made.groups()).to(dtype=dtype)
+            model = from_factory(name, *made.groups()).to(dtype=dtype)
             return _finish(name, model, *tokenizer_of_factory(name, model))
         folder = _folder_of(name, allow_download=allow_download)
         model, notes = from_folder(folder, dtype, trust_remote_code, room)
@@ -143,34 +142,6 @@ def _random_mamba(row: Embedded) -> nn.Module:
         torch.default_generator.manual_seed(row.seed)
         config = MambaConfig(**cast(Any, row.mamba), **cast(Any, NO_SPECIAL_TOKENS), use_cache=False)
         return cast(nn.Module, cast(Any, MambaForCausalLM)(config))
-
-
-def _from_factory(name: str, module_name: str, attribute: str) -> nn.Module:
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as problem:
-        raise ValueError(
-            f"model {name!r}: module {module_name!r} cannot be imported: {describe_error(problem)} "
-            "Expected package.module:factory with the module installed or on PYTHONPATH."
-        ) from problem
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        close = near(attribute, public, count=1)
-        hint = f" Did you mean '{module_name}:{close[0]}'?" if close else ""
-        wrong = f"{'has no' if factory is None else 'has an uncallable'} {attribute!r}"
-        expected = f"expected a function that returns the model.{hint}"
-        raise ValueError(f"model {name!r}: module {module_name!r} {wrong}; {expected}")
-    try:
-        model = factory()
-    except Exception as problem:
-        raise ValueError(
-            f"model {name!r}: the factory failed: {describe_error(problem)} "
-            f"It is called without arguments; try: python -c 'import {module_name}; {module_name}.{attribute}()'"
-        ) from problem
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model {name!r}: the factory returned a {type(model).__name__}; expected a torch.nn.Module.")
-    return model
 
 
 def _folder_of(name: str, *, allow_download: bool) -> Path:

@@ -37,7 +37,7 @@ CASE: pytest.StashKey[ProbeCase] = pytest.StashKey()
 MARKERS = (
     "probe(model=..., modes=[...], layers=[...], formats=[...], ...): "
     "the matrix of this test, over that of [tool.probe]; the same keys",
-    "probe_scaling(tensors=[...], formats=[...], granularity='tensor', num_levels=21): "
+    "probe_scaling(tensors=[...], formats=[...], granularity='tensor', num_levels=None): "
     "the tensors whose recommended scale is compared with a baseline",
     "probe_activations(config='configs/default.yaml', overrides={...}, figures=[...], tolerances={...}): "
     "the layers whose statistics are compared with a baseline",

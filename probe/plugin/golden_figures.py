@@ -1,6 +1,6 @@
 """Golden figures: what the tools measure, compared with baselines by the gate. Each tool has a fixture and a marker.
 
-probe_scaling       the recommended scale and the best error of chosen tensors
+probe_scaling       the recommended scale of chosen tensors and its error
                     baselines/scaling/cpu/scaling.json, by format and tensor
 probe_activations   chosen statistics of a model, so that a checkpoint with new outliers fails
                     baselines/activations-<name>/cpu/activations.json, by kind (input, output, weight) and module
@@ -28,6 +28,8 @@ from probe.settings import ConfigurationError, check_keys
 from probe.words import look_up
 
 SCALING = "scaling"
+#: The version of the sweep and its recommendation. It is stored too: figures of another version are of other settings.
+SWEEP = "2"
 SCALING_KEYS = ("tensors", "formats", "granularity", "num_levels")
 #: Sums are in float64 and the tensor is fixed, so only the order of sums may move a figure.
 SCALING_RULES = {
@@ -86,7 +88,7 @@ class ScalingRequest(GoldenRequest):
 
     source: TensorSource
     granularity: str
-    num_levels: int
+    num_levels: int | None
 
     def judge(self, session: Session) -> Judged:
         """As of every golden figure; where the tensor itself is another one, that is the cause."""
@@ -108,7 +110,7 @@ class ScalingRequest(GoldenRequest):
         figures: dict[str, float | None] = {
             "scaling.exponent": advice.scale_exponent,
             **rule,
-            "scaling.mse": advice.best["mse"].mse,
+            "scaling.mse": advice.level.mse,
             "tensor.amax": result.amax,
             "tensor.mean_abs": result.mean_abs,
         }
@@ -121,10 +123,11 @@ def request_scaling(session: Session, marked: Mapping[str, Any], *, where: str, 
     expected = "a list of names, such as ['weights/x.pt']"
     texts = _names(where, "tensors", marked.get("tensors"), expected=expected)
     formats = expand_formats(_names(where, "formats", marked.get("formats", ["fp8_e4m3"]), expected=expected))
-    granularity, levels = marked.get("granularity", "tensor"), marked.get("num_levels", 21)
+    granularity, levels = marked.get("granularity", "tensor"), marked.get("num_levels")
     look_up("granularity", granularity, dict.fromkeys(GRANULARITIES))
     check_levels(levels)
-    settings, depends_on = session.settings_for(SCALING), {"num_levels": str(levels)}
+    settings = session.settings_for(SCALING)
+    depends_on = {"num_levels": "usual" if levels is None else str(levels), "sweep": SWEEP}
     mode = SCALING if granularity == "tensor" else f"{SCALING}_{granularity}"
     requests = []
     for source in tensor_sources([str(session.root / text) for text in texts]):

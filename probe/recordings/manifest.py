@@ -28,7 +28,7 @@
      },
      "tokens": {"count": 2048, "file": "tokens.safetensors", "fingerprint": "0e2c...", "samples": 8, "seqlen": 256,
                 "source": "evaluation"},
-     "unfinished": null,                                or asked, missing: the recipes that are not recorded yet
+     "unfinished": null,                                or asked, failed, missing: the recipes that are not recorded yet
      "version": 1,
      "versions": {"probe": "0.1.0", "torch": "2.13.0"}
     }
@@ -146,6 +146,7 @@ class UnfinishedWork:
 
     asked: dict[str, str]
     missing: tuple[str, ...]
+    failed: bool = False  # by an error, not by a kill: another request may replace it
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""Publishing a recording: its folder is built beside its final place, in its layout, and renamed in one step.
+"""Publishing a recording: its files are built in their layout in `<out>/.new` and then moved to `<out>`, one by one.
 
-So there is a whole recording in the folder `<out>`, or none. While tensors are recorded they are in `<out>.partial`
-(recorder.py), which is a recording in the layout safetensors; all other layouts are made from it.
+`.new` is whole once it has a manifest. From then on `finish_publishing`, which every later call begins with, completes
+the work after a kill; before, it deletes `.new`. `<out>` itself is never renamed: it may be where a shell stands.
+While tensors are recorded they are in `<out>/.partial` (recorder.py), which is a recording in the layout safetensors;
+all other layouts are made from it.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from probe.files.atomic import link_or_copy, link_tree, move, replace_folder, sync_tree, write
+from probe.files.atomic import link_or_copy, locked, make_folder, move, sync_tree, write
+from probe.files.defects import DefectError
 from probe.files.tensors import npz_writer, write_npy, write_pt
 from probe.recordings import script_formats as scripts
 from probe.recordings.manifest import (
@@ -27,24 +31,52 @@ from probe.recordings.manifest import (
     RecordingError,
     StoredFile,
     StoredTensor,
+    manifest_from_json,
     manifest_to_json,
+    reading,
     writing,
 )
-from probe.recordings.reading import PREVIOUS, Recording, check_files, read_manifest, read_recording
+from probe.recordings.reading import FINISHED, NEW, PARTIAL, Recording, check_files, read_manifest, read_recording
 from probe.recordings.script_formats import AllFigures, ScriptFacts, figures_of
 from probe.running.environment import comparable, differences
+
+#: Our own names in a folder, beside those of the recording.
+UNDER_WAY = frozenset((PARTIAL, NEW, FINISHED))
 
 # ------------------------------------------------------------------------------------------------ the final place
 
 
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`, in which what a kill interrupted is finished first.
+
+    The folder and its parents are made; those that are new and empty at the end are removed again.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise RecordingError(f"{folder} is a file. Expected the name of a folder to make.")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        with writing(folder):
+            make_folder(folder)
+            try:
+                stack.enter_context(locked(folder, wait=False))
+            except BlockingIOError:
+                raise RecordingError(f"{folder} is being written by another process. Wait for it, or end it.") from None
+            finish_publishing(folder)
+            holds_recording(folder)
+        yield
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    with suppress(OSError):  # one that is not empty ends it
+        for folder in folders:
+            folder.rmdir()
+
+
 def holds_recording(folder: Path) -> bool:
     """Whether `folder` holds a recording; anything but a recording or an empty folder is an error."""
-    with writing(folder):
-        if not os.path.lexists(folder):
-            return False
-        if not folder.is_dir():
-            raise RecordingError(f"{folder} is a file. Expected the name of a folder to make.")
-        names = set(os.listdir(folder))
+    names = set(os.listdir(folder)) - UNDER_WAY
     if names and MANIFEST not in names:
         raise RecordingError(f"{folder} is not empty and is no recording. Give another folder.")
     return bool(names)
@@ -52,6 +84,8 @@ def holds_recording(folder: Path) -> bool:
 
 def is_to_be_replaced(folder: Path, *, overwrite: bool) -> bool:
     """Whether a recording will be replaced: an error without `overwrite`, and if the folder holds anything else."""
+    if (folder / PARTIAL).exists():
+        raise RecordingError(f"{folder} holds an interrupted recording. Finish or delete it, or give another folder.")
     if not holds_recording(folder):
         return False
     if not overwrite:
@@ -60,8 +94,8 @@ def is_to_be_replaced(folder: Path, *, overwrite: bool) -> bool:
         own = {MANIFEST, *read_manifest(folder).files}
     except RecordingError as problem:
         raise RecordingError(f"{folder} is not overwritten, since it is no sound recording. {problem}") from None
-    with writing(folder):
-        there = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()}
+    paths = (path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
+    there = {str(path) for path in (path.relative_to(folder) for path in paths) if path.parts[0] not in UNDER_WAY}
     for name in sorted(there - own):
         raise RecordingError(f"{folder} is not overwritten: {name!r} in it is no part of the recording. Move it away.")
     return True
@@ -102,24 +136,79 @@ def existing_recording(
     return existing
 
 
-def _previous(folder: Path) -> Path:
-    return folder.with_name(PREVIOUS.format(folder.name))
+@contextmanager
+def new_files(folder: Path) -> Iterator[Path]:
+    """The folder `.new`, empty, to be filled and then put in place; deleted if the block fails before that."""
+    fresh = folder / NEW
+    try:
+        with writing(fresh):
+            fresh.mkdir()
+        yield fresh
+    finally:
+        if not (fresh / MANIFEST).exists():
+            shutil.rmtree(fresh, ignore_errors=True)
 
 
-def recover(folder: Path) -> None:
-    """Put back the older recording that a kill in the middle of `put_in_place` left under another name."""
+def put_in_place(folder: Path, manifest: Manifest) -> None:
+    """Move the files of `.new` to the folder, in which they replace those of an older recording."""
+    fresh, old = folder / NEW, _files_listed(folder)
+    for name in manifest.files:
+        if name not in old and os.path.lexists(folder / name):
+            raise RecordingError(f"{folder} already has a {name!r} that is no part of a recording. Move it away.")
+    data = manifest_to_json(manifest)
+    with reading(folder / MANIFEST):
+        manifest_from_json(data)  # what is written must be readable
     with writing(folder):
-        if _previous(folder).is_dir() and not os.path.lexists(folder):
-            move(_previous(folder), folder)
+        sync_tree(fresh)
+        write(fresh / MANIFEST, data)
+    finish_publishing(folder)
 
 
-def put_in_place(fresh: Path, folder: Path, *, replaces: bool) -> None:
-    """Rename `fresh` to `folder`. If this is killed while it replaces an older recording, `recover` puts that back."""
-    with writing(folder):
-        if replaces:
-            replace_folder(fresh, folder, aside=_previous(folder))
-        else:
-            move(fresh, folder)
+def finish_publishing(folder: Path) -> None:
+    """If `.new` has its manifest, move its files to the folder, the manifest last; otherwise delete it.
+
+    The manifest of `.partial` becomes `.finished.json` in between, so that the command that was killed can see that its
+    work is done (`was_finished`).
+    """
+    fresh = folder / NEW
+    if (fresh / MANIFEST).exists():
+        try:
+            files = _files_listed(fresh)
+            for name in files:
+                (folder / name).parent.mkdir(exist_ok=True)
+                if (fresh / name).exists():
+                    move(fresh / name, folder / name)
+            for name in _files_listed(folder).keys() - files.keys():
+                (folder / name).unlink(missing_ok=True)
+                with suppress(OSError):  # not empty
+                    if "/" in name:
+                        (folder / name).parent.rmdir()
+            if (folder / PARTIAL / MANIFEST).exists():
+                move(folder / PARTIAL / MANIFEST, folder / FINISHED)
+            move(fresh / MANIFEST, folder / MANIFEST)
+        except OSError as problem:
+            why = f"cannot write {folder}: {problem.strerror or problem}"
+            raise RecordingError(f"{why}. The recording is whole; the same command puts it in its place.") from None
+    shutil.rmtree(fresh, ignore_errors=True)
+    if (folder / FINISHED).exists():
+        shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+
+
+def was_finished(folder: Path, asked: Mapping[str, str]) -> bool:
+    """Whether a recording of exactly this was put in place by a call that was killed before it returned."""
+    try:
+        work = manifest_from_json((folder / FINISHED).read_bytes()).unfinished
+    except (OSError, DefectError):
+        work = None
+    (folder / FINISHED).unlink(missing_ok=True)
+    return work is not None and work.asked == asked
+
+
+def _files_listed(folder: Path) -> dict[str, StoredFile]:
+    """The files of the manifest in a folder; none if there is no sound manifest."""
+    with suppress(RecordingError):
+        return read_manifest(folder).files
+    return {}
 
 
 # ------------------------------------------------------------------------------------------------- the layouts
@@ -228,22 +317,18 @@ WRITERS: dict[Layout, LayoutWriter] = {
 def publish(
     folder: Path, source: Recording, existing: Recording | None, facts: ScriptFacts, layout: Layout
 ) -> Recording:
-    """Build the folder from the partial recording `source`, rename it to its place, and delete the partial one."""
-    fresh = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    try:
+    """Build the files from the partial recording `source`, put them in place, and delete the partial recording."""
+    with new_files(folder) as fresh:
         manifest = _build(Export(fresh, source, existing, facts), layout)
         if holds_recording(folder) != (existing is not None):
             raise RecordingError(f"{folder} has changed while it was recorded. Run the same command again.")
-        put_in_place(fresh, folder, replaces=existing is not None)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    shutil.rmtree(source.folder, ignore_errors=True)
+        put_in_place(folder, manifest)
+    (folder / FINISHED).unlink(missing_ok=True)
     return Recording(folder, manifest)
 
 
 def _build(export: Export, layout: Layout) -> Manifest:
-    """Fill the folder, read it back, and return its manifest. Everything is on the disk afterwards.
+    """Fill the folder, read it back, and return its manifest.
 
     All four layouts are made of the same safetensors files, tensor by tensor, so they hold the same values.
     """
@@ -266,8 +351,6 @@ def _build(export: Export, layout: Layout) -> Manifest:
         made = {one.file for by_name in tensors.values() for one in by_name.values()}
         made |= set(writer.statistics(built, export.facts, figures))
         manifest = replace(manifest, files=_files(export, made))
-        write(folder / MANIFEST, manifest_to_json(manifest))
-        sync_tree(folder)
     check_files(folder, manifest, verify=False)
     return manifest
 
@@ -275,21 +358,19 @@ def _build(export: Export, layout: Layout) -> Manifest:
 def _link_kept(export: Export) -> None:
     """Link the older recording without the recipes that are replaced, and the tokens."""
     folder, kept, source = export.folder, export.kept, export.source
-    if kept is None:
-        folder.mkdir()
-    else:
-        link_tree(kept.folder, folder)
-        (folder / MANIFEST).unlink()
-        for recipe in kept.manifest.recipes.keys() - export.staying.keys():
-            for one in kept.manifest.recipes[recipe].tensors.values():
-                (folder / one.file).unlink(missing_ok=True)
+    if kept is not None:
+        gone = kept.manifest.recipes.keys() - export.staying.keys()
+        replaced = {one.file for recipe in gone for one in kept.manifest.recipes[recipe].tensors.values()}
+        for name in kept.manifest.files.keys() - replaced:
+            (folder / name).parent.mkdir(exist_ok=True)
+            link_or_copy(kept.folder / name, folder / name)
     tokens = source.manifest.tokens.file
     if tokens is not None and not (folder / tokens).exists():
         link_or_copy(source.folder / tokens, folder / tokens)
 
 
 def _files(export: Export, made: Iterable[str]) -> dict[str, StoredFile]:
-    """The size and digest of every file; those of linked files are known. Other files in the folder are the user's."""
+    """The size and digest of every file; those of linked files are known."""
     found = dict(export.kept.manifest.files) if export.kept else {}
     found = {name: facts for name, facts in found.items() if (export.folder / name).is_file()}
     tokens = export.source.manifest.tokens.file

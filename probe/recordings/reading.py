@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from probe.data.samples import token_fingerprint
-from probe.files.defects import DefectError, file_inside, parsing
-from probe.files.tensors import Kind, kind_of, load_plain, load_tensor, numpy_dtype, tensors_in
+from probe.files.defects import DefectError, file_inside, parsing, read_document
+from probe.files.tensors import Kind, check_storage, kind_of, load_plain, load_tensor, numpy_dtype, tensors_in
 from probe.recordings.manifest import (
     AGAIN,
     DTYPES,
@@ -34,8 +34,12 @@ from probe.recordings.manifest import (
 from probe.recordings.script_formats import METADATA, NPY_FILE, NPZ, NPZ_KEY, PT_FILE, recipe_named, tensor_named
 from probe.running.modes import MODES
 
-#: The names beside a recording: while it is made, and while it takes the place of another.
-PARTIAL, PREVIOUS = "{}.partial", ".{}.previous"
+#: In the folder of a recording while it is made: the recipes that are whole, the files to be put in its place, and the
+#: manifest of PARTIAL once all of them are there.
+PARTIAL, NEW, FINISHED = ".partial", ".new", ".finished.json"
+
+#: What to do where nothing was recorded yet.
+FIRST = "Record the float model and the modes first: probe record --modes fp32 2-1 --out {}"
 
 UNKNOWN = "unknown"
 TensorsByRecipe = dict[tuple[str, str | None], dict[str, StoredTensor]]  # mode and format -> tensors
@@ -131,9 +135,16 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
         is_file, is_folder = folder.is_file(), folder.is_dir()
         has_manifest = is_folder and os.path.lexists(folder / MANIFEST)
     if not is_folder and not (is_file and folder.suffix == ".npz"):
-        raise RecordingError(f"there is no folder {folder}. Expected a recording. {_where_it_may_be(folder)}")
+        raise RecordingError(f"there is no folder {folder}. Expected a recording. {FIRST.format(folder)}.")
+    again = "Run the same probe record command again to finish it."
+    if is_folder and os.path.lexists(folder / NEW / MANIFEST):
+        raise RecordingError(f"{folder} is being written, or was interrupted while it was. {again}")
+    if is_folder and not has_manifest and os.path.lexists(folder / PARTIAL / MANIFEST):
+        return read_recording(folder / PARTIAL)
     if not has_manifest:
         found = _manifest_of_scripts(folder)
+        if found is None and not any(folder.iterdir()):
+            raise RecordingError(f"{folder} is empty. Expected a recording. {FIRST.format(folder)}.")
         if found is None:
             raise RecordingError(f"{folder / MANIFEST}: is missing, so this is no whole recording. {AGAIN}")
         return Recording(folder, *found)
@@ -142,29 +153,17 @@ def read_recording(folder: Path | str, *, verify: bool = True) -> Recording:
         whole, missing = len(manifest.recipes), manifest.unfinished.missing
         raise RecordingError(
             f"{folder} is an interrupted recording: {whole} of {whole + len(missing)} recipes are whole, "
-            f"{', '.join(missing) or 'none'} missing. Run the same probe record command again to finish it."
+            f"{', '.join(missing) or 'none'} missing. {again}"
         )
     check_files(folder, manifest, verify=verify)
     kept = manifest.tokens.file is not None
     return Recording(folder, manifest, () if kept else ("the token ids were not kept, only their fingerprint",))
 
 
-def _where_it_may_be(folder: Path) -> str:
-    for name, words in (
-        (PARTIAL, "is an interrupted recording of it: run the same probe record command again to finish it"),
-        (PREVIOUS, "is what an interrupted overwriting left of it: rename it back"),
-    ):
-        beside = folder.with_name(name.format(folder.name)) if folder.name else folder
-        with reading(folder):
-            if beside.is_dir() and beside != folder:
-                return f"{beside} {words}."
-    return f"{AGAIN}."
-
-
 def read_manifest(folder: Path) -> Manifest:
     """The manifest alone, checked key by key."""
     with reading(folder / MANIFEST):
-        return manifest_from_json(file_inside(folder, MANIFEST).read_bytes())
+        return manifest_from_json(read_document(file_inside(folder, MANIFEST)))
 
 
 def check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
@@ -250,6 +249,7 @@ def _token_ids_of_metadata(file: Path) -> Tensor | None:
         ids = torch.as_tensor(metadata["input_ids"])
     if ids.is_floating_point() or ids.is_complex() or ids.dim() not in (1, 2) or not ids.numel():
         raise DefectError(f"its input_ids are {kind_of(ids)}. Expected whole numbers [samples, tokens]")
+    check_storage(ids)
     return ids.detach().to(torch.int64).reshape(-1, ids.shape[-1])
 
 

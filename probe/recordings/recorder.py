@@ -1,14 +1,15 @@
-"""`record`: run a model under recipes and stream tensors of its layers to disk, into `<out>.partial`.
+"""`record`: run a model under recipes and stream tensors of its layers to disk, into `<out>/.partial`.
 
 That folder is a recording in the layout safetensors whose manifest says which recipes are missing. A recipe is listed
-once its file is whole and on disk, so a kill costs one recipe at most. The same request continues it; another request
-is refused.
+once its file is whole and on disk, so a kill costs one recipe at most. A request that fits continues it; any other is
+refused after a kill, and replaces what an error left.
 """
 
 import os
+import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -16,7 +17,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from probe.files.atomic import locked, make_folder, write
+from probe.files.atomic import write
 from probe.recordings import publishing, taps
 from probe.recordings.manifest import (
     MANIFEST,
@@ -29,7 +30,7 @@ from probe.recordings.manifest import (
     manifest_to_json,
     writing,
 )
-from probe.recordings.reading import PARTIAL, Recording, check_files, read_manifest
+from probe.recordings.reading import PARTIAL, Recording, check_files, read_manifest, read_recording
 from probe.recordings.request import (
     ModelToRun,
     RecordRequest,
@@ -50,10 +51,13 @@ from probe.running.reference import Reference
 from probe.running.weights import Weights, count_weights
 from probe.words import first_few
 
+#: The names in `.partial`, also those of files that a kill left unfinished.
+OWN = re.compile(r"manifest\.json|.+\.safetensors(\.aligned)?|\..+\.tmp")
+
 
 @dataclass
 class PartialRecording:
-    """The folder `<out>.partial` and its present manifest."""
+    """The folder `<out>/.partial` and its present manifest."""
 
     folder: Path
     manifest: Manifest
@@ -84,51 +88,71 @@ class PartialRecording:
 
 
 @contextmanager
-def partial_recording(out: Path, begun: Manifest, *, restart: bool) -> Iterator[PartialRecording]:
+def partial_recording(out: Path, begun: Manifest, *, restart: bool, progress: "Progress") -> Iterator[PartialRecording]:
     """Begin a recording, or continue an interrupted one; `begun` is its manifest without recipes.
 
     If the block fails, the folder is kept if it has a whole recipe, and deleted otherwise.
     """
-    folder = out.with_name(PARTIAL.format(out.name))
-    with ExitStack() as lock:
-        with writing(folder):
-            make_folder(folder)
-            try:
-                lock.enter_context(locked(folder, wait=False))
-            except BlockingIOError:
-                raise RecordingError(f"{folder} is being written by another process. Wait for it, or end it.") from None
-        partial = PartialRecording(folder, begun)
-        is_interrupted = os.path.lexists(folder / MANIFEST)
-        if not is_interrupted and any(folder.iterdir()):
-            raise RecordingError(f"{folder} is in the way and is no interrupted recording. Move it away.")
-        if restart:
-            with writing(folder):
-                for path in folder.iterdir():
-                    path.unlink()
-        elif is_interrupted:
-            assert begun.unfinished is not None
-            partial.manifest = _continued(folder, begun.unfinished.asked)
-            partial.reused = tuple(partial.manifest.recipes)
-        try:
-            yield partial
-        except BaseException:
-            if not partial.manifest.recipes:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    folder = out / PARTIAL
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        for name in os.listdir(folder):
+            if not OWN.fullmatch(name):
+                raise RecordingError(f"{folder / name} is in the way and is no part of a recording. Move it away.")
+        found = None
+        if os.path.lexists(folder / MANIFEST) and not restart:
+            found = _continued(folder, begun)
+            if found is None:
+                progress.line(f"deleting {folder}: what an error left of a recording of something else")
+        if found is None:
+            _delete(folder)
+            folder.mkdir()
+    partial = PartialRecording(folder, found or begun, tuple(found.recipes) if found else ())
+    try:
+        yield partial
+    except BaseException as problem:
+        if not partial.manifest.recipes:
+            _delete(folder)
+        elif isinstance(problem, Exception) and (folder / MANIFEST).exists():
+            assert partial.manifest.unfinished is not None
+            partial.manifest = replace(partial.manifest, unfinished=replace(partial.manifest.unfinished, failed=True))
+            with suppress(RecordingError):  # a full disk
+                partial.save()
+            progress.line(
+                f"kept {', '.join(partial.manifest.recipes)} in {folder}: a command that records them goes on from "
+                "there, any other deletes them"
+            )
+        raise
 
 
-def _continued(folder: Path, asked: Mapping[str, str]) -> Manifest:
+def _delete(folder: Path) -> None:
+    """Delete `.partial`, its manifest first: a kill must not leave one that lists files that are gone."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _continued(folder: Path, begun: Manifest) -> Manifest | None:
+    """The manifest to go on from: that in `folder`, if it is of the same request but for recipes that are not recorded.
+
+    None if it is of another request, and was left by an error; one that was left by a kill is an error.
+    """
     again = "Run the command that began it, or delete it with --restart."
     try:
         manifest = read_manifest(folder)
         check_files(folder, manifest, verify=True)
     except RecordingError as problem:
         raise RecordingError(f"{folder} is an interrupted recording that cannot be used. {problem}. {again}") from None
-    if manifest.unfinished is None:
+    there, now = manifest.unfinished, begun.unfinished
+    assert now is not None
+    if there is None:
         raise RecordingError(f"{folder} is a whole recording, not an interrupted one. Rename it.")
-    if other := differences(manifest.unfinished.asked, asked):
+    unasked = manifest.recipes.keys() - set(now.missing)
+    if other := differences(there.asked, now.asked | ({} if unasked else {"recipes": there.asked["recipes"]})):
+        if there.failed:
+            return None
         raise RecordingError(f"{folder} is an interrupted recording of something else: {'; '.join(other)}. {again}")
-    return manifest
+    missing = tuple(recipe for recipe in now.missing if recipe not in manifest.recipes)
+    return replace(manifest, unfinished=replace(now, missing=missing))
 
 
 class Progress(Protocol):
@@ -173,14 +197,16 @@ def record(
 
     The options are the fields of RecordRequest; beside a request, they replace its own.
 
-    An interrupted recording stays in `<out>.partial`, and the same call finishes it. If `out` holds a recording of the
+    An interrupted recording stays in `<out>/.partial`, and the same call finishes it. If `out` holds a recording of the
     same model, tokens and layers, the recipes are added to it.
     """
     request = replace(out, **options) if isinstance(out, RecordRequest) else RecordRequest(out, **options)
-    progress = progress or _Silent()
+    with publishing.locked_folder(request.folder):
+        return _record(request, progress or _Silent())
+
+
+def _record(request: RecordRequest, progress: Progress) -> Recording:
     folder, layout = request.folder, request.layout
-    publishing.recover(folder)
-    publishing.holds_recording(folder)
     model = model_to_run(request)
     device = device_name(request, model)
     for note in model.loaded.notes:
@@ -190,12 +216,16 @@ def record(
     keys = tuple(map(str, recipes))
     tokens, weights = tokens_of(batches, request.source), model.loaded.fingerprint
     begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
-    existing = publishing.existing_recording(folder, begun, keys, layout, overwrite=request.overwrite)
     asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, recipes)
+    if publishing.was_finished(folder, asked) and not request.overwrite:
+        progress.line(f"{folder} was complete before the interruption")
+        return read_recording(folder)
+    existing = publishing.existing_recording(folder, begun, keys, layout, overwrite=request.overwrite)
     begun = replace(begun, unfinished=UnfinishedWork(asked, keys))
-    with partial_recording(folder, begun, restart=request.restart) as partial:
+    with partial_recording(folder, begun, restart=request.restart, progress=progress) as partial:
         if partial.reused:
             progress.line(f"continuing {partial.folder}: {', '.join(partial.reused)} recorded already")
+            partial.save()  # what is asked for now
         elif not partial.manifest.files:
             partial.manifest = replace(partial.manifest, files={TOKENS: write_tokens(partial.folder, batches)})
             partial.save()

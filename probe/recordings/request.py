@@ -58,7 +58,7 @@ class RecordRequest:
     """What to record, and how. None stands for the default of the layout (DEFAULTS)."""
 
     out: Path | str = "layer_outputs"
-    """The folder. While it is made, the recording is in `<out>.partial`."""
+    """The folder. While it is made, the recording is in `.partial` in it."""
     _: KW_ONLY
     model: str | Loaded | nn.Module = "tiny-mamba"
     """A name, or a model. A model that is compiled or made by record_outputs runs as it is; `modes` and `formats` then
@@ -95,6 +95,9 @@ class RecordRequest:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.percentile, bool) or not 0 < self.percentile <= 1:
+            raise ValueError(f"percentile is {self.percentile}; expected a share above 0, at most 1.")
+        object.__setattr__(self, "percentile", float(self.percentile))  # as a manifest has it
         look_up("layout", self.layout, dict.fromkeys(LAYOUTS))
         for tap in self.taps or ():
             look_up("tap", tap, dict.fromkeys(TAPS))

@@ -9,8 +9,6 @@ its shape is known. The header is written last: until then the file begins with 
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +19,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from probe.data.samples import token_fingerprint
-from probe.files.atomic import create, make_folder, move, sync_tree, write
+from probe.files.atomic import create, move, write
 from probe.files.tensors import CHUNK, SAFETENSORS_TYPES, Kind, kind_of
 from probe.recordings.manifest import (
     DTYPES,
     ENDS,
-    MANIFEST,
     PARTS,
     TENSOR_NAME,
     TOKENS,
@@ -36,11 +33,10 @@ from probe.recordings.manifest import (
     StoredFile,
     StoredTensor,
     Tokens,
-    manifest_to_json,
     writing,
 )
-from probe.recordings.publishing import is_to_be_replaced, put_in_place
-from probe.recordings.reading import Recording, read_recording
+from probe.recordings.publishing import is_to_be_replaced, locked_folder, new_files, put_in_place
+from probe.recordings.reading import Recording, check_files
 from probe.running.environment import environment
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe
@@ -205,41 +201,35 @@ def write_recording(
     """Write the tensors of recipes, run over `batches` on a device that probe does not run itself.
 
     For each recipe, `recipes` has `layer_0.output`, `logits` and so on, each as one tensor for every batch. It may be a
-    generator: each recipe is on disk before the next is generated. The recording is written beside `folder`, read back,
-    and then renamed. With `overwrite` an older recording is replaced, but never a folder with other files in it.
+    generator: each recipe is on disk before the next is generated. All is read back before it takes its place. With
+    `overwrite` an older recording is replaced, but never a folder with other files in it.
     """
     folder = Path(os.path.realpath(folder))
-    is_to_be_replaced(folder, overwrite=overwrite)
     tokens = tokens_of(batches)
-    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with writing(folder):
-            make_folder(fresh)
-        files = {TOKENS: write_tokens(fresh, batches)}
-        recorded: dict[str, RecordedRecipe] = {}
-        for recipe, parts in recipes:
-            key = str(recipe)
-            if key in recorded:
-                raise RecordingError(f"{recipe} is given twice. Record each recipe once.")
-            with TensorStream(fresh / f"{key}.safetensors", list(parts), tokens.samples, label=key) as stream:
-                for name, some in parts.items():
-                    if not TENSOR_NAME.fullmatch(name):
-                        expected = f"Expected layer_0.output, layer_0.input or {LOGITS}."
-                        raise RecordingError(f"{key}: {name!r} names no tensor. {expected}")
-                    for part in some:
-                        stream.add(name, part)
-                recorded[key], files[stream.file.name] = finished(recipe, stream)
-        if not recorded:
-            raise RecordingError(f"nothing was recorded for {folder}: not one recipe was given. Give at least one.")
-        known = environment() | dict(versions or {})
-        manifest = Manifest(model, model_fingerprint, device, tokens, recorded, known, files=files)
-        with writing(folder):
-            write(fresh / MANIFEST, manifest_to_json(manifest))
-            sync_tree(fresh)
-        read_recording(fresh)
-        put_in_place(fresh, folder, replaces=is_to_be_replaced(folder, overwrite=overwrite))
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    with locked_folder(folder):
+        is_to_be_replaced(folder, overwrite=overwrite)
+        with new_files(folder) as fresh:
+            files = {TOKENS: write_tokens(fresh, batches)}
+            recorded: dict[str, RecordedRecipe] = {}
+            for recipe, parts in recipes:
+                key = str(recipe)
+                if key in recorded:
+                    raise RecordingError(f"{recipe} is given twice. Record each recipe once.")
+                with TensorStream(fresh / f"{key}.safetensors", list(parts), tokens.samples, label=key) as stream:
+                    for name, some in parts.items():
+                        if not TENSOR_NAME.fullmatch(name):
+                            expected = f"Expected layer_0.output, layer_0.input or {LOGITS}."
+                            raise RecordingError(f"{key}: {name!r} names no tensor. {expected}")
+                        for part in some:
+                            stream.add(name, part)
+                    recorded[key], files[stream.file.name] = finished(recipe, stream)
+            if not recorded:
+                raise RecordingError(f"nothing was recorded for {folder}: not one recipe was given. Give at least one.")
+            known = environment() | dict(versions or {})
+            manifest = Manifest(model, model_fingerprint, device, tokens, recorded, known, files=files)
+            check_files(fresh, manifest, verify=True)
+            is_to_be_replaced(folder, overwrite=overwrite)
+            put_in_place(folder, manifest)
     return Recording(folder, manifest)
 
 

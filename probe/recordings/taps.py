@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from probe.data.library_logs import quietly
+from probe.models.forward import call_options, logits_in, run_model
 from probe.models.layers import select
 from probe.models.offload import device_of
 from probe.models.outside import embedding_of, final_norm_of
 from probe.running.capture import UncoveredError, capture, first_tensor
 from probe.running.coverage import watching
 from probe.running.recipes import Recipe
-from probe.running.reference import logits_of
 from probe.words import LOGITS, look_up
 
 Side = Literal["input", "output"]
@@ -99,6 +99,7 @@ class RecordedOutputs(nn.Module):
         super().__init__()
         self.model = model
         self.points = points
+        self.options = call_options(model)
         self.tensors: dict[str, Tensor] = {}
         modules = dict(model.named_modules())
         for name, (module, side) in points.sources.items():
@@ -107,7 +108,7 @@ class RecordedOutputs(nn.Module):
     def forward(self, batch: Tensor) -> dict[str, Tensor]:
         """`layer_0.output` and so on, as the modules returned them, and `logits`."""
         self.tensors = {}
-        logits = logits_of(self.model, batch)
+        logits = logits_in(self.model(batch, **self.options), self.model, batch)  # nothing that cannot be compiled
         found = self.tensors
         self.tensors = {}
         return {**found, LOGITS: logits}
@@ -177,9 +178,10 @@ def run_hooked(
                     renamed = _renamed(select(model, patterns), wanted, consumer)
                     hooks.enter_context(capture(model, patterns, inputs=inputs, consumer=renamed))
             for batch in batches:
-                logits = logits_of(model, batch.to(device))
+                given = batch.to(device)
+                output = run_model(model, given)
                 if points.logits:
-                    consumer(LOGITS, logits)
+                    consumer(LOGITS, logits_in(output, model, given))
     except UncoveredError as problem:
         if not is_compiled(model):
             raise

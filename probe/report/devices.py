@@ -20,7 +20,7 @@ PAGE, FIGURES = "diff.html", "diff.json"
 COLUMNS = {
     **{"layer": "label", "max abs": "max_abs", "mean abs": "mean_abs", "median abs": "median_abs"},
     **{"max rel": "max_relative", "mean rel": "mean_relative", "median rel": "median_relative", "within": "within"},
-    **{"cosine": "cosine", "pearson": "correlation", "added": "added", "noise": "noise"},
+    **{"1 - cosine": "cosine", "1 - pearson": "correlation", "added": "added", "noise": "noise"},
 }
 NOT_FINITE = {"NaN A": "nan_a", "Inf A": "inf_a", "NaN B": "nan_b", "Inf B": "inf_b", "compared": "compared"}
 
@@ -67,7 +67,11 @@ def _layers(page: Document, found: DeviceComparison) -> None:
     page.heading("Worst layers")
     page.table(
         [
-            {"rank": rank, "by max abs": a.label, "max abs": a.max_abs, "by cosine": b.label, "cosine": b.cosine}
+            {
+                "rank": rank,
+                **{"by max abs": a.label, "max abs": a.max_abs},
+                **{"by cosine": b.label, "1 - cosine": figure_of(b, "1 - cosine")},
+            }
             for rank, (a, b) in enumerate(zip(found.worst_by_max_abs, found.worst_by_cosine, strict=True), 1)
         ]
     )
@@ -107,7 +111,13 @@ def rows(found: DeviceComparison) -> list[dict[str, object]]:
         keys = {**keys, "recipe error": "recipe_error", "x recipe": "recipe_errors"}
     if any(layer.compared < 1 for layer in found.layers):
         keys = {**keys, **NOT_FINITE}
-    return [{name: getattr(layer, key) for name, key in keys.items()} for layer in found.layers]
+    return [{name: figure_of(layer, name, key) for name, key in keys.items()} for layer in found.layers]
+
+
+def figure_of(layer: LayerDifference, name: str, key: str = "cosine") -> object:
+    """The field `key` of a layer; its distance from 1 where the column says so, which rounding would hide."""
+    value = getattr(layer, key)
+    return 1 - value if name.startswith("1 - ") and value is not None else value
 
 
 def _layer_lines(found: DeviceComparison) -> list[str]:
@@ -128,8 +138,6 @@ def mark(layer: LayerDifference, found: DeviceComparison) -> str:
 def _cell(key: str, value: object) -> str:
     if not isinstance(value, float):
         return "none" if value is None else str(value)
-    if key in ("cosine", "pearson"):  # a number other than 1 does not read as 1
-        return "1" if value == 1 else f"{value:.6f}" if abs(value) < 0.9999995 else f"1-{1 - value:.0e}"
     if key in ("within", "compared"):
         return f"{100 * value:.4g}%"
     return "0" if value == 0 else f"{value:.2e}"
@@ -137,8 +145,8 @@ def _cell(key: str, value: object) -> str:
 
 def _worst(found: DeviceComparison) -> list[str]:
     largest = ", ".join(f"{layer.label} {_cell('max abs', layer.max_abs)}" for layer in found.worst_by_max_abs)
-    lowest = ", ".join(f"{layer.label} {_cell('cosine', layer.cosine)}" for layer in found.worst_by_cosine)
-    return [f"Worst by max abs: {largest}", f"Worst by cosine:  {lowest}"]
+    lowest = ", ".join(f"{layer.label} {_cell('', figure_of(layer, '1 - cosine'))}" for layer in found.worst_by_cosine)
+    return [f"Worst by max abs: {largest}", f"Worst by 1 - cosine: {lowest}"]
 
 
 def _result_line(found: DeviceComparison) -> str:

@@ -1,11 +1,12 @@
 """The report of `probe check`: the health of a recipe as text, as pictures and as a page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from probe.comparisons.health import Health, LayerHealth
+from probe.comparisons.health import EXPLOSION, LARGEST, PEAK, Health, LayerHealth
 from probe.comparisons.samples import DrawnLayer
 from probe.files.atomic import write
 from probe.files.paths import safe_name
@@ -15,11 +16,13 @@ from probe.words import printable
 
 
 def health_text(health: Health) -> str:
-    """A line for every tensor with its mark, its problems below it, and the first suspicious layer at the end."""
+    """A line for every tensor with its mark, its problems below it, and the layer to look at first at the end."""
     width = max(len(layer.name) for layer in health.layers)
     lines = [printable(f"Mode {health.mode} of {health.recording}"), ""]
     for layer in health.layers:
         facts = [f"Mean={_number(layer.mean)}", f"Std={_number(layer.std)}"]
+        if layer.growth is not None:
+            facts.append(f"Growth={_number(layer.growth)}")
         if layer.mean_change is not None:
             facts += [f"Change={_number(layer.mean_change)}", f"(max {_number(layer.max_change).strip()})"]
         lines.append(printable(f"{layer.mark} {layer.name:<{width}}  {'  '.join(facts)}".rstrip()))
@@ -28,7 +31,15 @@ def health_text(health: Health) -> str:
         return "\n".join([*lines, "", f"✓ All {len(health.layers)} outputs look normal"])
     count = len(health.suspicious)
     layers = "1 layer looks" if count == 1 else f"{count} layers look"
-    return "\n".join([*lines, "", f"{health.first.mark} {layers} wrong. The first is {printable(health.first.name)}."])
+    return "\n".join([*lines, "", printable(f"{health.first.mark} {layers} wrong. {_where(health, health.first)}.")])
+
+
+def _where(health: Health, first: LayerHealth) -> str:
+    """The layer to look at, and the one before it if that has a less severe problem."""
+    earliest = health.suspicious[0]
+    if earliest is first:
+        return f"The first is {first.name}"
+    return f"Look at {first.name} first ({first.kind}); {earliest.name} before it is less severe ({earliest.kind})"
 
 
 def _number(value: float | None) -> str:
@@ -44,7 +55,13 @@ def write_health_page(folder: Path | str, checked: Sequence[Health], firsts: Seq
     for health, drawn in zip(checked, firsts, strict=True):
         page.heading(f"Mode {health.mode}")
         page.text(_verdict(health))
-        page.picture(health_by_layer(health), alt=f"mean and change of every layer of {health.mode}")
+        if health.first:
+            page.pre("\n".join(f"{layer.name}: {text}" for layer in health.suspicious for text in layer.problems))
+        caption = (
+            "Dashed: limits. Shaded: what looks wrong. A typical |x| is the median of the tokens' mean |x|. The growth "
+            f"of the first layer is that from the embedding, of which only more than {EXPLOSION:g} is wrong."
+        )
+        page.picture(health_by_layer(health), alt=f"size and steps of every layer of {health.mode}", caption=caption)
         if health.first and drawn:
             picture = layer_picture(health.first, drawn)
             page.picture(picture, alt=f"the values of {health.first.name}", caption=f"The first: {health.first.name}")
@@ -61,45 +78,99 @@ def _verdict(health: Health) -> str:
     if health.first is None:
         return f"{len(health.layers)} outputs look normal."
     count = f"{len(health.suspicious)} of {len(health.layers)} look wrong."
-    return f"{count} The first is {health.first.name}: {'; '.join(health.first.problems)}"
+    return f"{count} {_where(health, health.first)}: {'; '.join(health.first.problems)}"
 
 
 def _row(layer: LayerHealth) -> dict[str, object]:
     figures = {name: getattr(layer, name) for name in ("mean", "std", "min", "max")}
-    counts = {"NaN": layer.nan, "Inf": layer.inf}
-    changes = {"mean |change|": layer.mean_change, "max |change|": layer.max_change}
-    return {"": layer.mark, "layer": layer.name, **figures, **counts, **changes, "problem": "; ".join(layer.problems)}
+    counts = {"NaN": layer.nan, "Inf": layer.inf, "dead channels": layer.dead}
+    steps = {"typical |x|": layer.size, "growth": layer.growth, "relative change": layer.relative_change}
+    steps |= {"mean |change|": layer.mean_change, "max |change|": layer.max_change}
+    problem = {"problem": "; ".join(layer.problems)}
+    return {"": layer.mark, "layer": layer.name, **problem, **figures, **counts, **steps}
 
 
 def health_by_layer(health: Health) -> bytes:
-    """Mean and spread of every tensor; and the change between adjacent layers, with the limit of what is usual."""
-    layers = health.layers
+    """Size, growth and change of every tensor with their limits, and a panel for each kind of limit that was given."""
+    layers, limits = health.layers, health.limits
+    peaks = [None if x.min is None or x.max is None else max(-x.min, x.max) for x in layers]
+    sizes = [layer.size for layer in layers]
+    panels: list[_Panel] = [
+        _Panel("size of the values", {"typical |x|": sizes, "max |x|": peaks}, _size_limits(layers)),
+        _Panel("growth from the layer before", {"growth": [x.growth for x in layers]}, _growth_limits(health)),
+        _Panel(
+            "change from the layer before, relative to it",
+            {"relative change": [layer.relative_change for layer in layers]},
+            {"odd in this model": limits.get("relative_change")},
+        ),
+    ]
+    if "max_mean" in limits:
+        means = [None if layer.mean is None else abs(layer.mean) for layer in layers]
+        panels.append(_Panel("|mean|", {"|mean|": means}, {"--max-mean": limits["max_mean"]}))
+    if {"max_change", "mean_change"} & limits.keys():
+        changes = {"mean |change|": [x.mean_change for x in layers], "max |change|": [x.max_change for x in layers]}
+        given = {"--factor x median": limits.get("mean_change"), "--max-change": limits.get("max_change")}
+        panels.append(_Panel("change from the layer before", changes, given))
     names, suspicious = [layer.name for layer in layers], [i for i, layer in enumerate(layers) if layer.problems]
-    with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
-        left, right = page.panels
-        left.set_title("mean, and one standard deviation around it")
-        means, spreads = np.array([(layer.mean, layer.std) for layer in layers], np.float64).T  # None becomes NaN
-        band = (means - spreads, means + spreads)
-        left.fill_between(range(len(layers)), *band, color=figure.BLUE, alpha=0.18, linewidth=0)
-        left.plot(means, color=figure.BLUE, marker="o", markersize=4 if len(layers) <= 32 else 2.5, linewidth=1.3)
-        figure.shade_layers(left, suspicious, colour=figure.BAD, alpha=0.15)
-        figure.layer_axis(left, names)
-        right.set_title("change from the layer before")
-        changes = figure.positives([layer.mean_change for layer in layers])
-        if not np.isfinite(changes).any():
-            figure.note(right, "no two adjacent layers of one shape were recorded")
-            return page.png()
-        right.plot(changes, color=figure.BLUE, marker="o", markersize=4, linewidth=1.3, label="mean |change|")
-        most = figure.positives([layer.max_change for layer in layers])
-        right.plot(most, color=figure.VERMILION, marker="s", markersize=4, linewidth=1.3, label="max |change|")
-        if health.median_change:
-            limit, name = health.factor * health.median_change, f"{health.factor:g} x median of the mean"
-            right.axhline(limit, color=figure.GREY, linestyle=figure.DASHED, label=name)
-        figure.log_axis(right)
-        right.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
-        figure.shade_layers(right, suspicious, colour=figure.BAD, alpha=0.15)
-        figure.layer_axis(right, names)
+    with figure.sheet(len(panels), columns=3, size=(12.5 / 3, 3.4)) as page:
+        for axes, panel in zip(page.panels, panels, strict=True):
+            _draw(axes, panel)
+            figure.shade_layers(axes, suspicious, colour=figure.BAD, alpha=0.15)
+            figure.layer_axis(axes, names)
         return page.png()
+
+
+class _Panel(NamedTuple):
+    """Curves by layer on a logarithmic axis, and lines for the limits that are not None."""
+
+    title: str
+    curves: Mapping[str, Sequence[float | None]]
+    limits: Mapping[str, float | None]
+
+
+def _size_limits(layers: Sequence[LayerHealth]) -> dict[str, float | None]:
+    """The limits of sizes, where one of them was broken."""
+    sizes = [layer.size for layer in layers if layer.size]
+    largest = max((abs(end) for layer in layers for end in (layer.min or 0.0, layer.max or 0.0)), default=0.0)
+    limits: dict[str, float | None] = {}
+    if max(sizes, default=0.0) > LARGEST:
+        limits[f"limit of typical |x|, {LARGEST:g}"] = LARGEST
+    if sizes and largest > PEAK * float(np.median(sizes)):
+        limits[f"{PEAK:g} x typical |x|"] = PEAK * float(np.median(sizes))
+    return limits
+
+
+def _growth_limits(health: Health) -> dict[str, float | None]:
+    """What is usual in the model, and the growth that no model has where a layer has it."""
+    limits: dict[str, float | None] = {
+        "usual in this model, up to": health.limits.get("growth_high"),
+        "usual in this model, from": health.limits.get("growth_low"),
+    }
+    known = [layer.growth for layer in health.layers if layer.growth]
+    if max(known, default=1.0) > EXPLOSION:
+        limits["explosion"] = EXPLOSION
+    if min(known, default=1.0) < 1 / EXPLOSION:
+        limits["collapse"] = 1 / EXPLOSION
+    return limits
+
+
+def _draw(axes: Any, panel: _Panel) -> None:
+    axes.set_title(panel.title)
+    if not any(np.isfinite(figure.positives(values)).any() for values in panel.curves.values()):
+        figure.note(axes, "no two adjacent layers of one shape were recorded")
+        return
+    for colour, (name, values) in zip(figure.COLOURS, panel.curves.items(), strict=False):
+        figure.line(axes, values, colour=colour, label=name)
+    for name, limit in panel.limits.items():
+        if limit is not None:
+            axes.axhline(figure.positive(limit), color=figure.BAD, linestyle=figure.DASHED, linewidth=1.2)
+            place = {"xycoords": ("axes fraction", "data"), "xytext": (-2, 2), "textcoords": "offset points"}
+            backing = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 0.5}
+            style = {"ha": "right", "va": "bottom", "fontsize": 7.5, "color": figure.BAD, "bbox": backing}
+            axes.annotate(f"{name} {limit:.3g}", (1, figure.positive(limit)), **place, **style)
+    figure.log_axis(axes)
+    if len(panel.curves) > 1:
+        axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
 
 
 def layer_picture(layer: LayerHealth, drawn: DrawnLayer) -> bytes:

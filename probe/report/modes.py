@@ -38,21 +38,22 @@ def write_modes_page(
         page.heading("Failures")
         page.pre("\n".join(wrong))
     page.heading("Error by layer")
-    page.picture(error_by_layer(comparisons), alt="mse and 1 - correlation of every mode by layer")
+    page.picture(error_by_layer(comparisons), alt="relative mse and 1 - correlation by layer")
     for label, tensors in drawn.items():
         page.heading(f"Differences of {label}")
         _pictures(page, label, tensors, reference)
     for one in comparisons:
         page.heading(f"All layers of {one.compared_mode}")
-        marked = [
-            not x.metrics.finite or (x.metrics.identical and not _may_be_identical(x, one)) for x in one.layers.values()
-        ]
+        marked = [_is_bad(layer, one) for layer in one.layers.values()]
         page.table([_layer_row(layer) for layer in one.layers.values()], bad=marked)
     return page.write(Path(folder) / "compare.html")
 
 
-def _may_be_identical(layer: LayerComparison, one: ModeComparison) -> bool:
-    return one.is_equal or layer.name in one.may_be_identical
+def _is_bad(layer: LayerComparison, one: ModeComparison) -> bool:
+    """Not finite, of poor quality, or identical where it must not be."""
+    may_be_identical = one.is_equal or layer.name in one.may_be_identical
+    wrong = not layer.metrics.finite or layer.quality in ("poor", "undefined")
+    return wrong or (layer.metrics.identical and not may_be_identical)
 
 
 def _pictures(page: Document, label: str, tensors: Mapping[str, DrawnTensor], reference: str) -> None:
@@ -70,7 +71,7 @@ def _pictures(page: Document, label: str, tensors: Mapping[str, DrawnTensor], re
 
 
 def _summary_row(one: ModeComparison) -> dict[str, object]:
-    layers = list(one.layers.values())
+    layers, worst = list(one.layers.values()), one.worst[0]
     return {
         "Mode": one.compared_mode,
         "Layer 0 MSE": layers[0].metrics.mse,
@@ -80,15 +81,18 @@ def _summary_row(one: ModeComparison) -> dict[str, object]:
         "Avg MSE": one.summary["avg_mse"],
         "Avg MAE": one.summary["avg_mae"],
         "Avg Corr": one.summary["avg_correlation"],
+        "Worst Layer": worst.name,
+        "Worst SQNR": worst.metrics.sqnr,
+        "Quality": worst.quality,
     }
 
 
 def _layer_row(layer: LayerComparison) -> dict[str, object]:
     m = layer.metrics
-    names = ("mse", "rmse", "mae", "max_abs", "relative_mse", "relative_mae", "correlation", "cosine")
+    names = ("sqnr", "relative_mse", "correlation", "cosine", "mse", "rmse", "mae", "max_abs", "relative_mae")
     return {
         "layer": layer.name,
-        "label": layer.label,
+        "quality": layer.quality,
         **{name.replace("_", " "): getattr(m, name) for name in names},
         **{f"|d| at {n} %": getattr(m, f"p{n}") for n in (50, 90, 95, 99)},
         "mean difference": m.mean_difference,
@@ -101,13 +105,13 @@ MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
 #: The figures by layer. A lossless layer has the figure 0, which a logarithmic axis cannot show.
 FIGURES: dict[str, Callable[[Metrics], float | None]] = {
-    "mse by layer": lambda m: m.mse,
+    "relative mse by layer": lambda m: m.relative_mse,
     "1 - correlation by layer": lambda m: None if m.correlation is None else 1 - m.correlation,
 }
 
 
 def error_by_layer(comparisons: Sequence[ModeComparison]) -> bytes:
-    """mse and 1 - correlation of every mode, on logarithmic axes; a layer without loss has no point."""
+    """Relative mse and 1 - correlation of every mode, on logarithmic axes; a layer without loss has no point."""
     names = list(comparisons[0].layers)
     with figure.sheet(2, columns=2, size=(6.25, 3.8)) as page:
         for axes, (title, figure_of) in zip(page.panels, FIGURES.items(), strict=True):

@@ -1,28 +1,31 @@
 """Text in the layouts of the users' own scripts, with their headings and emoji.
 
-`probe compare` prints a block for every layer and a table of the modes; `probe scaling` prints two blocks for a sweep.
+`probe compare` prints a block for a layer and a table of the modes; `probe scaling` prints two blocks for a sweep.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
-from probe.comparisons.modes import LayerComparison, ModeComparison
+from probe.comparisons.modes import QUALITIES, LayerComparison, ModeComparison
 from probe.formats import Format
 from probe.metrics import Metrics
-from probe.scaling.advice import Recommendation
+from probe.scaling.advice import Alternative, Recommendation
 from probe.scaling.results import Level, ScalingResult
-from probe.words import printable
+from probe.words import columns, printable, shared_lines
 
 DOUBLE, SINGLE, SHORT = "=" * 80, "-" * 80, "-" * 40
 _TABLE_RULE = "-" * 100
 #: The columns of the summary with their widths; the last, Avg Corr, needs none.
 _COLUMNS = (("Mode", 11), ("Layer 0 MSE", 16), ("Layer 0 MAE", 13), ("Last Layer MSE", 16), ("Last Layer MAE", 16))
+#: Said of a recommended level where the sweep has no whole exponent.
+_NO_POWER = "Not a power of two, which the scale of this format is: sweep a range with a whole exponent"
 #: The marks of each kind of advice on a sweep.
 MARKS = {"good": "✅", "fair": "⚠️ ", "poor": "🔴"}
 
 
 def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
-    """The figures of one layer as the users' own script prints them, with cosine and label added."""
+    """The figures of one layer as the users' own script prints them, with cosine and quality added."""
     m = layer.metrics
     reference = printable(comparison.reference_mode.upper())
     differences = {"Mean Diff": m.mean_difference, "Std Diff": m.std_difference}
@@ -41,7 +44,7 @@ def layer_block(layer: LayerComparison, comparison: ModeComparison) -> str:
         *("", "📈 Relative Metrics:", *(_line(name, text) for name, text in relative.items())),
         *("", "📊 Absolute Difference Percentiles:"),
         *(_line(name, _fixed(value)) for name, value in percentiles.items()),
-        *("", _line("Label", layer.label), DOUBLE),
+        *("", _line("Quality", f"{layer.quality} ({_decibels(m.sqnr)})"), DOUBLE),
     ]
     return "\n".join(lines)
 
@@ -61,16 +64,36 @@ def summary_table(comparisons: Sequence[ModeComparison]) -> str:
     return "\n".join([*lines, DOUBLE])
 
 
-def comparison_heading(comparison: ModeComparison) -> str:
-    """The mode, its reference, and the folders of their recordings."""
-    mode, reference = printable(comparison.compared_mode), printable(comparison.reference_mode)
-    return f"Mode {mode} vs {reference} ({', '.join(map(printable, dict.fromkeys(comparison.recordings)))})"
+def worst_layers(comparisons: Sequence[ModeComparison], *, most: int) -> list[str]:
+    """The qualities of the layers of every mode; and its worst layers, `most` lines of all modes together."""
+    lines = ["Worst layers by relative error (every layer: --verbose, or --report DIR)", ""]
+    each = max(1, most // len(comparisons))
+    rows = []
+    for one in comparisons:
+        qualities = Counter(layer.quality for layer in one.layers.values())
+        counts = ", ".join(f"{qualities[name]} {name}" for name in QUALITIES if qualities[name])
+        for place, layer in enumerate(one.worst[:each]):
+            m = layer.metrics
+            named = {"Mode": "" if place else printable(one.compared_mode), "Layer": printable(layer.name)}
+            figures = {"Quality": layer.quality, "SQNR": _decibels(m.sqnr), "Rel MSE": _short(m.relative_mse)}
+            figures |= {"Corr": _likeness(m.correlation), "Max Abs Diff": _short(m.max_abs)}
+            rows.append({**named, **figures, "All layers": "" if place else counts})
+    return [*lines, *columns(rows, left=["Mode", "Layer", "Quality", "All layers"])]
 
 
-def failure_lines(comparison: ModeComparison, failures: Sequence[str]) -> str:
-    """A marked line for each failure."""
+def comparison_heading(*comparisons: ModeComparison) -> str:
+    """The modes, their reference, the folders of the recordings, and how much each mode put on a grid."""
+    modes, folders = ", ".join(one.compared_mode for one in comparisons), comparisons[0].recordings
+    title = f"Mode{'s' * (len(comparisons) > 1)} {modes} vs {comparisons[0].reference_mode}"
+    weights = shared_lines((one.compared_mode, one.weights.line) for one in comparisons if one.weights is not None)
+    return "\n".join(map(printable, [f"{title} ({', '.join(dict.fromkeys(folders))})", *weights]))
+
+
+def failure_lines(comparison: ModeComparison, failures: Sequence[str], *, most: int) -> str:
+    """A marked line for each failure; of more than `most`, the first ones and how many there are."""
     name = f"{comparison.compared_mode} vs {comparison.reference_mode}"
-    return "\n".join(printable(f"❌ {name}: {failure}") for failure in failures)
+    more = [f"and {len(failures) - most} more (all: --verbose)"] if len(failures) > most else []
+    return "\n".join(printable(f"❌ {name}: {failure}") for failure in [*failures[:most], *more])
 
 
 def _layer_title(name: str) -> str:
@@ -97,6 +120,14 @@ def _fixed(value: float | None, *, width: int = 0) -> str:
         return "none".rjust(width)
     is_readable = value == 0 or 1e-6 <= abs(value) < 1e6 or not math.isfinite(value)
     return (f"{value:.6f}" if is_readable else f"{value:.6e}").rjust(width)
+
+
+def _decibels(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1f} dB"
+
+
+def _short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
 
 
 def _exponent(value: float | None) -> str:
@@ -172,26 +203,33 @@ def _extremes(levels: Sequence[Level]) -> list[str]:
 
 
 def _avoid(found: Recommendation, over: Sequence[Level], under: Sequence[Level]) -> list[str]:
-    lines = ["OVERFLOW/UNDERFLOW RECOMMENDATIONS:", SHORT]
-    if any("high" in (level.overflow_severity, level.underflow_severity) for level in (*over, *under)):
-        lines += ["⚠️  AVOID scaling factors with HIGH overflow/underflow severity"]
+    """What to avoid, but for losses that the recommended level has too, and that level or the range around it."""
+    lines, chosen = ["OVERFLOW/UNDERFLOW RECOMMENDATIONS:", SHORT], found.level
+    kinds = [kind for kind in ("overflow", "underflow") if _severity(chosen, kind) != "high"]
+    kinds = [kind for kind in kinds if any(_severity(level, kind) == "high" for level in (*over, *under))]
+    if kinds:
+        lines += [f"⚠️  AVOID scaling factors with HIGH {'/'.join(kinds)} severity"]
         lines += ["   These factors cause significant precision loss"]
     if over:
-        lines += ["🔴 OVERFLOW WARNING:", "   Avoid scaling factors that cause overflow"]
+        lines += ["🔴 OVERFLOW WARNING:"]
+        lines += ["   Avoid scaling factors that cause overflow"] if chosen.overflow_severity == "none" else []
         lines += ["   These values will be saturated to max representable value"]
     if under:
         lines += ["🟡 UNDERFLOW CONSIDERATIONS:", "   Moderate underflow may be acceptable depending on use case"]
         lines += ["   Balance between underflow and overflow risks"]
-    if found.range is not None:
+    if not chosen.significant:
         low, high = found.range
-        lines += [f"✅ Recommended scaling range: {low:.2f} to {high:.2f}", f"   {found.range_reason}"]
-    elif found.least_bad is not None:
-        least = found.least_bad
+        lines += [f"✅ Recommended scaling range: {low:.2f} to {high:.2f}, best {at(chosen)}", f"   {found.losses}"]
+        return lines
+    if found.losses.startswith("every"):
         lines += ["⚠️  All scaling levels have some overflow/underflow - choose least problematic"]
-        lines += [f"💡 Least problematic scaling: {at(least)}"]
-        lost = f"{least.percent(least.overflow):.2f}%, Underflow: {least.percent(least.underflow):.2f}%"
-        lines += [f"   Overflow: {lost}", f"   Why: {found.range_reason}"]
-    return lines
+    lines += [f"💡 Least problematic scaling: {at(chosen)}"]
+    lost = f"{chosen.percent(chosen.overflow):.2f}%, Underflow: {chosen.percent(chosen.underflow):.2f}%"
+    return [*lines, f"   Overflow: {lost}", f"   Why: {found.losses}"]
+
+
+def _severity(level: Level, kind: str) -> str:
+    return level.overflow_severity if kind == "overflow" else level.underflow_severity
 
 
 def recommendation_block(result: ScalingResult, found: Recommendation) -> list[str]:
@@ -209,6 +247,7 @@ def recommendation_block(result: ScalingResult, found: Recommendation) -> list[s
         *(SINGLE, "COMPOSITE RECOMMENDATION:", SHORT),
         f"⭐ RECOMMENDED Scaling Factor: {factor(chosen.scale)}",
         f"   Scale Exponent: {chosen.scale_exponent:.2f}",
+        *([f"   ⚠️  {_NO_POWER}"] if result.powers_only and not chosen.is_power else []),
         *([f"   Scale Rule: {chosen.rule}"] if chosen.rule else []),
         f"   Composite Score: {found.score:.4f}",
         "   Balanced Performance:",
@@ -229,8 +268,28 @@ def recommendation_block(result: ScalingResult, found: Recommendation) -> list[s
     ]
     if chosen.significant:
         lost = f"{chosen.percent(chosen.overflow):.2f}% overflow and {chosen.percent(chosen.underflow):.2f}% underflow"
-        lines.append(f"   ⚠️  It has {lost}: less error in all than at the other levels")
+        among = "powers of two" if result.powers_only else "levels"
+        lines.append(f"   ⚠️  It has {lost}: and yet the best score of the {among}")
+    if found.edge:
+        lines.append(f"   ⚠️  {found.edge}")
     return [*lines, DOUBLE]
+
+
+def alternatives_block(result: ScalingResult, found: Recommendation, others: Sequence[Alternative]) -> list[str]:
+    """COST OF THE ALTERNATIVES: the error of other scales beside that of the recommended one."""
+    chosen = found.level
+    rows = [
+        {
+            "scale": one.what,
+            "scale exp": "" if one.scale_exponent is None else f"{one.scale_exponent:.2f}",
+            "MSE": f"{one.mse:.6e}",
+            "times": "" if one.times is None else f"{one.times:.4g}",
+            "PSNR dB": f"{one.psnr:.2f}",
+        }
+        for one in (Alternative("recommended", chosen.scale_exponent, chosen.mse, chosen.psnr, 1.0), *others)
+    ]
+    title = f"{result.format}: MSE in times that of the recommended scale exponent {at(chosen)}"
+    return [*(DOUBLE, "COST OF THE ALTERNATIVES", DOUBLE), title, SINGLE, *columns(rows, left={"scale"}), DOUBLE]
 
 
 def _optimum(title: str, level: Level) -> list[str]:

@@ -16,6 +16,7 @@ from probe.data.samples import TextSamples, token_fingerprint
 from probe.files.atomic import write
 from probe.files.defects import DefectError, parsing, reading
 from probe.formats import PERCENTILE
+from probe.models.forward import run_model
 from probe.models.linear import expert_sites, linear_key, linear_layers
 from probe.models.loading import Loaded
 from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
@@ -134,7 +135,7 @@ def calibrate(
                 hooks.callback(place.register_forward_pre_hook(partial(_observe, observer)).remove)
         for done, batch in enumerate(batches):
             for running, options in runs:
-                running(batch, **options)
+                run_model(running, batch, options)
             if progress is not None:
                 progress(done + 1)
     silent = [name for name, observer in observers.items() if not observer.count]

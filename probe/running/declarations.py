@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from probe.files.defects import DefectError, read_document
 from probe.settings import ConfigurationError, key, with_values, word
 from probe.words import near
 
@@ -107,8 +108,8 @@ def declarations_of(tables: Any, *, where: str) -> dict[str, DeclaredMode]:
 def read_declarations(file: Path) -> dict[str, DeclaredMode]:
     """The modes that a TOML file declares; one that declares none is refused."""
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as problem:
+        document = tomllib.loads(read_document(file).decode("utf-8"))
+    except (ValueError, RecursionError, OSError, DefectError) as problem:
         why = problem.strerror if isinstance(problem, OSError) else problem
         raise ConfigurationError(f"{file} cannot be read as TOML ({why}). Expected [tool.probe.modes.NAME].") from None
     tables = mode_tables(document)
@@ -151,7 +152,7 @@ def with_declaration(file: Path, name: str, declared: DeclaredMode | None = None
     try:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         there = mode_tables(tomllib.loads(text)).get(name)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigurationError(f"{file} cannot be read as TOML ({problem}). Correct it, or give another.") from None
     if there is not None:
         if declared in (None, declarations_of({name: there}, where=str(file))[name]):

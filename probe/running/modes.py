@@ -107,8 +107,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 def find_mode(name: str) -> Mode:
     """The row of a mode in either spelling, `2-1` or `mode_2_1`."""
-    plain = name.removeprefix("mode_").replace("_", "-") if name.startswith("mode_") else name
-    return look_up("mode", plain if plain in MODES else name, MODES, see="List them with: probe modes")
+    plain = name.removeprefix("mode_") if isinstance(name, str) else name
+    named = next((mode.name for mode in MODES.values() if mode.id == name), plain)
+    return look_up("mode", named if named in MODES else name, MODES, see="List them with: probe modes")
 
 
 def expand_modes(names: list[str]) -> list[Mode]:
@@ -188,10 +189,10 @@ def check_declarable(name: str) -> None:
 
 
 def _check_new(name: str) -> None:
-    known = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
-    if name in known or f"mode_{name}" in known:
-        raise ValueError(f"there is a {'group' if name in GROUPS else 'mode'} {name!r} already. Choose another name.")
     check_mode_name(name)
+    known = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
+    if {name, f"mode_{name}", Mode(name, "").id} & known:
+        raise ValueError(f"there is a {'group' if name in GROUPS else 'mode'} {name!r} already. Choose another name.")
 
 
 def unregister_mode(name: str) -> None:
@@ -199,4 +200,4 @@ def unregister_mode(name: str) -> None:
     mode = find_mode(name)
     if not mode.base and (mode.kind != "user" or mode.library):
         raise ValueError(f"mode {name!r} is built in and stays.")
-    del MODES[name]
+    del MODES[mode.name]

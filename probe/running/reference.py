@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from probe.files import atomic
+from probe.models.forward import logits_in, run_model
 from probe.models.layers import select
 from probe.models.loading import weight_fingerprint
 from probe.models.offload import device_of
@@ -262,15 +263,8 @@ def running_once(model: nn.Module, modules: Mapping[str, str], batch: Tensor) ->
 
 
 def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """The logits of a forward, whether the model returns them alone or in an output of transformers."""
-    output = model(batch, use_cache=False) if hasattr(model, "config") else model(batch)
-    found = getattr(output, "logits", output)
-    if not isinstance(found, Tensor):
-        raise ValueError(
-            f"{type(model).__name__} returned a {type(output).__name__} without logits; "
-            "expected a causal language model."
-        )
-    return found
+    """The logits of a forward."""
+    return logits_in(run_model(model, batch), model, batch)
 
 
 def save_reference(reference: Reference, file: Path) -> None:

@@ -1,9 +1,10 @@
-"""What to conclude from a sweep: the recommended level and why, the range of safe scales, and the level as a grid."""
+"""What to conclude from a sweep: the recommended level and why, what others would cost, and the level as a grid."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from probe.numerics.quantize import fake_quantize, round_to
 from probe.numerics.reference import power
 from probe.numerics.rounding import narrow
 from probe.scaling import blockwise
-from probe.scaling.levels import element_format, largest_exponent
+from probe.scaling.levels import BEYOND, element_format, largest_exponent
 from probe.scaling.results import Level, ScalingResult
+from probe.scaling.rules import RuleResult
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ CRITERIA: dict[str, Criterion] = {
 }
 #: The thresholds of the advice: on range / smallest for mse, on the range for cosine, on the range in dB for psnr.
 MSE_VARIES, COSINE_STABLE, PSNR_CRITICAL, PSNR_MODERATE = 0.1, 0.01, 20.0, 10.0
+#: The levels of the recommended range have at most so many dB less psnr than the recommended level.
+AS_GOOD = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,15 +67,18 @@ class Recommendation:
     level: Level
     score: float
     scores: tuple[float, ...]  # of every level, in order
-    best: dict[str, Level]  # by figure, the best level; the first of equals, which is nearest to maximum alignment
+    best: dict[str, Level]  # by figure, the best of all levels; of equals, the nearest to maximum alignment
     spreads: dict[str, Spread]
     advice: tuple[tuple[str, str], ...]
     """Kind (good, fair, poor) and sentence: whether mse, cosine and psnr depend on the scale."""
-    range: tuple[float, float] | None
-    """The exponents from the first to the last level without significant overflow or underflow; None if all have it."""
-    least_bad: Level | None  # where there is no such range: the level that loses least to overflow and underflow
-    range_reason: str
+    range: tuple[float, float]
+    """The exponents around the recommended one with at most 1 dB less psnr, and no significant overflow or underflow
+    unless it has some itself; it alone if there are no others."""
+    losses: str
+    """How many levels have no significant overflow or underflow, and why the recommended one if it has."""
     position: str
+    edge: str | None
+    """A sentence if the recommended or the best level is the first or the last, so that there may be better ones."""
 
     @property
     def scale_exponent(self) -> float:
@@ -103,11 +110,26 @@ class Recommendation:
                 for name, one in self.spreads.items()
             },
             "advice": [text for _, text in self.advice],
-            "range": None if self.range is None else list(self.range),
-            "least_bad": None if self.least_bad is None else self.least_bad.level,
-            "range_reason": self.range_reason,
+            "range": list(self.range),
+            "losses": self.losses,
             "position": self.position,
+            "edge": self.edge,
         }
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another scale than the recommended one, and its error."""
+
+    what: str
+    scale_exponent: float | None  # None where every block has its own
+    mse: float
+    psnr: float
+    times: float | None  # its mse, in times that of the recommended level; None where that is lossless
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; what is infinite is None."""
+        return {name: finite(value) for name, value in vars(self).items()}
 
 
 def recommend(result: ScalingResult) -> Recommendation:
@@ -115,28 +137,64 @@ def recommend(result: ScalingResult) -> Recommendation:
 
         figure' = (figure - worst) / (best - worst)      over the levels; 1 where all are equal
 
-    A psnr of inf is the limit of that: 1 for the lossless levels, 0 for all others. So a lossless level always wins.
-    Of equal scores the first is taken, which is nearest to maximum alignment.
+    Where the scale of the format is a power of two, only whole exponents are recommended, if the sweep has any. A psnr
+    of inf is the limit of the formula: 1 for the lossless levels, 0 for all others. So a lossless level always wins. Of
+    equal scores, the nearest to maximum alignment is taken.
     """
     levels = result.levels
     figures = {name: [getattr(level, name) for level in levels] for name in CRITERIA}
     parts = [[one.weight * x for x in normalised(figures[name], one.more_is_better)] for name, one in CRITERIA.items()]
     scores = tuple(map(math.fsum, zip(*parts, strict=True)))
-    chosen = levels[scores.index(max(scores))]
+    near = sorted(levels, key=lambda level: abs(level.scale_exponent - result.max_aligned))
+    chosen = max(_candidates(result, near), key=lambda level: scores[level.level])
     spreads = {name: _spread(values) for name, values in figures.items()}
-    best = {name: (max if one.more_is_better else min)(figures[name]) for name, one in CRITERIA.items()}
-    hull, least_bad, reason = _safe_range(result, chosen)
+    best = {name: (max if one.more_is_better else min)(near, key=attrgetter(name)) for name, one in CRITERIA.items()}
     return Recommendation(
         level=chosen,
-        score=max(scores),
+        score=scores[chosen.level],
         scores=scores,
-        best={name: levels[figures[name].index(value)] for name, value in best.items()},
+        best=best,
         spreads=spreads,
         advice=_advice(spreads),
-        range=hull,
-        least_bad=least_bad,
-        range_reason=reason,
+        range=_range(result, chosen),
+        losses=_losses(result, chosen),
         position=_position(result, chosen),
+        edge=_edge(result, chosen, best["mse"]),
+    )
+
+
+def _candidates(result: ScalingResult, levels: Sequence[Level]) -> list[Level]:
+    """The levels whose scales the format has; all of them if it has none of their scales."""
+    return [level for level in levels if level.is_power or not result.powers_only] or list(levels)
+
+
+def alternatives(result: ScalingResult, chosen: Level, rules: Sequence[RuleResult] = ()) -> tuple[Alternative, ...]:
+    """What other scales cost: the next levels, the best with another kind of exponent, and every scale rule of blocks.
+
+    `rules` are those of `compare_rules`, for a sweep of one scale for the tensor.
+    """
+    own = [level for level in result.levels if level.rule == chosen.rule]
+    near = sorted(_candidates(result, own), key=lambda level: level.scale_exponent)
+    place = near.index(chosen)
+    kind = "power of two" if all(level.is_power for level in near) else "level"
+    found: list[tuple[str, Level, float | None]]
+    found = [(f"next {kind} below", level, level.scale_exponent) for level in near[:place][-1:]]
+    found += [(f"next {kind} above", level, level.scale_exponent) for level in near[place + 1 :][:1]]
+    others = [level for level in own if level.is_power != chosen.is_power]
+    if others:
+        best = min(others, key=lambda level: level.mse)
+        what = "best power of two" if best.is_power else "best fractional exponent"
+        no_scale = ", not a scale of the format" if result.powers_only and not best.is_power else ""
+        found.append((f"{what}{no_scale}", best, best.scale_exponent))
+    for rule in result.rules:
+        if rule != chosen.rule:
+            best = min((one for one in result.levels if one.rule == rule), key=lambda level: level.mse)
+            found.append((f"rule {rule}", best, best.scale_exponent))
+    if not result.rules:
+        found += [(f"blocks of {one.block_size}, rule {one.rule}", one.level, None) for one in rules]
+    return tuple(
+        Alternative(what, exponent, level.mse, level.psnr, level.mse / chosen.mse if chosen.mse else None)
+        for what, level, exponent in found
     )
 
 
@@ -174,35 +232,79 @@ def _advice(spreads: dict[str, Spread]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _safe_range(result: ScalingResult, chosen: Level) -> tuple[tuple[float, float] | None, Level | None, str]:
+def _range(result: ScalingResult, chosen: Level) -> tuple[float, float]:
+    """The exponents of the candidates around the chosen one that are as good; with blocks, of its rule."""
+    own = [level for level in result.levels if level.rule == chosen.rule]
+    near = sorted(_candidates(result, own), key=lambda level: level.scale_exponent)
+    low = high = near.index(chosen)
+
+    def as_good(place: int) -> bool:
+        if not 0 <= place < len(near) or (near[place].significant and not chosen.significant):
+            return False
+        return near[place].psnr >= chosen.psnr - AS_GOOD
+
+    while as_good(low - 1):
+        low -= 1
+    while as_good(high + 1):
+        high += 1
+    return near[low].scale_exponent, near[high].scale_exponent
+
+
+def _losses(result: ScalingResult, chosen: Level) -> str:
     """With blocks, over the levels of the recommended rule."""
     levels = [level for level in result.levels if level.rule == chosen.rule]
-    safe = [level.scale_exponent for level in levels if not level.significant]
+    safe = [level for level in levels if not level.significant]
+    counted = f"{len(safe)} of {len(levels)} levels have no significant overflow or underflow"
+    if not chosen.significant:
+        return counted
     if safe:
-        reason = f"{len(safe)} of {len(levels)} levels have no significant overflow or underflow"
-        return (min(safe), max(safe)), None, reason
-    least = min(levels, key=lambda level: (level.overflow + level.underflow, level.mse))
+        least = min(safe, key=lambda level: level.mse)
+        return (
+            f"{counted}; the best of them, {least.scale_exponent:.2f}, has {least.mse / chosen.mse:.3g} times its MSE"
+        )
     grid = math.log2(result.element.max / result.element.min_subnormal)
-    over, under = least.percent(least.overflow), least.percent(least.underflow)
-    reason = (
-        f"every level has more than 0.1 % overflow or underflow: the magnitudes of the tensor span "
+    return (
+        "every level has more than 0.1 % overflow or underflow: the magnitudes of the tensor span "
         f"{math.log2(result.amax / result.smallest):.1f} powers of two, those of {result.format} {grid:.1f}. This "
-        f"level has the least: {over:.2f} % above and {under:.2f} % below"
+        "level has the best score"
     )
-    return None, least, reason
 
 
 def _position(result: ScalingResult, chosen: Level) -> str:
-    if chosen.rule is not None and not chosen.lossless:
-        moved = f"moved by {chosen.scale_exponent:+.0f}" if chosen.scale_exponent else "as it is"
-        return f"This is the scale rule {chosen.rule}, {moved}"
     if chosen.lossless:
         return "At this scale every value lies on the grid: nothing is lost"
-    if chosen.scale_exponent == result.max_scale_exp:
+    if chosen.rule is not None:
+        moved = f"moved by {chosen.scale_exponent:+.0f}" if chosen.scale_exponent else "as it is"
+        return f"This is the scale rule {chosen.rule}, {moved}"
+    exponent, most, least = chosen.scale_exponent, result.max_aligned, result.min_aligned
+    if exponent == most:
         return "This is at maximum alignment: the largest magnitude just fits"
-    if chosen.scale_exponent == result.min_scale_exp:
+    if exponent == least:
         return "This is at minimum alignment: the smallest magnitude is just kept"
-    return "This is a balanced middle ground between overflow and underflow"
+    if min(most, least) < exponent < max(most, least):
+        return "This is a balanced middle ground between overflow and underflow"
+    if exponent > most:
+        return f"This is {exponent - most:.3g} octaves above maximum alignment: nothing overflows"
+    return f"This is {most - exponent:.3g} octaves below maximum alignment: the largest magnitudes saturate"
+
+
+def _edge(result: ScalingResult, chosen: Level, best: Level) -> str | None:
+    """None where nothing is lost, where the sweep has one level, and where the scale has no exponent beyond."""
+    first, last = (result.levels[place].scale_exponent for place in (0, -1))
+    ends = {first: ("first", "--max-scale-exp", first - last), last: ("last", "--min-scale-exp", last - first)}
+    for what, level in (("recommended", chosen), ("best", best)):
+        exponent = level.scale_exponent
+        if len(ends) == 2 and exponent in ends and abs(exponent) < largest_exponent(result.scale_bits):
+            place, option, side = ends[exponent]
+            return (
+                None
+                if chosen.lossless
+                else (
+                    f"The {what} level is the {place} of the sweep: the least error may lie beyond it. "
+                    f"Sweep on with {option} {exponent + math.copysign(BEYOND, side):g}"
+                )
+            )
+    return None
 
 
 # ---------------------------------------------------------------------------------------------- a level as a grid

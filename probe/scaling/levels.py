@@ -1,10 +1,11 @@
-"""The scales of a sweep, from maximum alignment to minimum alignment, and the tensors that can be swept.
+"""The scales of a sweep, from beyond maximum alignment to minimum alignment, and the tensors that can be swept.
 
     max-aligned   ceil(log2(amax / max))                           the largest magnitude just fits
     min-aligned   floor(log2(smallest / smallest subnormal))       the smallest non-zero one just does not underflow
 
 If a tensor has less dynamic range than the format, min-aligned is above max-aligned, and no scale in between has
-overflow or underflow. If it has more, min-aligned is below, and every scale in between has some of both.
+overflow or underflow. If it has more, min-aligned is below, and every scale in between has some of both. The least
+error is nearly always close to maximum alignment, so a sweep begins BEYOND octaves on the other side of it.
 """
 
 import math
@@ -21,6 +22,10 @@ from probe.words import look_up
 ELEMENT_FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8")
 GRANULARITIES = ("tensor", "block")
 MOST_LEVELS = 1001
+#: The levels of a sweep, unless their number is given: so many, or two for each octave if that is more.
+USUAL_LEVELS = 21
+#: The octaves that a sweep has beyond maximum alignment, unless its first exponent is given.
+BEYOND = 3
 
 
 def element_format(name: str, granularity: str) -> Format:
@@ -98,29 +103,53 @@ def largest_exponent(scale_bits: int) -> int:
 
 @dataclass(frozen=True)
 class Ends:
-    """The first and the last exponent of a sweep: maximum and minimum alignment, unless others are given."""
+    """The first and the last exponent of a sweep, and maximum alignment, which is one of its levels if it can be."""
 
     first: float
     last: float
+    aligned: int
 
-    def spaced(self, count: int) -> list[float]:
-        """Evenly spaced exponents; a single one where both ends are the same."""
-        if count == 1 or self.first == self.last:
-            return [self.first]
+    def exponents(self, count: int | None) -> list[float]:
+        """`count` exponents, evenly spaced but for the whole numbers between the ends, which are all among them.
+
+        Each takes the place of the nearest. With fewer levels than whole numbers, all but the ends are rounded, one of
+        them to maximum alignment. None stands for USUAL_LEVELS, or for two in each octave if those are more.
+        """
+        octaves = abs(self.last - self.first)
+        count = max(USUAL_LEVELS, math.ceil(2 * octaves) + 1) if count is None else count
+        if count < 3 or not octaves:
+            return [self.first] if count == 1 or not octaves else [self.first, self.last]
         step = (self.last - self.first) / (count - 1)
-        return [*(round(self.first + index * step, 12) for index in range(count - 1)), self.last]
+        found = [*(round(self.first + index * step, 12) for index in range(count - 1)), self.last]
+        inside = range(math.floor(min(found)) + 1, math.ceil(max(found)))
+        few = abs(step) > 1
+        if few:
+            found[1:-1] = map(float, map(round, found[1:-1]))
+        for whole in inside:
+            place = math.floor((whole - self.first) / step + 0.5)
+            if few and whole == self.aligned:
+                found[min(max(place, 1), count - 2)] = float(whole)
+            elif not few and 0 < place < count - 1:
+                found[place] = float(whole)
+        return list(dict.fromkeys(found))
 
-    def whole(self, count: int) -> list[int]:
-        """At most `count` integers, evenly spaced but for their rounding, both ends among them."""
-        return list(dict.fromkeys(round(exponent) for exponent in self.spaced(count)))
+    def whole(self, count: int | None) -> list[int]:
+        """At most `count` integers, evenly spaced but for their rounding, both ends among them; None: all."""
+        return list(dict.fromkeys(map(round, self.exponents(count))))
 
 
 def sweep_ends(
-    max_scale_exp: float | None, min_scale_exp: float | None, aligned: tuple[int, int], *, scale_bits: int
+    max_scale_exp: float | None,
+    min_scale_exp: float | None,
+    aligned: tuple[int, int],
+    *,
+    scale_bits: int,
+    beyond: int = BEYOND,
 ) -> Ends:
-    """The ends that the caller gave, else the aligned ones, within what `scale_bits` can hold.
+    """The ends that the caller gave, else min alignment and `beyond` octaves from max alignment, away from it.
 
-    Where both alignments are the same exponent, the sweep ends one power of two below it.
+    Where both alignments are the same exponent, the sweep ends one power of two below it. Ends that are not given are
+    limited to what `scale_bits` can hold.
     """
     limit = largest_exponent(scale_bits)
     for name, end in (("max_scale_exp", max_scale_exp), ("min_scale_exp", min_scale_exp)):
@@ -130,14 +159,17 @@ def sweep_ends(
                 f"{name} is {end!r}. A scale of {scale_bits} bits is 2^{-limit} to 2^{limit}: give a number from "
                 f"{-limit} to {limit}."
             )
-    first, last = (max(-limit, min(limit, exponent)) for exponent in aligned)
+    first, last = float(aligned[0]), float(aligned[1] if min_scale_exp is None else min_scale_exp)
     if first == last and max_scale_exp is None and min_scale_exp is None:
-        last = max(-limit, first - 1)
-    ends = first if max_scale_exp is None else max_scale_exp, last if min_scale_exp is None else min_scale_exp
-    return Ends(*map(float, ends))
+        last = first - 1
+    first = max_scale_exp if max_scale_exp is not None else first + (beyond if first >= last else -beyond)
+    first, last = (float(max(-limit, min(limit, end))) for end in (first, last))
+    return Ends(first, last, aligned[0])
 
 
-def check_levels(num_levels: int) -> None:
-    """Refuse a number of levels that is not a whole number from 1 to MOST_LEVELS."""
+def check_levels(num_levels: int | None) -> None:
+    """Refuse a number of levels that is not a whole number from 1 to MOST_LEVELS, or None."""
+    if num_levels is None:
+        return
     if isinstance(num_levels, bool) or not isinstance(num_levels, int) or not 1 <= num_levels <= MOST_LEVELS:
         raise ValueError(f"num_levels is {num_levels!r}. Give a whole number from 1 to {MOST_LEVELS}; 21 is usual.")

@@ -12,7 +12,7 @@ from probe.numerics.underflow import HIGH, MODERATE
 from probe.scaling.levels import element_format
 
 #: The version of the JSON; it goes up when a key changes its meaning or disappears.
-LAYOUT = 1
+LAYOUT = 2
 #: Keys of a JSON file beside the result, for what was derived from it.
 BESIDE = ("recommendation", "blocks", "source", "identity")
 #: The counts of a level that are also given in percent.
@@ -54,6 +54,11 @@ class Level:
     max_output: float
     codes: tuple[int, ...] | None = None
     """How often each code occurs, in the order of the codes; for formats of at most 6 bits."""
+
+    @property
+    def is_power(self) -> bool:
+        """Whether the scale is a power of two."""
+        return float(self.scale_exponent).is_integer()
 
     @property
     def lossless(self) -> bool:
@@ -125,6 +130,8 @@ class ScalingResult:
     mean_abs: float
     max_scale_exp: float  # the exponent of the first level
     min_scale_exp: float  # the exponent of the last level
+    max_aligned: int  # the exponent at which the largest magnitude just fits; with blocks 0, that of the rule
+    min_aligned: int  # the largest exponent at which nothing underflows; with blocks, the largest number added
     scale_bits: int
     block_size: int | None  # elements that share a scale; None for all of them
     axis: int | None
@@ -139,6 +146,11 @@ class ScalingResult:
     def element(self) -> Format:
         """The grid of the elements."""
         return element_format(self.format, self.granularity)
+
+    @property
+    def powers_only(self) -> bool:
+        """Whether the scale of the format is a power of two, so that fractional exponents are no scales of it."""
+        return self.element.scale == "e8m0"
 
     @property
     def rules(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The sweep: a tensor under scales from maximum to minimum alignment, for the whole tensor or block by block."""
+"""The sweep: a tensor under scales around maximum alignment and down to minimum alignment, as a whole or in blocks."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,6 +13,7 @@ from probe.numerics.quantize import SCALE_RULES
 from probe.numerics.reference import exponent_of
 from probe.scaling import blockwise, fast, reference
 from probe.scaling.levels import (
+    BEYOND,
     GRANULARITIES,
     Extent,
     check_levels,
@@ -54,7 +55,7 @@ def scaling_sweep(
     format: str,
     *,
     granularity: str = "tensor",
-    num_levels: int = 21,
+    num_levels: int | None = None,
     max_scale_exp: float | None = None,
     min_scale_exp: float | None = None,
     scale_bits: int = 8,
@@ -66,14 +67,17 @@ def scaling_sweep(
 ) -> ScalingResult:
     """The errors of `x` on the grid of `format` under every scale of the sweep.
 
-        tensor   one scale 2^e for all; e from ceil(log2(amax / max)) to floor(log2(smallest / smallest subnormal)),
-                 evenly spaced, fractions allowed (the scale is the float32 nearest to 2^e)
+        tensor   one scale 2^e for all; e from 3 octaves beyond ceil(log2(amax / max)) to
+                 floor(log2(smallest / smallest subnormal)), evenly spaced, every whole number among them (the scale is
+                 the float32 nearest to 2^e)
         block    a scale 2^e for each block of 32 along `axis`, e by every one of `scale_rules`; the sweep adds the
-                 same whole number to all of them, from 0 to the largest at which nothing underflows that did not
+                 same whole number to all of them, from 3 octaves beyond 0 to the largest at which nothing underflows
+                 that did not
 
-    `max_scale_exp` and `min_scale_exp` replace the ends; with blocks they are the first and the last number added.
-    Scales have `scale_bits` bits: 2^-127 to 2^127 for 8. Level 0 of `tensor` is, bit for bit,
-    fake_quantize(x.reshape(-1), format, block_size=x.numel(), scale_rule="rceil"); number 0 of `block` is
+    `num_levels` is 21, or two in each octave if those are more. With 1 or 2 levels a sweep has no octaves beyond
+    maximum alignment. `max_scale_exp` and `min_scale_exp` replace the ends; with blocks they are the first and the last
+    number added. Scales have `scale_bits` bits: 2^-127 to 2^127 for 8. The level at maximum alignment of `tensor` is,
+    bit for bit, fake_quantize(x.reshape(-1), format, block_size=x.numel(), scale_rule="rceil"); number 0 of `block` is
     fake_quantize(x, format, scale_rule=rule).
     """
     look_up("granularity", granularity, {one: one for one in GRANULARITIES})
@@ -83,6 +87,7 @@ def scaling_sweep(
     limit = largest_exponent(scale_bits)
     given = x if isinstance(x, Prepared) else Prepared(x)
     extent = given.extent
+    beyond = BEYOND if num_levels is None or num_levels > 2 else 0
     if granularity == "tensor":
         if block_size is not None or axis != -1 or tuple(scale_rules) != tuple(SCALE_RULES):
             raise ValueError(
@@ -90,15 +95,15 @@ def scaling_sweep(
                 "Leave them out, or ask for granularity='block'."
             )
         aligned = max_aligned(extent.amax, fmt), min_aligned(extent.smallest, fmt)
-        ends = sweep_ends(max_scale_exp, min_scale_exp, aligned, scale_bits=scale_bits)
-        levels = _tensor_levels(given, fmt, ends.spaced(num_levels), implementation)
+        ends = sweep_ends(max_scale_exp, min_scale_exp, aligned, scale_bits=scale_bits, beyond=beyond)
+        levels = _tensor_levels(given, fmt, ends.exponents(num_levels), implementation)
         size = None
     else:
         rules = _checked_rules(scale_rules)
         size = Blocks.of(given.x, axis, BLOCK_SIZE if block_size is None else block_size).size
         first, last = _whole("max_scale_exp", max_scale_exp), _whole("min_scale_exp", min_scale_exp)
-        aligned = 0, min_aligned_shift(given.x, fmt, axis=axis, size=size, limit=limit) if last is None else last
-        ends = sweep_ends(first, last, aligned, scale_bits=scale_bits)
+        aligned = 0, min_aligned_shift(given.x, fmt, axis=axis, size=size, limit=limit)
+        ends = sweep_ends(first, last, aligned, scale_bits=scale_bits, beyond=beyond)
         twin = blockwise if implementation == "fast" else reference
         by_rule = twin.block_levels(given.x, ends.whole(num_levels), rules, fmt, axis=axis, size=size, limit=limit)
         pairs = enumerate(by_rule.items())
@@ -112,6 +117,8 @@ def scaling_sweep(
         **{name: value for name, value in vars(extent).items() if name != "sum_squares"},
         max_scale_exp=ends.first,
         min_scale_exp=ends.last,
+        max_aligned=aligned[0],
+        min_aligned=aligned[1],
         scale_bits=scale_bits,
         block_size=size,
         axis=None if size is None else axis,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.data.samples import TextSamples
-from probe.formats import FORMATS, PERCENTILE
+from probe.formats import PERCENTILE
 from probe.metrics import Comparison, LogitComparison
 from probe.models.layers import blocks_of, select
 from probe.models.loading import load_model, weight_fingerprint
@@ -255,7 +255,7 @@ def rank_model(
     check_positions(loaded.model, data[2], key="seqlen")
     batches = TextSamples(*data).batches(loaded.tokenizer)
     calibration = None
-    if FORMATS[format].needs_calibration:
+    if recipe.needs_calibration:
         progress(0, 0, f"calibration on {TextSamples(*calibration_data)}")
         calibration = calibrate_on(loaded, *calibration_data, percentile=percentile)
     loaded.model.to(device)

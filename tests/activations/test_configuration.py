@@ -54,6 +54,19 @@ def test_the_configuration_of_the_users_document(tmp_path: Path) -> None:
     assert settings.visualization.save_dir == "./figures"
 
 
+def test_the_configuration_of_the_users_document_runs(tmp_path: Path) -> None:
+    """With a model, a text and a device that are here; its layer_selection and all its patterns as they are."""
+    (tmp_path / "my_model.yaml").write_text(SEED, encoding="utf-8")
+    here = {"model.path": "tiny-llama", "data.source": "builtin", "memory.device": "cpu", "data.seq_len": "16"}
+    settings = read_configuration(tmp_path / "my_model.yaml", [*here.items(), ("data.num_samples", "2")])
+    analysis = analyze(settings, progress=quiet)
+    selected = {f"model.layers.{i}.{part}" for i in range(4) for part in ("mlp.down_proj", "self_attn.q_proj")}
+    assert {name for name, kind in analysis.statistics if kind == "input"} == selected
+    assert set(analysis.bands) == selected, "a plot that it never mentions"
+    assert set(analysis.outliers) == {f"model.layers.{i}" for i in range(4)}, "its own pattern"
+    assert not analysis.heat
+
+
 def test_overrides_win_and_are_read_as_yaml() -> None:
     given = [
         ("data.seed", "7"),
@@ -176,10 +189,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"is a folder\. Expected a YAML file"):
         read_configuration(tmp_path)
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ConfigurationError, match=r"bad.yaml' is not YAML: .* Correct it and run again\."):
+    with pytest.raises(ConfigurationError, match=r"bad.yaml: is not YAML that can be read .* Correct it and run"):
         read_configuration(tmp_path / "bad.yaml")
     (tmp_path / "python.yaml").write_text("model: !!python/object/apply:os.getcwd []")
-    with pytest.raises(ConfigurationError, match=r"is not YAML: could not determine a constructor"):
+    with pytest.raises(ConfigurationError, match=r"is not YAML that can be read \(could not determine a constructor"):
         read_configuration(tmp_path / "python.yaml")
     (tmp_path / "empty.yaml").write_text("data:\n")
     assert read_configuration(tmp_path / "empty.yaml") == Settings(), "an empty section is the defaults"
@@ -318,3 +331,10 @@ memory:
   offload_device: "cpu"
   auto_offload: true
 """
+
+
+def test_an_override_of_none_is_no_text() -> None:
+    for text in ("None", "null", "~"):
+        assert read_configuration(None, [("model.name", text)]).model.name is None
+    with pytest.raises(ConfigurationError, match=r"--model\.path is None; expected a text that is not empty"):
+        read_configuration(None, [("model.path", "None")])

@@ -12,7 +12,7 @@ from torch import nn
 
 from probe.activations.export import tables
 from probe.activations.plan import Plan
-from probe.activations.run import Analysis, analyze, forward, prepare, run
+from probe.activations.run import Analysis, analyze, forward, names_of, prepare, run
 from probe.activations.settings import EnabledSettings, read_configuration
 from probe.data.samples import Batch, batches_of
 from tests.activations.toys import CHANNEL, OUTLIER, make
@@ -254,10 +254,6 @@ def test_the_bytes_that_stand_in_for_a_tokenizer_are_said() -> None:
         ({"magnitude.patterns": "[up_proj, nope]"}, r"layer 'nope' matches none"),
         ({"outlier.pattern": "blocks"}, r"visualization\.outlier\.pattern: layer 'blocks' matches none"),
         (
-            {"layer_selection.patterns": "conv"},
-            r"layer_selection\.patterns leaves none of the 6 layers of .*magnitude\.patterns \(layers\.0\.up_proj, ",
-        ),
-        (
             {"layer_selection.patterns": "nothing"},
             r"visualization\.layer_selection\.patterns: layer 'nothing' matches none",
         ),
@@ -284,6 +280,72 @@ def test_the_selection_narrows_every_plot() -> None:
     analysis = found(**{"layer_selection.patterns": r"[layers\.1]"})
     assert {name.split(".")[1] for name, _ in analysis.statistics} == {"1"}
     assert list(analysis.bands) == list(analysis.heat) == list(analysis.outliers) == ["layers.1"]
+
+
+def test_where_the_selection_leaves_nothing_defaults_give_way_and_patterns_of_the_user_stay() -> None:
+    chosen = {"layer_selection.patterns": r"down_proj$", "outlier.pattern": r"layers\.\d$"}
+    analysis = found(**chosen)
+    down = [f"layers.{index}.down_proj" for index in range(3)]
+    assert list(analysis.bands) == list(analysis.heat) == down, "by default they are of the layers of the stack"
+    assert list(analysis.outliers) == ["layers.0", "layers.1", "layers.2"]
+    assert {name for name, kind in analysis.statistics if kind == "weight"} == set(down)
+    note = (
+        "visualization.layer_selection.patterns leaves none of the 3 layers of visualization.outlier.pattern "
+        "(layers.0, ...): all of them are analyzed."
+    )
+    assert analysis.notes.count(note) == 1
+    without = found(**{"layer_selection.patterns": r"layers\.\d$"})
+    assert not [name for name, kind in without.statistics if kind == "weight"]
+    assert any("has a weight: magnitude_weight is not drawn" in note for note in without.notes)
+
+
+BERT = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+T5 = ("SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "SelfAttention.o")
+WIDE = ("DenseReluDense.wi_0", "DenseReluDense.wi_1", "DenseReluDense.wo")
+DEFAULTS = {
+    "make_bert": (
+        [f"encoder.layer.{i}.{part}" for i in (0, 1) for part in (*BERT, "intermediate.dense", "output.dense")],
+        ["encoder.layer.0", "encoder.layer.1"],
+    ),
+    "make_t5": (
+        [f"encoder.block.{i}.layer.0.{part}" for i in (0, 1) for part in T5]
+        + [f"encoder.block.{i}.layer.1.{part}" for i in (0, 1) for part in WIDE]
+        + [f"decoder.block.{i}.layer.0.{part}" for i in (0, 1) for part in T5]
+        + [
+            f"decoder.block.{i}.layer.1.{part}"
+            for i in (0, 1)
+            for part in (one.replace("Self", "EncDec") for one in T5)
+        ]
+        + [f"decoder.block.{i}.layer.2.{part}" for i in (0, 1) for part in WIDE],
+        [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in (0, 1)],
+    ),
+    "make_stages": ([f"stages.{i}.0" for i in range(3)], ["stages.0", "stages.1", "stages.2"]),
+}
+
+
+@pytest.mark.parametrize("maker", DEFAULTS)
+def test_the_defaults_find_the_layers_of_models_with_other_names(maker: str) -> None:
+    linear, layers = DEFAULTS[maker]
+    analysis = found(**{"model.path": f"tests.activations.toys:{maker}", "data.seq_len": "16"})
+    assert set(linear) <= {name for name, kind in analysis.statistics if kind == "input"}
+    assert {name for name, kind in analysis.statistics if kind == "weight"} - {"pooler.dense"} == set(linear)
+    assert set(analysis.outliers) == set(analysis.bands) == set(layers)
+
+
+def test_names_of_layers_are_printed_before_a_pattern_can_fail() -> None:
+    said: list[str] = []
+    given = {**TOY, "outlier.pattern": "nothing_like_it"}
+    with pytest.raises(ValueError, match="matches none"):
+        prepare(read_configuration(None, list(given.items())), progress=said.append)
+    names = [f"  layers.{i}.{part}" for i in range(3) for part in ("up_proj", "down_proj", "unused")]
+    assert said == ["Total layers found: 11", "Showing first 11 layers:", "  embed", *names, "  conv"]
+    many = names_of(torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(30)))
+    assert (many[0], many[1], len(many), many[-1]) == (
+        "Total layers found: 30",
+        "Showing first 20 layers:",
+        23,
+        "  ...",
+    )
 
 
 # Offload

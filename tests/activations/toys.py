@@ -95,3 +95,42 @@ def make_small_vocabulary() -> nn.Module:
     model = make()
     model.config = type("Config", (), {"vocab_size": 100})()
     return model
+
+
+def make_bert() -> nn.Module:
+    """A BERT of random weights: encoder.layer.0.attention.self.query, ..., output.dense."""
+    from transformers import BertConfig, BertModel
+
+    size: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 32}
+    build: Any = BertModel
+    model: nn.Module = build(BertConfig(vocab_size=256, num_hidden_layers=2, max_position_embeddings=64, **size)).eval()
+    return model
+
+
+def make_t5() -> nn.Module:
+    """A T5 of random weights: encoder.block.0.layer.0.SelfAttention.q, ..., layer.1.DenseReluDense.wi_0."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    size: dict[str, Any] = {"d_model": 24, "d_kv": 12, "d_ff": 32, "num_heads": 2, "num_layers": 2}
+    build: Any = T5ForConditionalGeneration
+    model: nn.Module = build(T5Config(vocab_size=256, feed_forward_proj="gated-gelu", **size)).eval()
+    return model
+
+
+class Stages(nn.Module):
+    """Linear layers and a stack whose names no default pattern has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 16)
+        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.table(ids)
+        for stage in self.stages:
+            x = x + stage(x)
+        return x
+
+
+def make_stages() -> nn.Module:
+    return Stages()

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from probe.commands import main
+from probe.report.figure import Sheet
 from tests.comparisons.recorded import noisy, plain, recorded
+from tests.report.test_figure import texts
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -113,24 +115,44 @@ def test_bad_input_is_one_message_and_two(
     assert err.count("\n") == 1
 
 
-def test_steps_alone_are_told_with_their_limit_and_what_to_do(
+def test_a_nan_is_named_before_an_earlier_step_on_the_screen_and_on_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reference = plain(layers=5)
-    for index in range(5):
-        reference[f"layer_{index}.output"][:, :, 2] += 20.0 * (-1) ** index  # an outlier channel
-    folder = str(recorded(tmp_path / "steps", {"fp32": reference}).folder)
-    assert main(["check", folder]) == 1
-    note = capsys.readouterr().out.splitlines()[-2]
-    assert note.startswith("note: mode fp32: the only reason is --max-change 10; the largest step is 4")
-    assert "a trained model may take larger steps with nothing wrong" in note
-    advised = note.rpartition("--max-change ")[2].rstrip(".")
-    assert main(["check", folder, "--max-change", advised]) == 0
-    assert "note:" not in capsys.readouterr().out
-    assert main(["check", folder, "--json", "-"]) == 1
-    captured = capsys.readouterr()
-    json.loads(captured.out)
-    assert "note: mode fp32: the only reason is --max-change 10" in captured.err
-    reference["layer_3.output"][1, 2, 3] = math.nan
-    assert main(["check", str(recorded(tmp_path / "broken", {"fp32": reference}).folder)]) == 1
-    assert "the only reason" not in capsys.readouterr().out
+    tensors = plain(layers=6)
+    tensors["layer_1.output"] = 40 * tensors["layer_1.output"]
+    tensors["layer_3.output"][1, 2, 3] = math.nan
+    folder = str(recorded(tmp_path / "r", {"fp32": tensors}).folder)
+    assert main(["check", folder, "--report", str(tmp_path)]) == 1
+    words = "Look at layer_3 first (not finite); layer_1 before it is less severe (step)"
+    assert f"❌ 3 layers look wrong. {words}.\n" in capsys.readouterr().out
+    page = (tmp_path / "check.html").read_text()
+    assert f"3 of 6 look wrong. {words}: 1 NaN and 0 Inf, the first at (1, 2, 3)" in page
+    for text in ("layer_1: its values are 4", "is usual in this model", "layer_3: 1 NaN"):
+        assert page.count(text) >= 1, text
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ([], "usual in this model, up to"),
+        (["--max-change", "1"], "--max-change 1"),
+        (["--factor", "2"], "--factor x median"),
+        (["--max-mean", "1e-6"], "--max-mean 1e-06"),
+    ],
+)
+def test_the_page_draws_the_limit_that_was_broken(
+    options: list[str], limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    png = Sheet.png
+
+    def keep(page: Sheet) -> bytes:
+        drawn.extend(texts(page.figure))
+        return png(page)
+
+    monkeypatch.setattr(Sheet, "png", keep)
+    tensors = plain(layers=6)
+    tensors["layer_2.output"] = 40 * tensors["layer_2.output"]
+    folder = str(recorded(tmp_path / "r", {"fp32": tensors}).folder)
+    assert main(["check", folder, "--report", str(tmp_path), *options]) == 1
+    assert any(text.startswith(limit) for text in drawn)

@@ -54,7 +54,7 @@ Layer 0 - Comparison Results
   95th:              0.034567
   99th:              0.056789
 
-  Label:             excellent
+  Quality:           excellent (99.9 dB)
 ================================================================================"""
 
 
@@ -81,7 +81,7 @@ def test_a_layer_is_printed_line_by_line_as_in_the_document_of_users(
     block = out[out.index("=" * 80) :].rstrip()
     wanted = masked(SEED)
     for found, line in zip(masked(block), wanted, strict=True):
-        if "Diff:" in line or "Label" in line:
+        if "Diff:" in line or "Quality" in line:
             assert found.split(":")[0] == line.split(":")[0]
         else:
             assert re.sub(r" +", " ", found) == re.sub(r" +", " ", line)
@@ -312,7 +312,7 @@ def equal_modes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def table_modes(out: str) -> list[str]:
     """The first column of the summary table."""
-    rows = [line for line in out.splitlines() if line.startswith(("2-", "mixed"))]
+    rows = [line for line in out.partition("SUMMARY TABLE")[2].splitlines() if line.startswith(("2-", "mixed"))]
     return [re.split(r"\s+\d\.\d{6}e", row)[0] for row in rows]
 
 
@@ -347,7 +347,7 @@ def test_equal_modes_are_one_row_of_the_table_and_of_the_page(
     equal_modes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save = tmp_path / "saved"
-    arguments = ["all", "--dir", str(equal_modes), "--save-dir", str(save), "--report", str(tmp_path)]
+    arguments = ["all", "--dir", str(equal_modes), "--save-dir", str(save), "--report", str(tmp_path), "--verbose"]
     assert main(["compare", *arguments]) == 0
     out, err = capsys.readouterr()
     assert table_modes(out) == ["2-1-mxint8 = 2-2-mxint8 = 2-3-mxint8", "2-4-mxint8", "mixed-mxint8"]
@@ -391,3 +391,89 @@ def test_modes_that_others_ran_need_not_be_identical(tmp_path: Path, capsys: pyt
     assert main(["compare", "2-2", "--reference", "2-1", "--dir", str(where)]) == 0
     assert main(["compare", "2-1", "2-2", "--dir", str(where), "--save-dir", str(tmp_path / "saved")]) == 0
     assert capsys.readouterr().err == ""
+
+
+# ------------------------------------------------------------------------------------------------- many layers
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 layers in seven modes of a stream that grows, with relative errors of 0.2 %, and of 5 % in mode 3."""
+    reference, modes = plain(layers=30), {}
+    grown = {name: x * 1.2**place for place, (name, x) in enumerate(reference.items())}
+    for seed, mode in enumerate(("0", "2-0", "2-1", "2-2", "2-3", "2-4", "3")):
+        errors = noisy(reference, 0.05 if mode == "3" else 0.002, seed=seed)
+        modes[f"{mode}-int8"] = {name: x * errors[name] / reference[name] for name, x in grown.items()}
+    return recorded(tmp_path_factory.mktemp("deep") / "layer_outputs", {"fp32": grown, **modes}).folder
+
+
+@pytest.mark.parametrize("limit", [[], ["--max-relative-mse", "1e-12"]], ids=["passes", "fails everywhere"])
+def test_all_modes_of_thirty_layers_fit_on_a_screen(
+    deep: Path, limit: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", "all", "--dir", str(deep), "--save-dir", str(tmp_path)]
+    assert main([*command, *limit]) == (1 if limit else 0)
+    out, err = capsys.readouterr()
+    assert len((out + err).splitlines()) <= 60
+    assert "SUMMARY TABLE - All Modes vs fp32\n" in out
+    assert re.search(r"^3 +layer_\d+ +fair .* 30 fair$", out, re.M)
+    if limit:
+        assert "❌ 2-1 vs fp32: layer_0: relative_mse" in err
+        assert "❌ 2-1 vs fp32: and 29 more (all: --verbose)\n" in err
+    main([*command, *limit, "--verbose"])
+    out, err = capsys.readouterr()
+    assert out.count(" - Comparison Results") == 7 * 30
+    assert err.count("❌") == (7 * 30 if limit else 0)
+
+
+def test_layers_are_judged_and_coloured_by_relative_figures(
+    deep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = compare(deep, "2-1")
+    last = found.layers["layer_29"]
+    assert (last.label, last.quality) == ("poor", "excellent")
+    assert last.as_dict()["label"] == "poor"
+    assert last.as_dict()["quality"] == "excellent"
+    assert {layer.quality for layer in compare(deep, "3").layers.values()} == {"fair"}
+    assert main(["compare", "2-1", "--dir", str(deep), "--report", str(tmp_path)]) == 0
+    assert re.search(r"^2-1 +layer_\d+ +excellent .* 30 excellent$", capsys.readouterr().out, re.M)
+    page = (tmp_path / "compare.html").read_text()
+    assert page.count('<tr class="bad">') == 0
+    assert page.count("excellent") >= 30
+    assert "poor" not in page
+
+
+def test_a_poor_layer_is_marked_on_the_page(tmp_path: Path) -> None:
+    reference = plain(layers=3)
+    small = {name: 1e-4 * x for name, x in reference.items()}  # an error that the mse of 1e-10 hides
+    output = noisy(small, 1e-5)
+    where = recorded(
+        tmp_path / "r", {"fp32": small, "2-1-int8": {**output, "layer_1.output": 1.001 * small["layer_1.output"]}}
+    )
+    found = compare(where, "2-1").layers
+    assert [layer.label for layer in found.values()] == ["fair", "excellent", "fair"]
+    assert [layer.quality for layer in found.values()] == ["fair", "excellent", "fair"]
+    output["layer_2.output"] = -small["layer_2.output"]
+    where = recorded(tmp_path / "s", {"fp32": small, "2-1-int8": output})
+    assert main(["compare", "2-1", "--dir", str(where.folder), "--report", str(tmp_path)]) == 0
+    assert (tmp_path / "compare.html").read_text().count('<tr class="bad">') == 1
+
+
+def test_a_mode_that_is_unknown_is_named_before_a_missing_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = recorded(tmp_path / "r", {"2-1-int8": plain()}).folder
+    assert main(["compare", "5", "--dir", str(where)]) == 2
+    assert capsys.readouterr().err.endswith("has no mode '5'. It has: 2-1.\n")
+
+
+def test_an_empty_folder_is_told_what_to_record_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    advice = "Record the float model and the modes first: probe record --modes fp32 2-1 --out layer_outputs.\n"
+    assert main(["compare", "2-1"]) == 2
+    assert capsys.readouterr().err == f"probe: error: there is no folder layer_outputs. Expected a recording. {advice}"
+    Path("layer_outputs").mkdir()
+    assert main(["compare", "2-1"]) == 2
+    assert capsys.readouterr().err == f"probe: error: layer_outputs is empty. Expected a recording. {advice}"

@@ -193,3 +193,19 @@ def test_integers_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path
     code, _, err = run(capsys, "diff", a.folder, tmp_path / "b")
     assert code == 2
     assert "float32 [3, 0, 4]. Expected floats" in err
+
+
+def test_a_cosine_near_one_can_be_read_from_the_page_and_the_screen(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, a: Recording
+) -> None:
+    b = recorded(tmp_path / "b", noisy(network()))
+    _, out, _ = run(capsys, "diff", a.folder, b.folder, "--report", tmp_path)
+    page = (tmp_path / "diff.html").read_text()
+    near = [layer for layer in diff(a, b).layers if layer.cosine is not None and 0.999999 < layer.cosine < 1]
+    assert len(near) >= 3
+    for layer in near:
+        assert layer.cosine is not None
+        assert f"{1 - layer.cosine:.6g}" in page
+        assert f"{1 - layer.cosine:.2e}" in out
+    assert "1 - cosine" in page
+    assert "1 - cosine" in out

@@ -39,6 +39,22 @@ def test_options_have_the_spelling_of_the_scripts_too() -> None:
     assert (one["out"], one["seqlen"], one["modes"], one["calib_data_num"]) == ("o", 7, ["fp32"], 3)
 
 
+def test_quantize_of_the_script_is_accepted_with_modes_that_quantize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in seed 000: --mode 2-1 --quantize."""
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "--mode", "2-1", "--quantize", "--output_dir", "layer_outputs", *SMALL)
+    assert code == 0
+    assert "layer_outputs: mode_2_1-int8; " in out
+    for given in (("--mode", "fp32"), ("--mode", "fp32", "fp16"), ("--layout", "pt")):
+        code, out, err = run(capsys, *given, "--quantize", "--out", "other", *SMALL)
+        assert (code, out) == (2, "")
+        assert " quantizes nothing. Add a mode that does, such as 2-1, or leave --quantize out." in err
+        assert err.count("\n") == 1
+    assert not Path("other").exists()
+
+
 def test_every_option_reaches_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
@@ -94,7 +110,7 @@ def test_the_manifest_goes_to_a_pipe_or_a_file(tmp_path: Path, capsys: pytest.Ca
         (["--json", "/proc/all.json"], "cannot write /proc/all.json: no such file or directory. Give a file in"),
         (["--formats", "int7"], "unknown format 'int7'. Did you mean 'int"),
         (["--out", "/dev/null"], "/dev/null is a file. Expected the name of a folder to make."),
-        (["--out", "/proc/nothing/r"], "cannot write /proc/nothing/r.partial: No such file or directory"),
+        (["--out", "/proc/nothing/r"], "cannot write /proc/nothing/r: No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -150,7 +150,9 @@ def test_a_killed_process_leaves_no_half_file(tmp_path: Path) -> None:
 def test_a_good_batch_says_so(run: Run) -> None:
     code, out, _ = run("tensor1.pt", "tensor2.pt", "--no-plots")
     assert code == 0
-    assert out.splitlines()[-1] == "🎉 All tests completed successfully!"
+    summary = ["FINAL SUMMARY", "=" * 80, "Total tensors: 2", "Successful: 2", "Failed: 0"]
+    page = Path("draw/scaling_analysis/scaling.html")
+    assert out.splitlines()[-7:] == [*summary, "🎉 All tests completed successfully!", f"Page of all tensors: {page}"]
 
 
 @pytest.mark.parametrize(

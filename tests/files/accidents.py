@@ -60,7 +60,10 @@ def killed_before(event: int, action: Callable[[], object], *, folder: Path) -> 
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def audit(name: str, details: tuple[object, ...]) -> None:
-            is_ours = bool(details) and str(details[0]).startswith(root)
+            place = str(details[0]) if details else ""
+            if name in ("os.remove", "os.rmdir") and int(str(details[1])) >= 0:  # relative to an open folder: rmtree
+                place = os.path.join(os.readlink(f"/proc/self/fd/{details[1]}"), place)
+            is_ours = place.startswith(root)
             if is_ours and (name in CHANGES or (name == "open" and int(str(details[2])) & TO_WRITE)):
                 meet(name)
 

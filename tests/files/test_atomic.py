@@ -14,12 +14,10 @@ import pytest
 from probe.files.atomic import (
     create,
     link_or_copy,
-    link_tree,
     locked,
     make_folder,
     move,
     remove_unfinished,
-    replace_folder,
     sync,
     sync_tree,
     write,
@@ -165,32 +163,6 @@ def test_a_kill_while_a_folder_is_moved_leaves_it_whole_in_one_place(tmp_path: P
     assert found[0] == "b"
 
 
-def test_a_kill_while_a_folder_is_replaced_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
-    """Or the old one aside, for the moment between two renames."""
-    states = set()
-    for steps in itertools.count():
-        root = tmp_path / str(steps)
-        for folder in ("old", "new"):
-            write(root / folder / folder, folder)
-        killed = kill("atomic.replace_folder(Path('new'), Path('old'), aside=Path('aside'))", root, steps=steps)
-        states.add(state := (tuple(names(root))))
-        if not killed:
-            break
-    old, between = ("new", "new/new", "old", "old/old"), ("aside", "aside/old", "new", "new/new")
-    both, new = ("aside", "aside/old", "old", "old/new"), ("old", "old/new")
-    assert state == new
-    assert {old, between, both, new} <= states <= {old, between, both, ("aside", "old", "old/new"), new}
-
-
-def test_a_folder_that_cannot_be_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "old" / "x", "old")
-    write(tmp_path / "aside" / "x", "of an accident long ago")
-    with pytest.raises(FileNotFoundError):
-        replace_folder(tmp_path / "missing", tmp_path / "old", aside=tmp_path / "aside")
-    assert names(tmp_path) == ["old", "old/x"]
-    assert (tmp_path / "old" / "x").read_text() == "old"
-
-
 def test_folders_are_made_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr("probe.files.atomic.sync", lambda path: synced.append(path.name))
@@ -215,15 +187,6 @@ def test_a_second_name_or_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     link_or_copy(tmp_path / "x", tmp_path / "copied")
     assert not (tmp_path / "copied").samefile(tmp_path / "x")
     assert (tmp_path / "copied").read_text() == "text"
-
-
-def test_a_tree_of_links(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "deep" / "x", "text")
-    (tmp_path / "a" / "link").symlink_to("deep/x")
-    link_tree(tmp_path / "a", tmp_path / "b")
-    assert names(tmp_path / "b") == ["deep", "deep/x", "link"]
-    assert (tmp_path / "b" / "deep" / "x").samefile(tmp_path / "a" / "deep" / "x")
-    assert (tmp_path / "b" / "link").is_symlink()
 
 
 def test_a_tree_is_synced_before_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
@@ -301,3 +303,16 @@ def test_a_large_array_is_mapped_and_not_loaded(tmp_path: Path) -> None:
         tensor = load_tensor(tmp_path / name)
         assert float(tensor.sum()) == 0
         assert own() - before < 16_000
+
+
+def test_the_header_of_safetensors_is_parsed_once_for_all_of_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, opened = tmp_path / "a.safetensors", Mock(wraps=safetensors.safe_open)
+    monkeypatch.setattr("safetensors.safe_open", opened)
+    for turn in range(2):  # a file that was replaced is parsed anew
+        tensors = {f"x{place}": example("bfloat16") + place + turn for place in range(50)}
+        save_file(tensors, file)
+        os.utime(file, ns=(turn, turn))
+        assert all(same(load_tensor(file, name), tensor) for name, tensor in tensors.items())
+    assert opened.call_count == 2

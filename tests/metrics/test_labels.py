@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from probe.metrics import label_correlation, label_mse
+from probe.metrics import label_correlation, label_mse, label_relative_mse
 
 INF, NAN = math.inf, math.nan
 
@@ -14,8 +14,8 @@ INF, NAN = math.inf, math.nan
         *((9.9e-3, "fair"), (1e-2, "poor"), (INF, "poor"), (NAN, "poor"), (None, "undefined")),
     ],
 )
-def test_labels_of_mse(mse: float | None, label: str) -> None:
-    assert label_mse(mse) == label
+def test_labels_of_mse_and_relative_mse(mse: float | None, label: str) -> None:
+    assert label_mse(mse) == label_relative_mse(mse) == label
 
 
 @pytest.mark.parametrize(

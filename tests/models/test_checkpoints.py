@@ -56,7 +56,11 @@ def test_a_folder_without_config(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "is not valid JSON: JSONDecodeError"), ("[]", "holds a list"), ("{}", "names no model_type")],
+    [
+        ("{", "is not JSON that can be read (Expecting"),
+        ("[]", "holds a list"),
+        ("{}", "names no model_type"),
+    ],
 )
 def test_a_broken_config(folder: Path, text: str, words: str) -> None:
     (folder / "config.json").write_text(text)

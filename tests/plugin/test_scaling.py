@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_the_lifecycle_of_a_scaling_baseline(run: Run, pytester: pytest.Pytester
     found = recommend(result)
     figures = cases["fp4_e2m1"]["tensors/a.pt"]["scaling"]
     assert figures["exponent"][0] == pytest.approx(found.scale_exponent, rel=1e-5)
-    assert figures["mse"][0] == pytest.approx(found.best["mse"].mse, rel=1e-5)
+    assert figures["mse"][0] == pytest.approx(found.level.mse, rel=1e-5)
     assert set(cases) == {"fp8_e4m3", "fp4_e2m1"}
     assert set(cases["fp8_e4m3"]) == {"tensors/a.pt", "tensors/b.npy"}
 
@@ -119,12 +120,26 @@ def test_another_number_of_levels_fails_though_the_figures_may_agree(run: Run, p
     run().assert_outcomes(passed=4)
 
 
+def test_figures_of_an_earlier_sweep_are_told_as_other_settings(run: Run, pytester: pytest.Pytester) -> None:
+    run("--update-baselines").assert_outcomes(passed=4)
+    file = pytester.path / "baselines" / "scaling" / "cpu" / "scaling.json"
+    text = file.read_text()
+    assert '"sweep": "2"' in text
+    file.write_text(re.sub(r',\s*"sweep": "2"', "", text))  # as stored before a sweep had a version
+    failed = run("-k", "a.pt and fp8")
+    failed.assert_outcomes(failed=1, deselected=3)
+    lines = lines_of(failed.outlines, "scaling-tensors/a.pt-cpu-fp8_e4m3 failed")
+    assert "  changed        sweep none -> 2" in lines, lines
+    run("--update-baselines").assert_outcomes(passed=4)
+    run().assert_outcomes(passed=4)
+
+
 def test_two_tests_of_one_tensor_must_agree_on_the_levels(run: Run, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_blocks=TEST.replace("num_levels=7", "num_levels=3"))
     result = run()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["*another test compares scaling-tensors/a.pt-cpu-fp8_e4m3 of scaling*{'num_levels': '3'} there, *'7'} here*"]
+        ["*another test compares scaling-tensors/a.pt-cpu-fp8_e4m3 of scaling*{'num_levels': '3'*} there, *'7'*} here*"]
     )
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 from torch import Tensor
 
 import probe
+from probe.data.tokenizers import ByteTokenizer
 from probe.recordings import (
     RecordingError,
     publishing as publishing_module,
     read_recording,
 )
-from tests.files.accidents import files_of_at_most, read_only
+from probe.running.measurement import NotAppliedError
+from tests.files.accidents import files_of_at_most, killed_before, read_only
 from tests.recordings.examples import Log, files, same
 from tests.recordings.models import KILL, Stack
 
@@ -32,13 +35,13 @@ def what_a_kill_leaves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
-    assert sorted(os.listdir(root)) == [str(KILL), "r.partial"]
-    return root / "r.partial"
+    assert os.listdir(root / "r") == [".partial"]
+    return root / "r"
 
 
 @pytest.fixture
 def killed(tmp_path: Path, what_a_kill_leaves: Path) -> Path:
-    shutil.copytree(what_a_kill_leaves, tmp_path / "r.partial")
+    shutil.copytree(what_a_kill_leaves, tmp_path / "r")
     return tmp_path / "r"
 
 
@@ -51,22 +54,18 @@ MORTAL: dict[str, Any] = {
 
 
 def test_a_killed_recording_is_told_refused_and_finished(killed: Path, tmp_path: Path) -> None:
-    partial = tmp_path / "r.partial"
-    assert not killed.exists()
-    with pytest.raises(
-        RecordingError, match=r"no folder .*/r\. .*r\.partial is an interrupted recording of it: run the"
-    ):
-        read_recording(killed)
-    with pytest.raises(
-        RecordingError, match=r"interrupted recording: 1 of 3 recipes are whole, fp16, bf16 missing\. Run"
-    ):
-        read_recording(partial)
+    partial = killed / ".partial"
+    for folder in (killed, partial):
+        with pytest.raises(
+            RecordingError, match=r"interrupted recording: 1 of 3 recipes are whole, fp16, bf16 missing\. Run"
+        ):
+            read_recording(folder)
     before = files(partial)
     assert "fp16.safetensors" in before, "the kill was in the middle of it"
     for change, words in (
         ({"layers": ["all"]}, r"layers first last -> all"),
         ({"seqlen": 16}, r"tokens 2 x 8, \w+ -> 2 x 16, \w+"),
-        ({"modes": ["fp32", "fp16"]}, r"recipes fp32 fp16 bf16 -> fp32 fp16"),
+        ({"modes": ["fp16", "bf16"]}, r"recipes fp32 fp16 bf16 -> fp16 bf16"),
         ({"layout": "npy"}, r"layout safetensors -> npy"),
         ({"taps": ["logits"]}, r"taps none -> logits"),
         ({"model": "tiny-mamba"}, r"model tests\.recordings\.models:mortal -> tiny-mamba"),
@@ -103,7 +102,7 @@ def interrupted(tmp_path: Path, ids: list[Tensor], monkeypatch: pytest.MonkeyPat
             RecordingError, match=r"cannot write .*: No space left on device\. What was there before is"
         ):
             probe.record(tmp_path / "r", model=Stack(2), modes=["fp32", "bf16"], batches=ids, **more)
-    return tmp_path / "r.partial"
+    return tmp_path / "r" / ".partial"
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "npy", "npz", "pt"])
@@ -111,7 +110,7 @@ def test_a_disk_that_is_full_at_the_end_loses_nothing(
     tmp_path: Path, ids: list[Tensor], monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     interrupted(tmp_path, ids, monkeypatch, layout=layout)
-    assert os.listdir(tmp_path) == ["r.partial"]
+    assert os.listdir(tmp_path / "r") == [".partial"]
     log = Log()
     found = probe.record(
         tmp_path / "r", model=Stack(2), modes=["fp32", "bf16"], batches=ids, layout=layout, progress=log
@@ -135,19 +134,19 @@ def test_an_interrupted_recording_that_was_changed_is_refused(
 
 
 def test_a_folder_of_ones_own_is_not_deleted_by_restart(tmp_path: Path, ids: list[Tensor]) -> None:
-    (tmp_path / "r.partial").mkdir()
-    (tmp_path / "r.partial" / "thesis.txt").write_text("years of work")
+    (tmp_path / "r" / ".partial").mkdir(parents=True)
+    (tmp_path / "r" / ".partial" / "thesis.txt").write_text("years of work")
     for restart in (False, True):
-        with pytest.raises(RecordingError, match=r"r\.partial is in the way and is no interrupted recording\. Move it"):
+        with pytest.raises(RecordingError, match=r"thesis\.txt is in the way and is no part of a recording\. Move it"):
             probe.record(tmp_path / "r", model=Stack(2), modes=["fp32"], batches=ids, restart=restart)
-    assert files(tmp_path) == {"r.partial/thesis.txt": b"years of work"}
+    assert files(tmp_path) == {"r/.partial/thesis.txt": b"years of work"}
 
 
 def test_two_processes_do_not_write_one_recording(tmp_path: Path, ids: list[Tensor]) -> None:
     class Intruder(Log):
         def step(self, recipe: str, name: str) -> None:
             if not self.steps:
-                with pytest.raises(RecordingError, match=r"r\.partial is being written by another process\. Wait"):
+                with pytest.raises(RecordingError, match=r"r is being written by another process\. Wait"):
                     probe.record(tmp_path / "r", model=Stack(2), modes=["fp32"], batches=ids)
             super().step(recipe, name)
 
@@ -163,7 +162,7 @@ def test_a_disk_that_is_full_in_the_middle_keeps_the_recipes_that_are_whole(tmp_
     message = r"cannot write .*fp32\.safetensors: File too large\. What was there"
     with pytest.raises(RecordingError, match=message), files_of_at_most(50_000):
         probe.record(tmp_path / "r", **again)
-    names = sorted(os.listdir(tmp_path / "r.partial"))
+    names = sorted(os.listdir(tmp_path / "r" / ".partial"))
     assert names == ["bf16.safetensors", "manifest.json", "tokens.safetensors"]
     log = Log()
     probe.record(tmp_path / "r", **again, progress=log)
@@ -179,26 +178,114 @@ def test_a_disk_that_is_full_while_a_layout_is_written_is_told(tmp_path: Path, i
     message = r"cannot write .*: File too large\. What was there before is whole\."
     with pytest.raises(RecordingError, match=message), files_of_at_most(19_200):
         probe.record(tmp_path / "r", **again)
-    assert os.listdir(tmp_path) == ["r.partial"]
+    assert os.listdir(tmp_path / "r") == [".partial"]
     probe.record(tmp_path / "r", **again)
     assert os.listdir(tmp_path) == ["r"]
 
 
 def test_a_folder_without_permission_is_told(ids: list[Tensor]) -> None:
-    message = r"cannot write .*r\.partial: Permission denied\. What was there"
+    message = r"cannot write .*/r: Permission denied\. What was there"
     with tempfile.TemporaryDirectory() as name:
         with read_only(Path(name)), pytest.raises(RecordingError, match=message):
             probe.record(Path(name) / "r", model=Stack(2), modes=["fp32"], batches=ids)
         assert os.listdir(name) == []
 
 
-def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path, ids: list[Tensor]) -> None:
-    probe.record(tmp_path / "r", model=Stack(2), modes=["fp32"], batches=ids)
-    (tmp_path / "r").rename(tmp_path / ".r.previous")
-    with pytest.raises(
-        RecordingError, match=r"\.r\.previous is what an interrupted overwriting left of it: rename it ba"
-    ):
-        read_recording(tmp_path / "r")
-    probe.record(tmp_path / "r", model=Stack(2), modes=["bf16"], batches=ids)
-    assert read_recording(tmp_path / "r").recipes == ("fp32", "bf16")
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "there", "modes"),
+    [
+        ("safetensors", [], ["fp32", "bf16"]),
+        ("npy", ["fp32", "bf16"], ["fp32"]),
+        ("npz", ["fp16"], ["bf16"]),
+        ("pt", ["fp32"], ["fp32"]),
+    ],
+    ids=["new", "overwrite", "add", "replace"],
+)
+def test_a_kill_at_any_file_event_is_worked_on_from(
+    tmp_path: Path, ids: list[Tensor], layout: str, there: list[str], modes: list[str]
+) -> None:
+    """By the same command, with --restart and with --overwrite; nothing is left over."""
+    given: dict[str, Any] = {"model": Stack(1, 8), "batches": ids, "layout": layout, "taps": []}
+    mine: dict[str, Any] = {**given, "modes": modes, "overwrite": bool({*modes} & {*there})}
+    before = tmp_path / "before"
+    before.mkdir()
+    if there:
+        probe.record(before, modes=there, **given)
+    expected = probe.record(shutil.copytree(before, tmp_path / "expected"), **mine)
+    event, seen = 0, set()
+    while True:
+        left = shutil.copytree(before, tmp_path / "left")
+        met = killed_before(event, lambda left=left: probe.record(left, **mine), folder=left)  # type: ignore[misc]
+        for more in ({}, {"restart": True}, {"overwrite": True}) if met else ():
+            again = shutil.copytree(left, tmp_path / "again", symlinks=True)
+            recording = probe.record(again, **{**mine, **more})
+            same(recording, expected)
+            assert recording == read_recording(again)
+            assert names_in(again) == {"manifest.json", *recording.manifest.files}, (event, met, more)
+            shutil.rmtree(again)
+        if not met:
+            break
+        seen.add(met)
+        event += 1
+        shutil.rmtree(left)
+    assert event > 15
+    assert {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"} <= seen
+    assert names_in(left) == names_in(expected.folder)
+
+
+def test_a_folder_that_exists_is_written_into_not_replaced(
+    tmp_path: Path, ids: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current folder of a shell must stay the same folder."""
+    monkeypatch.chdir(tmp_path)
+    inode = os.stat(".").st_ino
+    for modes, overwrite in ((["fp32"], False), (["bf16"], False), (["fp32"], True)):
+        probe.record(".", model=Stack(1, 8), batches=ids, modes=modes, overwrite=overwrite)
+        assert os.stat(".").st_ino == os.stat(tmp_path).st_ino == inode
+    assert read_recording(".").recipes == ("fp32", "bf16")
+    assert list(tmp_path.parent.glob(f"*{tmp_path.name}?*")) == [], "nothing beside it"
+
+
+def with_tokenizer(model: Stack) -> Stack:
+    vars(model)["tokenizer"] = ByteTokenizer()
+    return model
+
+
+@pytest.fixture
+def lazy() -> Iterator[None]:
+    """A mode that changes nothing."""
+    probe.register_mode("lazy", lambda model, format, calibration: model)
+    yield
+    probe.unregister_mode("lazy")
+
+
+@pytest.mark.usefixtures("lazy")
+def test_a_mode_that_is_not_applied_leaves_nothing_in_the_way(tmp_path: Path, ids: list[Tensor]) -> None:
+    given: dict[str, Any] = {"model": with_tokenizer(Stack(2)), "batches": ids, "calib_data_num": 1, "calib_seqlen": 8}
+    for after in (["fp32"], ["fp32", "bf16"], ["bf16"]):
+        log = Log()
+        with pytest.raises(NotAppliedError, match="lazy-int8 was not applied"):
+            probe.record(tmp_path / "r", **given, modes=["fp32", "lazy"], progress=log)
+        assert log.lines[-1].startswith(f"kept fp32 in {tmp_path}/r/.partial: a command that records them goes on")
+        log = Log()
+        probe.record(tmp_path / "r", **given, modes=after, progress=log)
+        assert any("fp32 recorded already" in line for line in log.lines) == ("fp32" in after)
+        assert any("deleting" in line for line in log.lines) == ("fp32" not in after)
+        assert {recipe for recipe, _ in log.steps} == set(after) - {"fp32"} or "fp32" not in after
+        assert read_recording(tmp_path / "r").recipes == tuple(after)
+        assert names_in(tmp_path / "r") == {"manifest.json", "tokens.safetensors", *(f"{m}.safetensors" for m in after)}
+        shutil.rmtree(tmp_path / "r")
+
+
+@pytest.mark.usefixtures("lazy")
+def test_what_an_error_left_of_other_layers_is_replaced(tmp_path: Path, ids: list[Tensor]) -> None:
+    given: dict[str, Any] = {"model": with_tokenizer(Stack(2)), "batches": ids, "calib_data_num": 1, "calib_seqlen": 8}
+    with pytest.raises(NotAppliedError):
+        probe.record(tmp_path / "r", **given, modes=["fp32", "lazy"])
+    probe.record(tmp_path / "r", **given, modes=["fp32"], layers=["all"], taps=["logits"])
+    assert "logits" in read_recording(tmp_path / "r").names("fp32")
     assert os.listdir(tmp_path) == ["r"]

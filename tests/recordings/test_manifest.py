@@ -163,7 +163,11 @@ DEFECTS: list[tuple[str, Change, str]] = [
         of_recipe("calibration", value={"data": "d", "fingerprint": "f", "percentile": 1, "samples": 1, "seqlen": 1}),
         r"calibration\.percentile: expected a share above 0, at most 1\.0, found 1",
     ),
-    ("unfinished", at("unfinished", value={"asked": {}, "missing": 1}), r"unfinished\.missing: expected a list"),
+    (
+        "unfinished",
+        at("unfinished", value={"asked": {}, "failed": False, "missing": 1}),
+        r"unfinished\.missing: expected a list",
+    ),
     ("versions", at("versions", "torch", value=2), r"versions\.torch: expected a text, found 2"),
     ("empty", at("recipes", value={}), r"recipes: expected an object with named keys, found \{\}"),
     ("recipes list", at("recipes", value=[1]), r"recipes: expected an object with named keys, found \[1\]"),

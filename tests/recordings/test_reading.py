@@ -100,7 +100,7 @@ def test_links_that_leave_the_folder_are_refused(folder: Path, name: str) -> Non
 
 
 def test_missing_folders_and_files_are_told(folder: Path) -> None:
-    with pytest.raises(RecordingError, match=r"there is no folder .*nowhere\. .*make it again there"):
+    with pytest.raises(RecordingError, match=r"there is no folder .*nowhere\. .* first: probe record --modes fp32"):
         read_recording(folder / "nowhere")
     with pytest.raises(RecordingError, match="there is no folder"):
         read_recording(folder / "manifest.json")

@@ -86,8 +86,8 @@ def test_a_mode_that_does_nothing_is_found_out(tmp_path: Path, loaded: Loaded) -
             probe.record(tmp_path / "r", model=loaded, modes=["fp32", "lazy"], formats=["mxint8"], **SMALL)
     finally:
         probe.unregister_mode("lazy")
-    assert os.listdir(tmp_path) == ["r.partial"]
-    left = sorted(os.listdir(tmp_path / "r.partial"))
+    assert os.listdir(tmp_path / "r") == [".partial"]
+    left = sorted(os.listdir(tmp_path / "r" / ".partial"))
     assert left == ["fp32.safetensors", "manifest.json", "tokens.safetensors"]
 
 

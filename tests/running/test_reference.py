@@ -130,8 +130,8 @@ def test_what_cannot_be_a_reference_is_refused(batches: list[Tensor]) -> None:
 
 def test_a_model_without_logits_is_refused(batches: list[Tensor]) -> None:
     class Pair(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [x, x]
 
-    with pytest.raises(ValueError, match="Pair returned a tuple without logits; expected a causal language model"):
+    with pytest.raises(ValueError, match="Pair returned a list without logits; expected a causal language model"):
         logits_of(Pair(), batches[0])

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from probe import FORMATS, recommend, scaling_sweep
-from probe.scaling.advice import CRITERIA, normalised
+from probe.scaling.advice import CRITERIA, alternatives, normalised
+from probe.scaling.levels import BEYOND
+from probe.scaling.rules import compare_rules
 from tests.scaling.tensors import FORMATS_OF_THE_SPEC, grid_of_the_format, log_uniform, normal
 
 
@@ -33,14 +35,16 @@ def test_powers_of_two_tie_and_the_max_aligned_level_wins(format: str) -> None:
     x = torch.full((64,), 2.0**-3)
     fmt = FORMATS[format]
     first, last = -3 - fmt.max_exponent, -3 - (fmt.min_exponent - fmt.mantissa_bits)
-    result = scaling_sweep(x, format, num_levels=last - first + 1)
-    assert (result.max_scale_exp, result.min_scale_exp) == (first, last)
-    assert all(level.lossless for level in result.levels)
+    result = scaling_sweep(x, format, num_levels=last - first + 1 + BEYOND)
+    assert (result.max_aligned, result.min_aligned) == (first, last)
+    lossless = [level for level in result.levels if level.lossless]
+    assert [level.scale_exponent for level in lossless] == list(range(first, last + 1))
     found = recommend(result)
-    assert found.level is result.levels[0]
-    assert set(found.scores) == {1.0}
+    assert found.scale_exponent == first
+    assert {found.scores[level.level] for level in lossless} == {1.0}
     assert found.range == (first, last)
-    assert {level.level for level in found.best.values()} == {0}
+    assert {level.level for level in found.best.values()} == {found.level.level}
+    assert found.edge is None
 
 
 def test_one_outlier_decides_between_saturating_it_and_losing_the_rest() -> None:
@@ -76,9 +80,9 @@ def test_uniform_values_have_the_error_of_the_step() -> None:
 def test_log_uniform_values_lose_their_share_of_octaves() -> None:
     """4096 values over 20 octaves in fp8_e4m3: at maximum alignment what is more than 17.8 octaves down underflows."""
     x = log_uniform(-20, 0)
-    result = scaling_sweep(x, "fp8_e4m3", num_levels=5)
-    assert (result.max_scale_exp, result.min_scale_exp) == (-8, -11)
-    top = result.levels[0]
+    result = scaling_sweep(x, "fp8_e4m3", num_levels=7)
+    assert [level.scale_exponent for level in result.levels] == [-5, -6, -7, -8, -9, -10, -11]
+    top = result.levels[BEYOND]
     octaves_lost = 20 + (-9 - 8)  # below 2^(-9-8)
     assert top.underflow == pytest.approx(octaves_lost / 20 * 4096, abs=1)
     assert top.flushed == pytest.approx((octaves_lost - 1) / 20 * 4096, abs=1)
@@ -87,11 +91,8 @@ def test_log_uniform_values_lose_their_share_of_octaves() -> None:
     assert bottom.underflow == 0
     assert bottom.overflow == pytest.approx((11 - math.log2(448)) / 20 * 4096, abs=1)
     found = recommend(result)
-    assert found.range is None
-    assert found.least_bad is not None
-    assert "span 20.0 powers of two, those of fp8_e4m3 17.8" in found.range_reason
-    lost = [level.overflow + level.underflow for level in result.levels]
-    assert found.least_bad.level == lost.index(min(lost))
+    assert "span 20.0 powers of two, those of fp8_e4m3 17.8" in found.losses
+    assert found.level is top
 
 
 def test_the_score_is_the_weighted_sum_of_normalised_figures() -> None:
@@ -161,13 +162,77 @@ def test_spreads_are_range_and_population_std() -> None:
     assert (psnr.range, psnr.std) == (math.inf, None)
 
 
-def test_the_range_is_the_hull_of_the_levels_that_lose_nothing_significant() -> None:
+def test_the_range_has_at_most_1_db_less_psnr_and_the_losses_are_counted() -> None:
     result = scaling_sweep(log_uniform(-4, 4), "fp8_e4m3", max_scale_exp=-10, min_scale_exp=14, num_levels=25)
-    safe = [level.scale_exponent for level in result.levels if not level.significant]
     found = recommend(result)
-    assert found.range == (min(safe), max(safe)) == (-4.0, 5.0)
-    assert found.range_reason == "10 of 25 levels have no significant overflow or underflow"
-    assert found.least_bad is None
+    low, high = found.range
+    assert low <= found.scale_exponent <= high
+    for level in result.levels:
+        good = level.psnr >= found.level.psnr - 1 and not level.significant
+        assert (low <= level.scale_exponent <= high) == good, level.scale_exponent
+    assert found.range == (-4.0, 5.0)
+    assert found.losses == "10 of 25 levels have no significant overflow or underflow"
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("format", [*FORMATS_OF_THE_SPEC, "mxint8"])
+def test_a_power_of_two_is_recommended_where_the_scale_is_one(format: str, seed: int) -> None:
+    x = normal(40, 33, seed=seed) * torch.exp(2 * normal(40, 33, seed=seed + 100))
+    result = scaling_sweep(x, format)
+    found = recommend(result)
+    whole = [level for level in result.levels if level.is_power]
+    low, high = sorted(map(int, (result.max_scale_exp, result.min_scale_exp)))
+    assert {level.scale_exponent for level in whole} == set(range(low, high + 1))
+    candidates = whole if FORMATS[format].scale == "e8m0" else list(result.levels)
+    assert found.score == max(found.scores[level.level] for level in candidates)
+    assert found.level in candidates
+    assert len(candidates) < len(result.levels) or format == "int8"
+
+
+def test_the_least_error_lies_inside_a_default_sweep() -> None:
+    for format in FORMATS_OF_THE_SPEC:
+        for granularity in ("tensor", "block"):
+            result = scaling_sweep(normal(64, 64), format, granularity=granularity)
+            found = recommend(result)
+            assert found.edge is None, (format, granularity)
+            assert abs(found.scale_exponent - result.max_scale_exp) >= 1
+
+
+def test_a_best_level_at_an_edge_is_said_with_the_option_that_goes_on() -> None:
+    x = normal(64, 64)  # in fp4_e2m1 the best exponent is -1
+    for first, last, place, option in ((5, 1, "last", "--min-scale-exp -2"), (-3, -9, "first", "--max-scale-exp 0")):
+        edge = recommend(scaling_sweep(x, "fp4_e2m1", max_scale_exp=first, min_scale_exp=last)).edge
+        beyond = "the least error may lie beyond it"
+        assert edge == f"The recommended level is the {place} of the sweep: {beyond}. Sweep on with {option}"
+    assert recommend(scaling_sweep(x, "fp4_e2m1", max_scale_exp=2, min_scale_exp=-4)).edge is None
+    assert recommend(scaling_sweep(x, "fp4_e2m1", num_levels=1)).edge is None
+    limited = scaling_sweep(x, "fp4_e2m1", scale_bits=2)
+    assert (limited.max_scale_exp, recommend(limited).edge) == (1, None)  # there is no smaller scale than 2^-1
+
+
+def test_alternatives_are_the_next_levels_the_best_fraction_and_every_rule() -> None:
+    x = normal(64, 64)
+    result = scaling_sweep(x, "fp4_e2m1")
+    chosen = recommend(result).level
+    rules = compare_rules(x, "fp4_e2m1")
+    found = {one.what: one for one in alternatives(result, chosen, rules)}
+    by_exponent = {level.scale_exponent: level for level in result.levels}
+    below, above = (by_exponent[chosen.scale_exponent + step] for step in (-1, 1))
+    assert found["next power of two below"].mse == below.mse
+    assert found["next power of two above"].mse == above.mse
+    assert found["next power of two above"].times == pytest.approx(above.mse / chosen.mse)
+    fraction = found["best fractional exponent, not a scale of the format"]
+    assert fraction.mse == min(level.mse for level in result.levels if not level.is_power)
+    for rule in rules:
+        assert found[f"blocks of 32, rule {rule.rule}"].mse == rule.level.mse
+    assert len(found) == 8
+    blocks = scaling_sweep(x, "fp4_e2m1", granularity="block")
+    chosen = recommend(blocks).level
+    found = {one.what: one for one in alternatives(blocks, chosen, rules)}
+    others = [f"rule {rule}" for rule in blocks.rules if rule != chosen.rule]
+    assert list(found) == ["next power of two below", "next power of two above", *others]
+    lossless = scaling_sweep(torch.ones(4), "int8")
+    assert {one.times for one in alternatives(lossless, recommend(lossless).level)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,39 @@ from tests.scaling.tensors import (
 EVERY_FORMAT = (*FORMATS_OF_THE_SPEC, "mxint8")
 
 
-def test_ends_are_max_and_min_alignment() -> None:
+def exponents(x: Tensor, **options: Any) -> list[float]:
+    return [level.scale_exponent for level in scaling_sweep(x, "fp8_e4m3", **options).levels]
+
+
+def test_ends_are_3_octaves_beyond_max_alignment_and_min_alignment() -> None:
     x = torch.tensor([1.0, -448.0, 2.0**-9])
     result = scaling_sweep(x, "fp8_e4m3")
-    assert (result.max_scale_exp, result.min_scale_exp) == (0, 0 - 1)  # both alignments are 0: one octave below
-    result = scaling_sweep(torch.tensor([449.0, 2.0**-9]), "fp8_e4m3", num_levels=3)
-    assert [level.scale_exponent for level in result.levels] == [1, 0.5, 0]
-    assert result.levels[1].scale == float(torch.tensor(2.0).sqrt())
-    result = scaling_sweep(torch.tensor([448.0, 0.99 * 2.0**-9]), "fp8_e4m3", num_levels=2)
-    assert [level.scale_exponent for level in result.levels] == [0, -1]
-    assert len(scaling_sweep(x, "fp8_e4m3", num_levels=31).levels) == 31
+    assert (result.max_aligned, result.min_aligned) == (0, 0)
+    assert (result.max_scale_exp, result.min_scale_exp) == (3, -1)  # both alignments are 0: one octave below
+    assert exponents(torch.tensor([449.0, 2.0**-9]), num_levels=9) == [4, 3.5, 3, 2.5, 2, 1.5, 1, 0.5, 0]
+    assert exponents(torch.tensor([448.0, 2.0**-8]), num_levels=5) == [-3, -2, -1, 0, 1]  # less range than the format
+    assert exponents(torch.tensor([449.0, 2.0**-9]), num_levels=2) == [1, 0]
+    assert exponents(torch.tensor([449.0, 2.0**-9]), num_levels=1) == [1]
+    assert scaling_sweep(x, "fp8_e4m3", min_scale_exp=-0.5).levels[1].scale == float(torch.tensor(2.0**2.825))
+    assert exponents(x, min_scale_exp=-2, num_levels=3) == [3, 0, -2]
+    assert exponents(x, max_scale_exp=1, num_levels=3) == [1, 0.5, 0]
+
+
+def test_every_power_of_two_is_among_the_levels() -> None:
+    wide = log_uniform(-40, 3)
+    result = scaling_sweep(wide, "fp4_e2m1")
+    assert (result.max_scale_exp, result.min_scale_exp, len(result.levels)) == (4, -39, 2 * 43 + 1)
+    for count in (21, 44, 60, 87, 200):
+        found = [level.scale_exponent for level in scaling_sweep(wide, "fp4_e2m1", num_levels=count).levels]
+        assert len(found) == count
+        assert found == sorted(found, reverse=True)
+        assert 1 in found  # max alignment
+        if count >= 44:
+            assert set(range(-39, 5)) <= set(found)
+    given = exponents(torch.ones(3), max_scale_exp=-2, min_scale_exp=2, num_levels=7)  # as in the users' example
+    assert given == pytest.approx([-2, -4 / 3, -1, 0, 2 / 3, 1, 2])
+    assert exponents(torch.ones(3), max_scale_exp=0.2, min_scale_exp=0.8, num_levels=3) == [0.2, 0.5, 0.8]
+    assert exponents(torch.ones(3), max_scale_exp=15, min_scale_exp=-15, num_levels=31) == list(range(15, -16, -1))
 
 
 @pytest.mark.parametrize("format", EVERY_FORMAT)

@@ -25,7 +25,7 @@ def test_json_round_trip(granularity: str) -> None:
     [
         (lambda text: "[]", "not a JSON object"),
         (lambda text: text[:-30], "is not JSON"),
-        (lambda text: text.replace('"version": 1', '"version": 2'), "has version 2, and this probe reads 1"),
+        (lambda text: text.replace('"version": 2', '"version": 1'), "has version 1, and this probe reads 2"),
         (lambda text: text.replace('"zeros"', '"nulls"'), "'nulls'|misses 'zeros'"),
         (lambda text: text.replace('"rmse"', '"rms"'), "is damaged"),
     ],

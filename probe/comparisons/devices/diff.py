@@ -122,15 +122,15 @@ def diff(
     inputs, verdict = _check_inputs(pair, third)
     differences: tuple[LayerDifference, ...] = ()
     if verdict is None:
-        errors = {} if third is None else reference_errors(pair, third, chosen)
+        errors = {} if third is None else dict(reference_errors(pair, third, chosen))
         tensors = pair.measure(chosen, tolerances, reference=errors, progress=progress)
         differences = tuple(tensor.difference for tensor in tensors)
-        same = third is not None and _is_reference(pair, third, errors)
+        selected, same = set(chosen), third is not None and _is_reference(pair, third, errors)
         judged = judge_figures(tensors, inputs, unit=pair.unit, on_grid=pair.recipe_error > 0, recipe_is_float=same)
-        outside = any(tensor.given not in chosen and tensor.given_error > MISMATCHED for tensor in tensors)
+        outside = any(tensor.given not in selected and tensor.given_error > MISMATCHED for tensor in tensors)
         if isinstance(judged, Suspect) or outside:
-            rest = [name for name in pair.names if name not in chosen]
-            others = {} if third is None else reference_errors(pair, third, rest)
+            rest = [name for name in pair.names if name not in selected]
+            others = {} if third is None else dict(reference_errors(pair, third, rest))
             unselected = pair.measure(rest, tolerances, reference=others, progress=progress)
             with np.errstate(over="ignore", invalid="ignore"):  # squares of float64 beyond 1e154
                 judged = _judge_all(pair, tensors, unselected, judged, inputs)
@@ -162,7 +162,7 @@ def _judge_all(
     inputs: Inputs,
 ) -> DeviceVerdict:
     """The verdict on the selected tensors, `judged` by their figures; all that both have show another capture."""
-    tensors = sorted((*selected, *unselected), key=lambda tensor: pair.names.index(tensor.name))
+    tensors = sorted((*selected, *unselected), key=lambda tensor: pair.places[tensor.name])
     began = first_suspect(tensors, unit=pair.unit, on_grid=pair.recipe_error > 0)
     if began is None or any(began.tensor is tensor for tensor in selected):
         began = None
@@ -180,8 +180,8 @@ def _is_reference(pair: Pair, reference: Side, errors: Mapping[str, ReferenceErr
     known = [one.recipe for one in errors.values() if one.recipe is not None]
     if not known or any(known):
         return False
-    rest = (reference_errors(pair, reference, [name]) for name in pair.names if name not in errors)
-    return not any(one.recipe for found in rest for one in found.values())
+    rest = reference_errors(pair, reference, (name for name in pair.names if name not in errors))
+    return not any(one.recipe for _, one in rest)
 
 
 def _recipes(a: Recording, b: Recording, recipe: str | tuple[str, str] | None, format: str | None) -> tuple[str, str]:
@@ -236,8 +236,9 @@ def _check_inputs(pair: Pair, reference: Side | None) -> tuple[Inputs, DeviceVer
         if third.status == "different":
             return third, mismatched("the inputs of the reference differ", None, third.reason)
     for side, what in ((pair.b, "B"), *([(reference, "the reference")] if reference else [])):
+        held = set(side.names)
         for name in pair.names:
-            if name in side.names and side.shape(name) != pair.a.shape(name):
+            if name in held and side.shape(name) != pair.a.shape(name):
                 shapes = f"{label_of(name)} is {list(pair.a.shape(name))} on A, {list(side.shape(name))} on {what}"
                 return inputs, mismatched("the shapes differ: nothing is cropped", label_of(name), shapes)
     return inputs, None

@@ -54,7 +54,9 @@ def sample_rows(tensor: Tensor) -> Array:
 
 def evenly(length: int, count: int) -> Places:
     """At most `count` places in range(length), evenly spaced, with both ends."""
-    return np.unique(np.linspace(0, length - 1, min(length, count)).round().astype(np.int64))
+    if count >= length:
+        return np.arange(length)
+    return np.unique(np.linspace(0, length - 1, count).round().astype(np.int64))
 
 
 def chunks(*tensors: Tensor, size: int) -> Iterator[tuple[Array, ...]]:

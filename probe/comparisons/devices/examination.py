@@ -101,11 +101,12 @@ def _renamed(pair: Pair, name: str) -> str:
     if not found:
         return ""
     shift = stream.index(found) - place
-    after = [stream[i] for i in range(place + 1, len(stream)) if is_layer(stream[i]) and 0 <= i + shift < len(stream)]
-    for one in after:
-        wanted = stream[stream.index(one) + shift]
-        same_shape = pair.a.shape(wanted) == pair.b.shape(one)
-        if same_shape and same_elsewhere(one, sample_rows(pair.b.tensor(one)), others, noise=noise) == wanted:
+    later = range(place + 1, len(stream))
+    after = [(stream[i], stream[i + shift]) for i in later if is_layer(stream[i]) and 0 <= i + shift < len(stream)]
+    for one, wanted in after:
+        rows = sample_rows(pair.b.tensor(one))
+        same = others[wanted].shape == rows.shape and distance(others[wanted], rows) < noise
+        if same and same_elsewhere(one, rows, others, noise=noise) == wanted:
             return f"the layers are shifted: {label_of(name)} of B is {label_of(found)} of A, and so on"
     if found in stream[:place] and others[found].shape == others[name].shape:
         return ""  # B returns the layer's input: the layer was skipped

@@ -17,7 +17,8 @@ Sound runs stay at 0.4 of the bound or below in bfloat16, float16 and float32 (t
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -130,13 +131,18 @@ class Pair:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The tensors that both have, in the order of the data flow."""
-        return tuple(name for name in self.a.names if name in self.b.names)
+        on_b = set(self.b.names)
+        return tuple(name for name in self.a.names if name in on_b)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where each tensor that both have stands in the data flow."""
+        return {name: place for place, name in enumerate(self.names)}
 
     @property
     def alone(self) -> dict[str, list[str]]:
         """The tensors that only A has, and only B."""
-        sides = {"A": (self.a, self.b), "B": (self.b, self.a)}
-        return {what: [n for n in side.names if n not in other.names] for what, (side, other) in sides.items()}
+        return {what: [n for n in side.names if n not in self.places] for what, side in (("A", self.a), ("B", self.b))}
 
     @cached_property
     def stream(self) -> tuple[str, ...]:
@@ -160,10 +166,10 @@ class Pair:
     def given(self, name: str) -> str | None:
         """The recorded tensor that this one is made of: the layer's input, else the one before in the stream."""
         own = f"{name.removesuffix('.output')}.input"
-        if is_layer(name) and own in self.names and self.a.shape(own) == self.b.shape(own):
+        if is_layer(name) and own in self.places and self.a.shape(own) == self.b.shape(own):
             return own
-        before = [other for other in self.stream if self.a.names.index(other) < self.a.names.index(name)]
-        return before[-1] if before else None
+        before = bisect_left(self.stream, self.places[name], key=self.places.__getitem__)
+        return self.stream[before - 1] if before else None
 
     def bases(self, name: str, a: Tensor) -> tuple[Tensor, Tensor] | None:
         """The inputs on both sides if the layer adds to its input, else None. `a` is the tensor on A.
@@ -218,8 +224,7 @@ class Pair:
             return errors[given] if given is not None else 0.0
         if given is None:
             return max(errors.values(), default=0.0)
-        places = self.a.names
-        since = places[places.index(given) : places.index(name)]
+        since = self.names[self.places[given] : self.places[name]]
         return max(errors[other] for other in since if other in errors)
 
 
@@ -233,22 +238,23 @@ def is_in_stream(name: str) -> bool:
     return is_layer(name) or name in ENDS
 
 
-def reference_errors(pair: Pair, reference: Side, names: Sequence[str]) -> dict[str, ReferenceErrors]:
+def reference_errors(pair: Pair, reference: Side, names: Iterable[str]) -> Iterator[tuple[str, ReferenceErrors]]:
     """How far the recipe (A) and the device (B) are from the float reference, tensor by tensor."""
     floats = Pair(reference, pair.a)
-    errors = {}
     for name in names:
-        if name in reference.names:
+        if name in floats.places:
             expected, emulated = floats.tensors(name)
             recipe = measure_structure(expected, emulated, floats.bases(name, expected))
             device = measure_structure(expected, pair.b.tensor(name), None)
             judged = recipe.compared >= SUFFICIENT
-            errors[name] = ReferenceErrors(
-                recipe=recipe.error if judged else None,
-                recipe_added=recipe.added if judged else None,
-                device=device.error if device.compared >= SUFFICIENT else None,
+            yield (
+                name,
+                ReferenceErrors(
+                    recipe=recipe.error if judged else None,
+                    recipe_added=recipe.added if judged else None,
+                    device=device.error if device.compared >= SUFFICIENT else None,
+                ),
             )
-    return errors
 
 
 def rounding_unit(dtypes: Mapping[str, str]) -> float:

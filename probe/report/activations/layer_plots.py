@@ -71,7 +71,7 @@ def _family_picture(rows: Rows, draw: Callable[[Any, Rows, bool], None], *, unit
         for axes, (family, names) in zip(page.panels, groups.items(), strict=True):
             draw(axes, [by_name[name] for name in names], family != MIXED)
             figure.layer_axis(axes, names)
-            axes.set(title=figure.label(family, most=34), ylabel=unit)
+            axes.set(title=figure.label(family, most=46), ylabel=unit)
         page.legend()
         return page.png()
 

@@ -107,7 +107,7 @@ def histogram_picture(rows: Rows, *, dpi: int) -> bytes:
         for axes, (name, some) in zip(page.panels, by_name.items(), strict=True):
             zeros, counted = some[0]["count"], some[1:]
             total = max(1, sum(row["count"] for row in some))
-            axes.set_title(figure.label(name, most=34))
+            axes.set_title(figure.label(name, most=46))
             if not counted:
                 axes.text(0.5, 0.5, "all values are 0", transform=axes.transAxes, ha="center", color=figure.GREY)
                 continue

@@ -8,8 +8,17 @@ from pathlib import Path
 from probe.files.atomic import write
 from probe.report.document import Document
 from probe.report.numbers import csv_text
-from probe.report.script_layouts import DOUBLE, SINGLE, at, factor, grid_name, overflow_block, recommendation_block
-from probe.scaling.advice import Recommendation
+from probe.report.script_layouts import (
+    DOUBLE,
+    SINGLE,
+    alternatives_block,
+    at,
+    factor,
+    grid_name,
+    overflow_block,
+    recommendation_block,
+)
+from probe.scaling.advice import Alternative, Recommendation
 from probe.scaling.results import Level, ScalingResult
 from probe.scaling.rules import RuleResult
 from probe.words import columns
@@ -29,6 +38,7 @@ class AnalysedTensor:
     result: ScalingResult
     recommendation: Recommendation
     rules: tuple[RuleResult, ...]
+    alternatives: tuple[Alternative, ...] = ()
     plots: tuple[bytes, ...] = ()
 
 
@@ -64,7 +74,8 @@ def write_page(folder: Path, found: Sequence[AnalysedTensor], failed: Sequence[F
 
 def _row(one: AnalysedTensor) -> dict[str, object]:
     level, result = one.recommendation.level, one.result
-    safe = one.recommendation.range
+    low, high = one.recommendation.range
+    blocks = min(one.rules, key=lambda rule: rule.level.mse) if one.rules and level.rule is None else None
     return {
         "tensor": result.name,
         "format": result.format,
@@ -78,8 +89,9 @@ def _row(one: AnalysedTensor) -> dict[str, object]:
         "rel. error %": level.relative_error,
         "overflow %": level.percent(level.overflow),
         "underflow %": level.percent(level.underflow),
-        "safe range": "none" if safe is None else f"{safe[0]:.2f} to {safe[1]:.2f}",
-        "best block rule": min(one.rules, key=lambda rule: rule.level.mse).rule if one.rules else None,
+        "range": f"{low:.2f} to {high:.2f}",
+        "mse of blocks": None if blocks is None else blocks.level.mse,
+        "by rule": None if blocks is None else blocks.rule,
     }
 
 
@@ -87,6 +99,9 @@ def _section(page: Document, one: AnalysedTensor) -> None:
     result, advice = one.result, one.recommendation
     page.heading(f"{result.name}, {result.format}")
     page.text(f"{one.source}; files in {one.folder}")
+    page.text(recommended_line(result, advice))
+    if one.alternatives:
+        page.table([_alternative_row(other) for other in one.alternatives], "What other scales would cost.")
     for png, what in zip(one.plots, ("six figures", "summary"), strict=False):
         page.picture(png, alt=f"{what} of {result.name} in {result.format} over the scale exponent")
     if one.rules:
@@ -102,15 +117,17 @@ def write_results(
     result: ScalingResult,
     advice: Recommendation,
     rules: Sequence[RuleResult],
+    others: Sequence[Alternative],
     *,
     source: str,
     identity: str,
 ) -> list[Path]:
     """Write every figure of every level as .txt, .csv and .json."""
     stem = f"{STEM}_results_{result.format}"
-    facts = {"recommendation": advice.as_dict(), "blocks": [rule.as_dict() for rule in rules]}
+    costs = [other.as_dict() for other in others]
+    facts = {"recommendation": advice.as_dict() | {"alternatives": costs}, "blocks": [one.as_dict() for one in rules]}
     return [
-        write(folder / f"{stem}.txt", results_text(result, advice, source=source)),
+        write(folder / f"{stem}.txt", results_text(result, advice, others, source=source)),
         write(folder / f"{stem}.csv", results_csv(result, advice)),
         write(folder / f"{stem}.json", result.to_json(source=source, identity=identity, **facts)),
     ]
@@ -138,9 +155,27 @@ def tensor_lines(result: ScalingResult, *, source: str) -> list[str]:
         f"Format: {result.format} ({grid_name(result.element)}), max {result.element.max:g}, "
         f"smallest {result.element.min_subnormal:g}",
         f"Granularity: {result.granularity}{blocks}; scale bits {result.scale_bits}",
-        f"Scale exponents: {result.max_scale_exp:.2f} (max alignment) to {result.min_scale_exp:.2f} (min alignment), "
-        f"{len(result.levels)} levels",
+        f"Scale exponents: {result.max_scale_exp:.2f} to {result.min_scale_exp:.2f}, "
+        f"{len(result.levels)} levels; max alignment {result.max_aligned}, min alignment {result.min_aligned}",
     ]
+
+
+def recommended_line(result: ScalingResult, found: Recommendation) -> str:
+    """The recommendation in a sentence or two."""
+    level, (low, high) = found.level, found.range
+    factors = "added to the exponent of every block" if level.rule else f"factor {factor(level.scale)}"
+    alike = f"; range {low:.2f} to {high:.2f}, within 1 dB" if low < high else ""
+    edge = f" {found.edge}." if found.edge else ""
+    return (
+        f"Recommended: scale exponent {at(level)} ({factors}), MSE {level.mse:.6e}, PSNR {level.psnr:.2f} dB{alike}. "
+        f"{found.position}.{edge}"
+    )
+
+
+def _alternative_row(other: Alternative) -> dict[str, object]:
+    psnr = None if math.isinf(other.psnr) else other.psnr
+    times = {"mse": other.mse, "times the recommended": other.times, "psnr dB": psnr}
+    return {"scale": other.what, "scale exponent": other.scale_exponent, **times}
 
 
 def level_line(level: Level, count: int) -> str:
@@ -152,9 +187,12 @@ def level_line(level: Level, count: int) -> str:
     )
 
 
-def results_text(result: ScalingResult, found: Recommendation, *, source: str) -> str:
-    """Every level with every figure, one paragraph each."""
-    lines = ["MXFP scaling results", "=" * 80, *tensor_lines(result, source=source), ""]
+def results_text(
+    result: ScalingResult, found: Recommendation, others: Sequence[Alternative] = (), *, source: str
+) -> str:
+    """The recommendation, and every level with every figure, one paragraph each."""
+    lines = ["MXFP scaling results", DOUBLE, *tensor_lines(result, source=source), recommended_line(result, found), ""]
+    lines += [*alternatives_block(result, found, others), ""]
     for level in result.levels:
         mark = "   <- recommended" if level.level == found.level.level else ""
         rule = f", rule {level.rule}" if level.rule else ""

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from probe.report.figure import BAD, COLOURS, DASHED, GREY, LARGEST, label, log_ticks, sheet, widths
+from probe.report.script_layouts import at
 from probe.scaling.advice import Recommendation
 from probe.scaling.results import Level, ScalingResult
 
@@ -31,6 +32,10 @@ LOSSES = {
 }
 
 
+#: The line styles of the two alignments.
+ALIGNED: dict[str, Any] = {"max_aligned": "-", "min_aligned": ":"}
+
+
 def pictures(result: ScalingResult, found: Recommendation) -> tuple[bytes, bytes]:
     """PNGs of the six panels and of the summary."""
     six = _picture(result, found, (*PANELS, "losses"), height=4.0)
@@ -41,13 +46,15 @@ def _picture(result: ScalingResult, found: Recommendation, names: Sequence[str],
     from matplotlib.ticker import MaxNLocator
 
     with sheet(len(names), size=(4.4, height)) as page:
-        page.figure.suptitle(_headline(result, found), x=0.01, ha="left", fontsize=12)
+        _statistics_box(page.figure, result, found)
         for axes, name in zip(page.panels, names, strict=True):
             _regions(axes, result, found)
             if name == "losses":
                 _losses(axes, result, found)
             else:
                 _curves(axes, name, result, found)
+            for place, style in ALIGNED.items():
+                axes.axvline(getattr(result, place), color=GREY, linewidth=1.2, linestyle=style, zorder=1.4)
             axes.axvline(found.scale_exponent, color=CHOSEN, linewidth=1.2, linestyle=DASHED, zorder=1.5)
             axes.set_xlim(*_span([level.scale_exponent for level in result.levels]))
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=result.block_size is not None))
@@ -61,6 +68,29 @@ def _headline(result: ScalingResult, found: Recommendation) -> str:
     rule = f", rule {found.rule}" if found.rule else ""
     levels = f"{len(result.levels)} levels, recommended {found.scale_exponent:.2f}{rule}"
     return f"{label(result.name, most=60)}: {result.format}, {levels}"
+
+
+def _statistics_box(figure: Any, result: ScalingResult, found: Recommendation) -> None:
+    """A framed box above the panels: the tensor, its alignments, the recommended level and the best one."""
+    from matplotlib.lines import Line2D
+
+    level, best = found.level, found.best["mse"]
+    low, high = found.range
+    shape = " x ".join(map(str, result.shape)) or "scalar"
+    lines = [
+        f"{shape}, {result.dtype}; {result.elements} values, {result.zeros} zeros",
+        f"range [{result.minimum:.4g}, {result.maximum:.4g}], mean |x| {result.mean_abs:.4g}, "
+        f"smallest {result.smallest:.3g}",
+        f"max alignment {result.max_aligned}, min alignment {result.min_aligned}; within 1 dB {low:.2f} to {high:.2f}",
+        f"best MSE {best.mse:.4g} at {at(best)}, worst {found.spreads['mse'].high:.4g}",
+        f"recommended {at(level)}: MSE {level.mse:.4g}, cosine {level.cosine:.6f}, PSNR {level.psnr:.2f} dB",
+        f"overflow {level.percent(level.overflow):.2f} %, underflow {level.percent(level.underflow):.2f} %, "
+        f"relative error {level.relative_error:.2f} %",
+    ]
+    style = {"frameon": True, "edgecolor": GREY, "fancybox": False, "handlelength": 0, "handletextpad": 0}
+    blank = [Line2D([], [], linestyle="", label=line) for line in lines]
+    title = {"title": _headline(result, found), "title_fontsize": 12, "alignment": "left"}
+    figure.legend(handles=blank, loc="outside upper left", ncols=3, fontsize=8, **title, **style)
 
 
 def _span(exponents: Sequence[float]) -> tuple[float, float]:
@@ -146,10 +176,12 @@ def _legend(figure: Any, result: ScalingResult) -> None:
     marks += [
         Line2D([], [], color=CHOSEN, linestyle=DASHED, label="recommended level"),
         Line2D([], [], color=CHOSEN, marker="*", markersize=11, linestyle="", label="best level of the panel"),
+        Line2D([], [], color=GREY, linestyle=ALIGNED["max_aligned"], label="max alignment"),
+        Line2D([], [], color=GREY, linestyle=ALIGNED["min_aligned"], label="min alignment"),
         Patch(color=OVERFLOW, label="more than 0.1 % overflow"),
         Patch(color=UNDERFLOW, label="more than 0.1 % underflow"),
     ]
-    figure.legend(handles=marks, loc="outside lower left", ncols=len(marks), fontsize=9)
+    figure.legend(handles=marks, loc="outside lower left", ncols=6 if result.rules else len(marks), fontsize=9)
 
 
 def _drawable(x: float, *, log: bool) -> float:

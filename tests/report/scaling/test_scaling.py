@@ -1,19 +1,31 @@
 """What people read: the two blocks in the seed's layout, the table of blocks, the pictures, the page."""
 
+import csv
 import io
+import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from probe import recommend, scaling_sweep
 from probe.report.figure import BAD
-from probe.report.scaling.page import AnalysedTensor, FailedTensor, rules_block, write_page
+from probe.report.scaling.page import (
+    AnalysedTensor,
+    FailedTensor,
+    rules_block,
+    tensor_lines,
+    write_page,
+    write_results,
+)
 from probe.report.scaling.plots import OVERFLOW, UNDERFLOW, pictures
-from probe.report.script_layouts import factor, overflow_block, recommendation_block
+from probe.report.script_layouts import at, factor, overflow_block, recommendation_block
+from probe.scaling.advice import alternatives
 from probe.scaling.rules import compare_rules
 from tests.scaling.tensors import grid_of_the_format, log_uniform, normal
 
@@ -82,10 +94,8 @@ SEED_OVERFLOW = [
     rf"Best Underflow: Scale Exp {NUMBER}",
     r"  \d+\.\d\d% underflow, \d+\.\d\d% flushed to zero",
     *(S, "OVERFLOW/UNDERFLOW RECOMMENDATIONS:", H),
-    *(
-        "⚠️  AVOID scaling factors with HIGH overflow/underflow severity",
-        "   These factors cause significant precision loss",
-    ),
+    "⚠️  AVOID scaling factors with HIGH overflow severity",  # the recommended level has high underflow itself
+    "   These factors cause significant precision loss",
     *("🔴 OVERFLOW WARNING:", "   Avoid scaling factors that cause overflow"),
     "   These values will be saturated to max representable value",
     *("🟡 UNDERFLOW CONSIDERATIONS:", "   Moderate underflow may be acceptable depending on use case"),
@@ -107,7 +117,7 @@ def matches(lines: list[str], patterns: list[str]) -> None:
 
 def test_the_recommendation_block_has_the_form_of_the_seed() -> None:
     x = normal(200, 3) * 50
-    result = scaling_sweep(x, "fp8_e4m3", max_scale_exp=0, min_scale_exp=-1, num_levels=7)
+    result = scaling_sweep(x, "fp8_e4m3", max_scale_exp=1, min_scale_exp=-1.5, num_levels=7)
     matches(recommendation_block(result, recommend(result)), SEED_RECOMMENDATION)
 
 
@@ -115,6 +125,65 @@ def test_the_overflow_block_has_the_form_of_the_seed() -> None:
     result = scaling_sweep(-log_uniform(-30, 10), "fp8_e4m3", num_levels=2)
     lines = overflow_block(result, recommend(result))
     matches([line.replace("[-1.02e+03, -9.31e-10]", "[-1.02e+03, 9.31e+10]") for line in lines], SEED_OVERFLOW)
+
+
+def outliers_in_a_cloud() -> torch.Tensor:
+    """Two values far above all others: where nothing significant overflows or underflows, both saturate."""
+    x = normal(64, 64).clamp(0.05, 4)
+    x[0, :2] = 3000.0
+    return x
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp4_e2m1", "int8"])
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+@pytest.mark.parametrize(
+    "x", [outliers_in_a_cloud(), log_uniform(-30, 10), normal(64, 64)], ids=["2", "wide", "normal"]
+)
+def test_console_text_json_and_page_have_one_recommendation(
+    tmp_path: Path, x: torch.Tensor, format: str, granularity: str
+) -> None:
+    result = scaling_sweep(x, format, granularity=granularity)
+    found, rules = recommend(result), compare_rules(x, format)
+    others = alternatives(result, found.level, rules)
+    told = found.level
+    screen = "\n".join([*overflow_block(result, found), *recommendation_block(result, found)])
+    exponents = re.findall(
+        r"(?:Least problematic scaling:|scaling range: .* best|Scale [Ee]xponent:) (-?\d+\.\d+)",
+        screen,
+    )
+    assert exponents == [f"{told.scale_exponent:.2f}"] * 3
+    files = write_results(tmp_path, result, found, rules, others, source="x.pt", identity="x")
+    text, rows, document = (file.read_text() for file in files)
+    assert f"Recommended: scale exponent {at(told)} (" in text
+    assert text.count("<- recommended") == 1
+    assert f"Level {told.level}: scale exponent {told.scale_exponent:.6f}" in text.split("   <- recommended")[0][-120:]
+    assert [row["level"] for row in csv.DictReader(rows.splitlines()) if row["recommended"] == "True"] == [
+        str(told.level)
+    ]
+    stored = json.loads(document)["recommendation"]
+    assert (stored["level"], stored["scale_exponent"]) == (told.level, told.scale_exponent)
+    assert [one["what"] for one in stored["alternatives"]] == [one.what for one in others]
+    page = write_page(tmp_path, [AnalysedTensor("x.pt", "out", result, found, rules, others)], []).read_text()
+    assert page.count(f"Recommended: scale exponent {at(told)} (") == 1
+    assert all(one.what in page and one.what in text for one in others)
+    low, high = found.range
+    assert low <= told.scale_exponent <= high
+    near = [level for level in result.levels if level.rule == told.rule and low <= level.scale_exponent <= high]
+    near = [level for level in near if level.is_power or format == "int8"]
+    assert max(level.mse for level in near) <= 1.26 * told.mse
+    assert told.significant or not any(level.significant for level in near)
+
+
+def test_a_range_of_the_user_is_not_called_an_alignment() -> None:
+    result = scaling_sweep(normal(16, 16), "fp8_e5m2", max_scale_exp=15, min_scale_exp=-15, num_levels=31)
+    lines = tensor_lines(result, source="x.pt")
+    assert lines[-1] == "Scale exponents: 15.00 to -15.00, 31 levels; max alignment -14, min alignment 5"
+
+
+def test_a_sweep_without_a_power_of_two_says_so() -> None:
+    result = scaling_sweep(normal(16, 16), "fp8_e4m3", max_scale_exp=0.2, min_scale_exp=0.8)
+    text = "\n".join(recommendation_block(result, recommend(result)))
+    assert "⚠️  Not a power of two, which the scale of this format is: sweep a range with a whole exponent" in text
 
 
 def test_blocks_tell_the_figures_of_their_levels() -> None:
@@ -136,10 +205,11 @@ def test_blocks_tell_the_figures_of_their_levels() -> None:
 
 
 def test_a_clean_sweep_says_so() -> None:
-    result = scaling_sweep(torch.tensor([1.0, 2.0]), "fp8_e4m3", num_levels=3)
+    result = scaling_sweep(torch.tensor([1.0, 2.0]), "fp8_e4m3", max_scale_exp=-7, min_scale_exp=-3)
     lines = overflow_block(result, recommend(result))
     assert "No significant overflow/underflow detected in any level" in lines
-    assert f"✅ Recommended scaling range: {result.max_scale_exp:.2f} to {result.min_scale_exp:.2f}" in lines
+    assert "✅ Recommended scaling range: -7.00 to -3.00, best -7.00" in lines
+    assert "   21 of 21 levels have no significant overflow or underflow" in lines
 
 
 def test_a_lossless_sweep_is_told_without_nan() -> None:
@@ -177,10 +247,40 @@ def test_pictures_show_the_regions_and_fit_a_laptop() -> None:
         assert colours.get(OVERFLOW, 0) > 10000
         assert colours.get(UNDERFLOW, 0) > 10000
     assert BAD in colours_of(six)
-    clean = scaling_sweep(torch.tensor([1.0, 3.0]), "fp8_e5m2")
+    clean = scaling_sweep(torch.tensor([1.0, 3.0]), "fp8_e5m2", max_scale_exp=-14)
     colours = colours_of(pictures(clean, recommend(clean))[1])
     assert colours.get(OVERFLOW, 0) < 1000  # in the legend only
     assert colours.get(UNDERFLOW, 0) < 1000
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+def test_pictures_have_a_box_of_statistics(monkeypatch: pytest.MonkeyPatch, granularity: str) -> None:
+    drawn: list[Any] = []
+    legend = Figure.legend
+
+    def kept(figure: Figure, **options: Any) -> Any:
+        drawn.append(made := legend(figure, **options))
+        return made
+
+    monkeypatch.setattr(Figure, "legend", kept)
+    result = scaling_sweep(normal(16, 32), "fp4_e2m1", granularity=granularity, name="a tensor")
+    found = recommend(result)
+    pictures(result, found)
+    for box in (drawn[0], drawn[2]):
+        text = "\n".join([box.get_title().get_text(), *(one.get_text() for one in box.get_texts())])
+        assert box.get_frame_on()
+        assert text.startswith("a tensor: fp4_e2m1, ")
+        assert f"16 x 32, float32; 512 values, {result.zeros} zeros" in text
+        assert f"range [{result.minimum:.4g}, {result.maximum:.4g}], mean |x| {result.mean_abs:.4g}" in text
+        assert f"max alignment {result.max_aligned}, min alignment {result.min_aligned}" in text
+        assert f"recommended {at(found.level)}: MSE {found.level.mse:.4g}" in text
+        assert f"best MSE {found.best['mse'].mse:.4g} at {at(found.best['mse'])}" in text
+        window = box.get_window_extent()
+        assert window.x0 >= 0
+        assert window.x1 <= 1320
+    for marks in (drawn[1], drawn[3]):
+        assert {"max alignment", "min alignment"} <= {one.get_text() for one in marks.get_texts()}
+        assert marks.get_window_extent().x1 <= 1320
 
 
 @pytest.mark.parametrize(
@@ -201,7 +301,7 @@ def test_the_page_has_every_tensor_in_a_sortable_table_and_escapes_names(tmp_pat
         x = normal(8, 32)
         result = scaling_sweep(x, format, name=name)
         found.append(
-            AnalysedTensor(f"{name}.pt", "out", result, recommend(result), compare_rules(x, format), (b"\x89PNG",))
+            AnalysedTensor(f"{name}.pt", "out", result, recommend(result), compare_rules(x, format), (), (b"\x89PNG",))
         )
     page = write_page(tmp_path, found, [FailedTensor("c.pt", "it is <empty>")]).read_text()
     assert "<img src=x>" not in page

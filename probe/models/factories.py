@@ -1,0 +1,91 @@
+"""Models made by a function, `package.module:factory`, and whether one that a file names may be called."""
+
+import importlib
+import importlib.machinery
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from probe.words import describe_error, near
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
+
+
+def check_factory(name: str, *, where: str) -> None:
+    """Refuse a factory that a file names (`where`) unless it lies in the project; what is no factory is fine.
+
+    The project is the folder of the nearest pyproject.toml above the current folder, or the current folder, without
+    packages that are installed below it. Nothing is imported to find out.
+    """
+    found = FACTORY.fullmatch(name)
+    if found and not _is_in_project(found[1].partition(".")[0]):
+        raise ValueError(
+            f"{where} is {name!r}, a function outside of this project, and files may come from anywhere. If you trust "
+            "it, allow it with --allow-factory (allow_factory=True in Python)."
+        )
+
+
+def _is_in_project(package: str) -> bool:
+    here = Path.cwd()
+    root = next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), here)
+    loaded = getattr(sys.modules.get(package), "__spec__", None)
+    spec = loaded or importlib.machinery.PathFinder.find_spec(package)
+    file = [spec.origin] if spec and spec.origin and spec.has_location else []  # frozen modules have none
+    places = [*file, *(spec.submodule_search_locations or ())] if spec else []
+    paths = [Path(place).resolve() for place in places]
+    installed = {"site-packages", "dist-packages"}
+    return bool(paths) and all(root.resolve() in path.parents and not installed & {*path.parts} for path in paths)
+
+
+def from_factory(name: str, module_name: str, attribute: str) -> "nn.Module":
+    """The model that a function makes; whatever is wrong with it is a ValueError."""
+    from torch import nn
+
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as problem:
+        raise ValueError(
+            f"model {name!r}: module {module_name!r} cannot be imported: {describe_error(problem)} "
+            "Expected package.module:factory with the module installed or on PYTHONPATH."
+        ) from problem
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        close = near(attribute, public, count=1)
+        hint = f" Did you mean '{module_name}:{close[0]}'?" if close else ""
+        wrong = f"{'has no' if factory is None else 'has an uncallable'} {attribute!r}"
+        expected = f"expected a function that returns the model.{hint}"
+        raise ValueError(f"model {name!r}: module {module_name!r} {wrong}; {expected}")
+    try:
+        model = factory()
+    except Exception as problem:
+        raise ValueError(
+            f"model {name!r}: the factory failed: {describe_error(problem)} "
+            f"It is called without arguments; try: python -c 'import {module_name}; {module_name}.{attribute}()'"
+        ) from problem
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model {name!r}: the factory returned a {type(model).__name__}; expected a torch.nn.Module.")
+    if found := _quantized_part(model):
+        raise ValueError(
+            f"model {name!r}: the factory returned a model that is quantized already: {found}. Expected the float "
+            "model, of which modes quantize copies. What another library quantized can be a mode: probe.register_mode."
+        )
+    return model
+
+
+def _quantized_part(model: "nn.Module") -> str:
+    """The first weight or module that is not plain floats; empty if there is none."""
+    from torch import Tensor
+
+    for place, module in model.named_modules():
+        kind = type(module)
+        if "quantized" in kind.__module__.split(".") or getattr(module, "grid", None) is not None:
+            return f"{place} is a {kind.__module__}.{kind.__name__}"
+    for place, value in (*model.named_parameters(), *model.named_buffers()):
+        if type(value.data) is not Tensor or value.is_quantized:
+            return f"{place} is a {type(value.data).__name__} of {value.dtype}"
+    return ""
