@@ -1,6 +1,7 @@
 """Observations: the figures and golden values of every layer of a recipe, and the flaws that no baseline excuses."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +25,7 @@ from probe.running.functions import function_errors, scan_error
 from probe.running.kept_float import changed_weights, float_layers
 from probe.running.measurement import application_problem, is_float_output
 from probe.running.modes import Mode, find_mode
-from probe.running.paths import Path, keeps_prefill, run_path
+from probe.running.paths import Path, keeps_prefill, run_path, stray_sites
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, Take, check_reference, replay
 from probe.running.weights import Count, count_by_layer, count_parameters, summarize
@@ -215,7 +216,9 @@ def _path_observation(
 ) -> Observation:
     """A path of the quantized copy, given its prefill; one that cannot run is uncovered, and says why."""
     try:
-        outputs = run_path(twin, path, reference)
+        with ExitStack() as watched:
+            strays = watched.enter_context(stray_sites(twin)) if len(path.calls) > 1 else []
+            outputs = run_path(twin, path, reference)
     except Exception as problem:  # a model that is not ours may raise anything
         flaw = Flaw("uncovered", f"{path.name} could not run: {describe_error(problem)}")
         return Observation({}, {}, {}, flaws=(flaw,))
@@ -226,7 +229,10 @@ def _path_observation(
         return Observation({}, {}, {}, flaws=(flaw,))
     mode, keeps = find_mode(recipe.mode), keeps_prefill(model, recipe, path, reference.modules)
     bounds = {label: bound_of(mode, keeps[label]) for label in outputs}
-    found = path_figures(path, outputs, prefill, units, bounds)
+    modules = {label: f"{reference.modules[label]}." for label in outputs}
+    inside = {label: [name for name in strays if name.startswith(module)] for label, module in modules.items()}
+    sites = {label: names[0].removeprefix(modules[label]) for label, names in inside.items() if names}
+    found = path_figures(path, outputs, prefill, units, bounds, sites)
     flaws = tuple(Flaw(verdict, message) for verdict, message in found.wrong)
     return Observation(dict(found.figures), found.values, found.counts, flaws=flaws, units=found.units, path=found)
 

@@ -30,6 +30,8 @@ def path_cause(outcome: Outcome, seen: Observation, entry: Entry | None, layers:
     if label in layers and layers[label].status == "failed" and layers[label].is_own:
         return f"{label} itself changed, in the prefill too: see its own case"
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    if label in found.strays:
+        return f"{label}{more}: site {found.strays[label]} does not give the values of its grid in {found.path.name}"
     evidence = _by_tokens(found, label) or _by_halves(found, label, entry)
     return f"{label}{more}: {evidence}" if evidence else ""
 

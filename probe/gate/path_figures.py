@@ -48,6 +48,8 @@ class PathFigures:
     broken: list[str] = field(default_factory=list)
     profiles: dict[str, Tensor] = field(default_factory=dict)
     """By layer, the relation of every token of `path.places` to the prefill; NaN where there is none."""
+    strays: dict[str, str] = field(default_factory=dict)
+    """By layer, the first site that did not give the values of its grid."""
 
 
 class PrefillRows:
@@ -74,13 +76,18 @@ def path_figures(
     prefill: PrefillRows,
     units: Mapping[str, float],
     bounds: Mapping[str, Bound | None],
+    strays: Mapping[str, str],
 ) -> PathFigures:
     """The figures and golden values of every layer on a path; `units` are the layers' own errors.
 
-    `bounds`: how far a layer may be from its prefill, None where that is not known.
+    `bounds`: how far a layer may be from its prefill, None where that is not known. `strays`: by layer, a site that did
+    not give the values of its grid.
     """
     related, places, half = path.is_related, path.places, path.half
-    found = PathFigures(path)
+    found = PathFigures(path, strays=dict(strays), broken=list(strays))
+    for label, site in strays.items():
+        text = f"{path.name} of {label} does not put {site} on its grid as the prefill does."
+        found.wrong.append(("differs from prefill", text))
     for label, output in outputs.items():
         flat, group, unit = output.flatten(1), f"{OF_PATHS}{label}", units[label]
         found.values[group], found.counts[group], found.units[group] = sketch_of(flat, half), flat.numel(), unit

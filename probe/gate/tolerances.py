@@ -87,7 +87,7 @@ RULES: dict[str, Rule] = {
     "functions.error": Rule(absolute=3.0, worse=1, float_factor=1.0),  # in ulps, so of the dtype of the mode
     "functions.scan": Rule(absolute=1e-6, worse=1, float_factor=1.0),
     # of a path, a figure for every layer: relation.layer_0
-    "relation.*": Rule(relative=0.1, absolute=0.001),
+    "relation.*": Rule(relative=0.1, absolute=2e-4),
     "distance.*": Rule(absolute=0.04),
 }
 #: The figures that compare values with golden values, not with a stored figure: their baseline is 0.

@@ -10,15 +10,17 @@ So a layer that breaks a path is found in one run, and the same layer's prefill 
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from probe.formats import FORMATS
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba import Site, mamba_blocks
 from probe.models.offload import device_of
 from probe.models.positions import position_limit
 from probe.running.capture import UncoveredError, first_tensor
@@ -216,6 +218,30 @@ def run_path(twin: nn.Module, path: Path, reference: Reference) -> dict[str, Ten
         real = [one.cpu()[call >= 0] for one, call in zip(kept, path.calls, strict=True)]
         found[label] = torch.cat(real).float()
     return found
+
+
+@contextmanager
+def stray_sites(twin: nn.Module) -> Iterator[list[str]]:
+    """The sites whose last call in the block gave other bits than their grid gives for that input alone, by name.
+
+    The grids themselves are checked at corner values; this shows a path that does not use them as they are.
+    """
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
+    found: list[str] = []
+
+    def keep(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        calls[name] = args[0].clone(), output.clone()
+
+    sites = {name: one for name, one in twin.named_modules() if isinstance(one, Site) and one.grid is not None}
+    with ExitStack() as hooks:
+        for name, site in sites.items():
+            hooks.callback(site.register_forward_hook(partial(keep, name)).remove)
+        yield found
+    for name, (given, made) in calls.items():
+        alone = sites[name].forward(given)
+        same = (alone == made) | (alone.isnan() & made.isnan())
+        if alone.shape != made.shape or not bool(same.all()):
+            found.append(name)
 
 
 def _keeping(label: str, kept: list[Tensor]) -> Any:

@@ -157,14 +157,18 @@ def with_functions(**replaced: Callable[..., Tensor]) -> Damage:
 
 
 def during(module: nn.Module, **names: Any) -> None:
-    """While this one module runs, these names of probe.models.mamba mean something else."""
-    real = module.forward
+    """While this one module runs, or a function of its, these names of probe.models.mamba mean something else."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.multiple(mamba, **names):
-            return real(*args, **kwargs)
+    def patched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with mock.patch.multiple(mamba, **names):
+                return real(*args, **kwargs)
 
-    module.forward = forward
+        return method
+
+    for name in ("forward", "delta", "rates", "gated"):
+        if hasattr(module, name):
+            setattr(module, name, patched(getattr(module, name)))
 
 
 def calls(count: int, real: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

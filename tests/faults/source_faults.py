@@ -304,5 +304,7 @@ CALIBRATION = (
         lambda: observed(lambda alpha: PercentileObserver(0.9999)),
         "calibration of conv1d.output; amax",
     ),
-    WideFault("fp16 run in bf16", "fp16", partial(damaged, in_bfloat16, 0), "is bfloat16, expected float16"),
+    WideFault(
+        "fp16 run in bf16", "fp16", partial(damaged, in_bfloat16, 0), "is bfloat16, expected float16", label="embedding"
+    ),
 )
