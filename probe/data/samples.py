@@ -28,10 +28,20 @@ class TextSamples(NamedTuple):
     def __str__(self) -> str:
         return f"{self.samples} x {self.seqlen} tokens of {self.source}"
 
+    def check(self) -> None:
+        """Refuse sizes below 1 and a text that cannot be read, before a model is loaded to tokenize it."""
+        _check_sizes(self.samples, self.seqlen, self.batch_size)
+        text_of(self.source)
+
     def batches(self, tokenizer: Tokenizer) -> list[Tensor]:
         """The samples as tokens, by `token_batches`."""
         text = text_of(self.source)
         return token_batches(text, tokenizer, samples=self.samples, seqlen=self.seqlen, batch_size=self.batch_size)
+
+
+def _check_sizes(samples: int, seqlen: int, batch_size: int) -> None:
+    for name, value in (("samples", samples), ("seqlen", seqlen), ("batch_size", batch_size)):
+        require_positive(name, value)
 
 
 #: What is measured, and what scales are taken from, unless the caller says otherwise.
@@ -46,8 +56,7 @@ def token_batches(
 
     Window i holds the tokens i * seqlen to (i + 1) * seqlen: consecutive from the start, without overlap.
     """
-    for name, value in (("samples", samples), ("seqlen", seqlen), ("batch_size", batch_size)):
-        require_positive(name, value)
+    _check_sizes(samples, seqlen, batch_size)
     tokens = tokenizer.encode(tokens_or_text) if isinstance(tokens_or_text, str) else tokens_or_text
     ids = torch.as_tensor(tokens)
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():

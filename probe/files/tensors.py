@@ -226,7 +226,8 @@ def _pt_tensors(file: Path) -> dict[str | None, Tensor]:
     if not isinstance(content, Tensor):
         raise DefectError(f"is not a tensor but a {type(content).__name__}")
     if not _is_dense(content):
-        raise DefectError(f"holds a tensor that is {content.layout} on {content.device}. Expected a dense one")
+        special = "nested" if content.is_nested else "quantized" if content.is_quantized else str(content.layout)
+        raise DefectError(f"holds a tensor that is {special} on {content.device}. Expected a dense one")
     check_storage(content)
     return {None: content}
 
@@ -242,7 +243,8 @@ def check_storage(tensor: Tensor) -> None:
 
 
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    plain = isinstance(value, Tensor) and not value.is_nested and not value.is_quantized
+    return plain and value.layout == torch.strided and value.device.type == "cpu"
 
 
 def _kinds_of_pt(file: Path) -> dict[str | None, Kind]:

@@ -35,6 +35,7 @@ from probe.recordings.request import (
     ModelToRun,
     RecordRequest,
     batches_for,
+    check_request,
     device_name,
     model_to_run,
     recipes_for,
@@ -207,6 +208,7 @@ def record(
 
 def _record(request: RecordRequest, progress: Progress) -> Recording:
     folder, layout = request.folder, request.layout
+    check_request(request)
     model = model_to_run(request)
     device = device_name(request, model)
     for note in model.loaded.notes:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.samples import token_batches
+from probe.data.samples import TextSamples, token_batches
 from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
@@ -24,6 +24,7 @@ from probe.models.positions import check_positions
 from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
 from probe.recordings.script_formats import NPZ, ScriptFacts
 from probe.recordings.taps import TAPS, is_compiled, points_returned, unwrapped
+from probe.running.calibration import check_percentile
 from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.words import look_up
@@ -95,8 +96,7 @@ class RecordRequest:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.percentile, bool) or not 0 < self.percentile <= 1:
-            raise ValueError(f"percentile is {self.percentile}; expected a share above 0, at most 1.")
+        check_percentile(self.percentile)
         object.__setattr__(self, "percentile", float(self.percentile))  # as a manifest has it
         look_up("layout", self.layout, dict.fromkeys(LAYOUTS))
         for tap in self.taps or ():
@@ -178,6 +178,19 @@ class _NoTokenizer:
         return ""
 
 
+def check_request(request: RecordRequest) -> None:
+    """Refuse what no model is needed for to see that it cannot be."""
+    recipes_of(list(request.modes or ()), list(request.formats))
+    TextSamples(request.calib_data, request.calib_data_num, request.calib_seqlen).check()
+    if request.source is not None:
+        samples, seqlen = (1 if one is None else one for one in (request.samples, request.seqlen))
+        TextSamples(request.source, samples, seqlen, request.batch_size).check()
+    if request.prompt == "":
+        raise ValueError("the prompt is empty. Expected text.")
+    if isinstance(request.model, str):
+        _check_present(request.device)
+
+
 def model_to_run(request: RecordRequest) -> ModelToRun:
     """The model of the request, loaded if it is a name, from `pretrained_dir` if there is one."""
     model = request.model
@@ -202,6 +215,14 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
     return ModelToRun(loaded, runs_as_is=is_compiled(model) or returns)
 
 
+def _check_present(device: str) -> None:
+    if is_recorded(device):
+        raise ValueError(f"device {device!r} is a recording already. Give a device that can run a model.")
+    check_device(device, Path())
+    if not is_present(device):
+        raise ValueError(f"device {device!r} is not present on this machine. Record there, or give cpu.")
+
+
 def device_name(request: RecordRequest, model: ModelToRun) -> str:
     """The device for the manifest; one that is not present is an error. A model that runs as is has its own device."""
     device = request.device
@@ -213,11 +234,7 @@ def device_name(request: RecordRequest, model: ModelToRun) -> str:
         if found.type != "cuda":
             return found.type
         device = str(found)
-    if is_recorded(device):
-        raise ValueError(f"device {device!r} is a recording already. Give a device that can run a model.")
-    check_device(device, Path())
-    if not is_present(device):
-        raise ValueError(f"device {device!r} is not present on this machine. Record there, or give cpu.")
+    _check_present(device)
     return f"{device} {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else device
 
 

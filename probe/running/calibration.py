@@ -100,6 +100,12 @@ def load_calibration(path: Path | str, *, model: str, data: str | None = None) -
     return calibration
 
 
+def check_percentile(percentile: float) -> None:
+    """Refuse what is no share."""
+    if isinstance(percentile, bool) or not 0 < percentile <= 1:
+        raise ValueError(f"percentile is {percentile}; expected a share above 0 and at most 1, such as 0.9995 (alpha).")
+
+
 def calibrate(
     model: nn.Module,
     batches: Iterable[Tensor],
@@ -111,8 +117,7 @@ def calibrate(
 ) -> Calibration:
     """Run the float model over `batches` and observe every linear input, and every site if it is a Mamba."""
     batches = list(batches)
-    if not 0 < percentile <= 1:
-        raise ValueError(f"percentile is {percentile}; expected a share above 0 and at most 1, such as 0.9995 (alpha).")
+    check_percentile(percentile)
     if not batches:
         raise ValueError("there is no calibration data: not one batch was given. Pass at least one.")
     observers: dict[str, Observer] = {}

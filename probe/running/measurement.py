@@ -19,7 +19,7 @@ from probe.models.layers import select
 from probe.models.loading import load_model
 from probe.models.mamba import is_mamba
 from probe.models.positions import check_positions
-from probe.running.calibration import Calibration, calibrate_on
+from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.kept_float import changed_weights, float_layers
 from probe.running.modes import equal_to, find_mode
 from probe.running.recipes import Recipe, apply, check_recipes, recipes_of
@@ -233,7 +233,10 @@ def measure_all(
     evaluated, calibrated = TextSamples(*data), TextSamples(*calibration_data)
     if evaluated.seqlen < 2:
         raise ValueError(f"seqlen is {evaluated.seqlen}; expected at least 2, a token and the next one.")
-    recipes = recipes_of(modes, formats) if modes else []
+    evaluated.check()
+    calibrated.check()
+    check_percentile(percentile)
+    recipes = recipes_of(modes or (), formats)
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:
         recipes = recipes_of(["all"] if is_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)

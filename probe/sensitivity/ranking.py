@@ -16,7 +16,7 @@ from probe.models.loading import load_model, weight_fingerprint
 from probe.models.mamba import is_mamba
 from probe.models.offload import device_of
 from probe.models.positions import check_positions
-from probe.running.calibration import Calibration, calibrate_on
+from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.declarations import DeclaredMode, short_patterns
 from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.kept_float import float_names
@@ -247,9 +247,12 @@ def rank_model(
         raise ValueError(f"device {device!r} is not present here. Leave --device out to run on the cpu.")
     if data[2] < 2:
         raise ValueError(f"seqlen is {data[2]}; expected at least 2, a token and the next one.")
-    early = None if mode is None else Recipe(mode, format)
+    early = Recipe(mode or "linear_wa", format)
+    check_percentile(percentile)
+    for samples in (TextSamples(*data), TextSamples(*calibration_data)):
+        samples.check()
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    recipe = early or Recipe("2-1" if is_mamba(loaded.model) else "linear_wa", format)
+    recipe = Recipe("2-1", format) if mode is None and is_mamba(loaded.model) else early
     check_recipes(loaded, [recipe])
     select(loaded.model, layers, model_name=model)  # before a minute of calibration
     check_positions(loaded.model, data[2], key="seqlen")

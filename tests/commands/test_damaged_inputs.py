@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +113,13 @@ def metadata(folder: Path) -> list[str]:
     return ["check", "r"]
 
 
+def nested(folder: Path) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        torch.save(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), folder / "x.pt")
+    return ["scaling", "x.pt"]
+
+
 def long_text(folder: Path) -> list[str]:
     np.save(folder / "x.npy", np.ones(4, dtype=np.float32))
     (folder / "x.npy").write_bytes((folder / "x.npy").read_bytes().replace(b"(4,)", b"(" + b"9" * 90 + b",)"))
@@ -129,6 +137,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "strided, diff": (strided("diff", "r", "s"), "layer_0_output.pt: claims a tensor"),
     "strided, scaling": (strided("scaling", "r/layer_0_output.pt"), "r/layer_0_output.pt: claims a tensor"),
     "strided tokens": (metadata, "r/metadata.pt: claims a tensor of int64"),
+    "nested": (nested, "x.pt: holds a tensor that is nested on cpu. Expected a dense one"),
     "npy header": (long_text, "x.npy: is not an .npy array that can be read"),
     "manifest, deep": (manifest("[" * DEEP), "r/manifest.json: is not JSON that can be read"),
     "manifest, digits": (manifest(f'{{"version": {DIGITS}}}'), "r/manifest.json: is not JSON that can be read"),

@@ -99,7 +99,7 @@ def test_a_whole_percentile_is_recorded_as_it_is_read(tmp_path: Path) -> None:
     probe.record(tmp_path / "r", **given, percentile=1)
     assert probe.read_recording(tmp_path / "r").manifest.recipes["mode_0-int8"].calibration is not None
     for wrong in (0, 1.5, True, float("nan")):
-        with pytest.raises(ValueError, match=r"percentile is .*; expected a share above 0, at most 1\."):
+        with pytest.raises(ValueError, match=r"percentile is .*; expected a share above 0 and at most 1"):
             probe.record(tmp_path / "s", **given, percentile=wrong)
 
 
