@@ -21,8 +21,9 @@ from probe import plugin
 from probe.commands import parse
 from probe.gate.cases import HEADINGS, Verdict
 from probe.gate.configuration import CalibrationSettings, Settings
-from probe.gate.golden_values import MOVED, SAMPLE, SKETCH
+from probe.gate.golden_values import MOVED
 from probe.gate.tolerances import FLOAT_FACTOR, MULTIPLE, RULES
+from probe.numerics.sketches import SAMPLE, SKETCH
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

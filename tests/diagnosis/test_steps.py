@@ -80,7 +80,7 @@ def one_block(healthy: Any) -> Callable[[Tensor], Tensor]:
     coarse = PlainGrid(FORMATS[healthy.format], factor=2.0)
 
     def on_grid(x: Tensor) -> Tensor:
-        y = healthy(x).clone()
+        y: Tensor = healthy(x).clone()
         y[0, 3, 32:64] = coarse(x)[0, 3, 32:64]
         return y
 

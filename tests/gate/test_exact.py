@@ -51,7 +51,7 @@ def one_code_up(values: Tensor) -> Tensor:
 def flushed(_: object) -> Callable[[Tensor], Tensor]:
     def on_grid(x: Tensor) -> Tensor:
         made, padded = fake_quantize(x, "fp8_e5m2"), functional.pad(x, (0, -x.shape[-1] % 32))
-        amax = padded.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True)
+        amax = padded.reshape(*padded.shape[:-1], -1, 32).abs().amax(-1, keepdim=True)
         least = torch.ldexp(torch.ones_like(amax), torch.frexp(amax).exponent - 1 - 15 - 14)  # the smallest normal
         return torch.where(made.abs() < least.expand(*amax.shape[:-1], 32).flatten(-2)[..., : x.shape[-1]], 0.0, made)
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from probe.gate.golden_values import KEPT, MOVED, SAMPLE, SKETCH, Golden, flat, gap, parted, places_of
+from probe.gate.golden_values import KEPT, MOVED, Golden, flat, gap, parted
+from probe.numerics.sketches import SAMPLE, SKETCH, places_of
 
 COUNT = 5000
 G = torch.Generator().manual_seed(0)

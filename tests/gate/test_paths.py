@@ -91,7 +91,7 @@ def judged(path: Path, change: Tensor) -> tuple[list[str], str]:
     whole = torch.randn(path.rows, path.seqlen, 16)
     prefill.take("layer_0", whole)
     output = whole.flatten(0, 1)[path.places] + change[:, None]
-    found = path_figures(path, {"layer_0": output}, prefill, {"layer_0": 1.0}, {"layer_0": CLOSE})
+    found = path_figures(path, {"layer_0": output}, prefill, {"layer_0": 1.0}, {"layer_0": CLOSE}, {})
     seen = Observation(dict(found.figures), found.values, found.counts, units=found.units, path=found)
     case = Case("mode_0", path.name, "cpu", "int8")
     figures = {name: Figure(value, moved=True) for name, value in found.figures.items()}

@@ -13,7 +13,7 @@ from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, SiteMixer
 from probe.numerics import integers
 from probe.numerics.corners import corner_values
-from probe.numerics.grids import activation_grid, sequence_grid
+from probe.numerics.grids import BlockGrid, IntegerGrid, activation_grid, sequence_grid
 from probe.numerics.quantize import fake_quantize, round_to
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.corners import corner_answers
@@ -118,7 +118,8 @@ def elements(format: Format, given: Tensor, made: Tensor, *, per_sequence: bool)
     """The elements of values on a grid: divided by the scale that they must have been given."""
     if format.scale == "float32":
         amax = given.abs().amax((1, 2), keepdim=True) if per_sequence else torch.tensor(AMAX)
-        return (made / (amax / format.max)).round().unique()
+        codes: Tensor = torch.unique((made / (amax / format.max)).round())
+        return codes
     size = given[0].numel() if per_sequence else format.block_size or 1
     rows = [x.reshape(-1, size) if per_sequence else x for x in (given, made)]
     blocks = [[part for one in x for part in one.reshape(-1, one.shape[-1]).split(size, -1)] for x in rows]
@@ -134,7 +135,8 @@ def elements(format: Format, given: Tensor, made: Tensor, *, per_sequence: bool)
             found.append(
                 (answer.double() / torch.ldexp(torch.ones_like(amax), exponent))[amax.squeeze(-1) > 0].reshape(-1)
             )
-    return torch.cat(found).unique()
+    different: Tensor = torch.unique(torch.cat(found))
+    return different
 
 
 @FORMAT
@@ -152,15 +154,14 @@ def test_every_tie_is_given_and_both_of_its_neighbours(format: Format, per_seque
 
 
 def by_hand(format: Format, given: Tensor, rounding: str, *, per_sequence: bool) -> Tensor:
-    amax = AMAX if format.needs_calibration else None
+    grid = activation_grid(format.name, AMAX if format.needs_calibration else None, rounding=rounding)
+    second = grid.tensor_scale if isinstance(grid, BlockGrid) else None
     if per_sequence:
         lines = given.reshape(2, -1)
-        scale = {"tensor_scale": activation_grid(format.name, amax).tensor_scale} if format.scale == "e4m3" else {}  # type: ignore[union-attr]
-        return fake_quantize(lines, format.name, block_size=lines.shape[1], rounding=rounding, **scale)
-    if format.scale == "float32":
-        return activation_grid(format.name, amax, rounding=rounding)(given)
-    scale = {"tensor_scale": activation_grid(format.name, amax).tensor_scale} if format.scale == "e4m3" else {}  # type: ignore[union-attr]
-    return fake_quantize(given, format.name, rounding=rounding, **scale)
+        return fake_quantize(lines, format.name, block_size=lines.shape[1], rounding=rounding, tensor_scale=second)
+    if isinstance(grid, IntegerGrid):
+        return grid(given)
+    return fake_quantize(given, format.name, rounding=rounding, tensor_scale=second)
 
 
 def answers_of(format: str, *, per_sequence: bool = False) -> str:
@@ -241,7 +242,7 @@ def test_a_ragged_block_that_is_left_float_gives_another_digest() -> None:
 EVERY_DIGEST = """
 from probe.formats import FORMATS, GATE_FORMATS
 from probe.numerics.corners import corner_values
-from probe.numerics.grids import activation_grid, sequence_grid
+from probe.numerics.grids import BlockGrid, IntegerGrid, activation_grid, sequence_grid
 from probe.running.digests import digest_of
 
 for name in GATE_FORMATS:
