@@ -105,7 +105,8 @@ class Bench:
     def outside(self) -> dict[str, str]:
         """The modules outside the layers by label; a selected layer of the same label takes its place."""
         found = running_once(self.loaded.model, outside_modules(self.loaded.model), self.batches()[0])
-        return {label: name for label, name in found.items() if label not in self.labels}
+        apart = (*self.labels, *self.settings.without)
+        return {label: name for label, name in found.items() if label not in apart}
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
@@ -126,7 +127,8 @@ class Bench:
     @cached_property
     def paths(self) -> tuple[str, ...]:
         """The paths that the model can run on this text."""
-        return tuple(path for path, reason in self.path_support.items() if not reason)
+        without = self.settings.without
+        return tuple(path for path, reason in self.path_support.items() if not reason and path not in without)
 
     @cached_property
     def path_support(self) -> dict[str, str]:
@@ -137,9 +139,14 @@ class Bench:
 
     @cached_property
     def paths_not_run(self) -> str:
-        """`paths not run: decode (Network.forward takes no cache)`; empty where every path has its case."""
-        left = [f"{path} ({reason})" for path, reason in self.path_support.items() if reason]
-        return f"paths not run: {', '.join(left)}" if left else ""
+        """`paths not run: decode (Network.forward takes no cache)`; empty where every path has its case.
+
+        And the cases that the settings leave out.
+        """
+        without = self.settings.without
+        left = [f"{path} ({why})" for path, why in self.path_support.items() if why and path not in without]
+        said = [f"paths not run: {', '.join(left)}"] if left else []
+        return "; ".join(said + ([f"left out by the settings: {', '.join(without)}"] if without else []))
 
     def _paths(self, recipe: Recipe) -> list[PathThrough]:
         """The paths as a recipe runs them: batch_1 has a whole row where its tokens share a scale."""
@@ -329,7 +336,9 @@ class Bench:
         name = "check" if variation is None else variation.name.replace(" ", "_").replace(",", "")
         ours = self.settings
         data = (ours.data, ours.samples, ours.seqlen, ours.batch_size, ours.calibration)
-        digest = hashlib.sha256(repr((ours.model, ours.baselines, ours.layers, data)).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(
+            repr((ours.model, ours.baselines, ours.layers, ours.without, data)).encode()
+        ).hexdigest()[:16]
         return f"{kind}-{self.loaded.fingerprint}-{digest}-{name}{'-anew' if self.moved else ''}"
 
 
