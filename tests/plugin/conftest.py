@@ -8,7 +8,7 @@ import pytest
 
 from probe.gate import bench
 from probe.running.modes import MODES
-from tests.plugin.project import files
+from tests.plugin.project import LAYERS_ONLY, files
 from tests.plugin.warm_workers import Nursery, warm_workers
 
 QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:rerunfailures", "-p", "no:pytest_forked")
@@ -33,8 +33,17 @@ def nursery() -> Iterator[Callable[[], Nursery]]:
 
 
 @pytest.fixture
+def without() -> str | None:
+    """What the project leaves out beside its layers; None in modules that are about these cases too."""
+    return LAYERS_ONLY
+
+
+@pytest.fixture
 def project(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, nursery: Callable[[], Nursery]
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    nursery: Callable[[], Nursery],
+    without: str | None,
 ) -> Iterator[Run]:
     """`project(*arguments, fault=..., ...)` writes the repository anew and runs pytest in it.
 
@@ -55,7 +64,7 @@ def project(
         after: Callable[[], None] = lambda: None,
         **changed: object,
     ) -> pytest.RunResult:
-        for name, text in files(**changed).items():  # type: ignore[arg-type]
+        for name, text in files(**{"without": without, **changed}).items():  # type: ignore[arg-type]
             path = pytester.path / name
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)

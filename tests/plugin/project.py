@@ -83,7 +83,7 @@ probe.register_mode("coarse", coarse)
 """
 
 #: The cases of every recipe of the network beside its layers, in their order.
-BESIDE = ("embedding", "head", "ragged", "batch_1", "logits")
+BESIDE = ("embedding", "head", "batch_1", "ragged", "logits")
 
 #: A value of `without` that leaves nothing but layers and logits: 8 cases.
 LAYERS_ONLY = '["embedding", "norm", "head", "decode", "batch_1", "ragged", "padded"]'

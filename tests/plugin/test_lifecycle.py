@@ -10,6 +10,11 @@ from tests.plugin.conftest import Run
 from tests.plugin.project import lines_of
 
 
+@pytest.fixture
+def without() -> None:
+    """Every case that the model has."""
+
+
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 

@@ -35,6 +35,11 @@ def small():
 """
 
 
+@pytest.fixture
+def without() -> None:
+    """Every case that the model has."""
+
+
 def ids(result: pytest.RunResult, test: str = "test_matches_baseline") -> list[str]:
     """The cases that were collected of a test."""
     assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), result.stdout.str()

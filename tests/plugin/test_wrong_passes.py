@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.plugin.conftest import Run
-from tests.plugin.project import LAYERS_ONLY
 from tests.plugin.wrong_passes import CATALOGUE, WrongPass
 
 
@@ -56,12 +55,12 @@ def test_it_fails_or_is_named(
         pytest.skip("xdist does not take this way")
     stored = baselines / "baselines"
     if not stored.exists():
-        assert project("--update-baselines", without=LAYERS_ONLY).ret == 0
+        assert project("--update-baselines").ret == 0
         shutil.copytree(pytester.path / "baselines", stored)
     elif not (pytester.path / "baselines").exists():
         shutil.copytree(stored, pytester.path / "baselines")
-        project("--collect-only", "-q", without=LAYERS_ONLY)  # writes the files
-    changed = {"without": LAYERS_ONLY, "fault": row.fault, "hooks": row.hooks, **row.settings}
+        project("--collect-only", "-q")  # writes the files
+    changed = {"fault": row.fault, "hooks": row.hooks, **row.settings}
     arguments = [one.format(link=f"{pytester.path}-link") for one in row.arguments]
     result = project(*arguments, workers=workers, after=lambda: break_project(row, pytester.path), **changed)
     text = result.stdout.str()
