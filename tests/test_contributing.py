@@ -73,6 +73,7 @@ model = "tiny-llama"
 modes = ["linear_w"]
 formats = ["int8"]
 layers = ["first"]
+without = ["embedding", "norm", "head", "decode", "batch_1", "ragged", "padded"]
 samples = 1
 seqlen = 32
 calibration = { samples = 1, seqlen = 32 }

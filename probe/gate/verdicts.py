@@ -248,7 +248,7 @@ def renewed(
 
 def _agrees(outcome: Outcome, old: Entry) -> bool:
     """Whether nothing that the old entry has moved: only figures or digests that it lacks are new."""
-    known = {f"{name.partition('.')[0]}{CHANGED}" for name in old.digests}
+    known = {f"{name.partition('.')[0]}.changed" for name in old.digests}
     return not any(figure.moved and (name in old.figures or name in known) for name, figure in outcome.figures.items())
 
 

@@ -222,26 +222,26 @@ def run_path(twin: nn.Module, path: Path, reference: Reference) -> dict[str, Ten
 
 @contextmanager
 def stray_sites(twin: nn.Module) -> Iterator[list[str]]:
-    """The sites whose last call in the block gave other bits than their grid gives for that input alone, by name.
+    """The sites that gave other values in the block than their grid gives for the same input alone, by name.
 
     The grids themselves are checked at corner values; this shows a path that does not use them as they are.
     """
-    calls: dict[str, tuple[Tensor, Tensor]] = {}
+    calls: list[tuple[str, Tensor, Tensor]] = []
     found: list[str] = []
 
     def keep(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        calls[name] = args[0].clone(), output.clone()
+        calls.append((name, args[0].clone(), output.clone()))
 
     sites = {name: one for name, one in twin.named_modules() if isinstance(one, Site) and one.grid is not None}
     with ExitStack() as hooks:
         for name, site in sites.items():
             hooks.callback(site.register_forward_hook(partial(keep, name)).remove)
         yield found
-    for name, (given, made) in calls.items():
-        alone = sites[name].forward(given)
-        same = (alone == made) | (alone.isnan() & made.isnan())
-        if alone.shape != made.shape or not bool(same.all()):
-            found.append(name)
+    for name, given, made in calls:
+        if name not in found:
+            alone = sites[name].forward(given)
+            if alone.shape != made.shape or not bool(((alone == made) | (alone.isnan() & made.isnan())).all()):
+                found.append(name)
 
 
 def _keeping(label: str, kept: list[Tensor]) -> Any:

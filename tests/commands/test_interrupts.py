@@ -99,7 +99,7 @@ def test_an_interrupted_recording_goes_on_with_the_same_command(folder: Path) ->
     arguments += ["--calib-data-num", "1", "--calib-seqlen", "16"]
     said = interrupted(arguments, "[2/2]", folder)
     assert said == "probe: interrupted; what is recorded is kept. The same command goes on from there.\n"
-    assert not (folder / "r").exists()
+    assert not (folder / "r" / "manifest.json").exists()
     again = subprocess.run(
         [sys.executable, "-m", "probe.commands", *arguments], cwd=folder, capture_output=True, text=True, check=False
     )

@@ -146,6 +146,7 @@ def test_a_recipe_of_the_summary_names_the_layers() -> None:
             "recipe": "mode_2_1-fp8_e4m3",
             "totals": {"passed": 2, "drift": 5},
             "weights": "",
+            "paths_not_run": "",
             "first_failing_layer": "layer_2",
             "verdict": "drift",
             "cause": recipe(faulty=0)[0].cause,
