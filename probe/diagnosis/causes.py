@@ -297,7 +297,7 @@ def _scaled_inside(trace: LayerTrace, found: ChangedOutput) -> str:
 
         factor = _best_factor(run)
         if factor is not None and run(factor) ** 2 <= 1 - EXPLAINED:
-            return f"the output of {name} is {1 / factor:.3g} times that of the stored run"
+            return f"as if the output of {name} were {1 / factor:.3g} times that of the stored run"
         if time.monotonic() - began > PATIENCE:
             break
     return ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.diagnosis.causes import corner_cause, diagnose
+from probe.diagnosis.causes import WIDTH, corner_cause, diagnose
 from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
@@ -202,7 +202,12 @@ class Gate:
         only_corners = bool(moved) and all(name.startswith("corners.") for name in moved)
         sources = differing(bench, recipe, first.case)
         golden = golden_of(bench.entry(first.case), "injected")
-        cause = corner_cause(trace, sources) if only_corners else diagnose(trace, sources, golden)
+        only_functions = bool(moved) and all(name.startswith("functions.") for name in moved)
+        functions = [line for line in first.details if line.startswith("function ")]
+        if only_functions and functions:
+            cause = f"{layer}; {functions[0]}"[:WIDTH]
+        else:
+            cause = corner_cause(trace, sources) if only_corners else diagnose(trace, sources, golden)
         return {**outcomes, layer: replace(first, cause=cause)}
 
     def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other: bool) -> Judged:

@@ -445,7 +445,7 @@ FUNCTIONS = (
     Fault("norm eps 1e-3", INT8, norm_epsilon(1e-3), "the norm; eps 0.001 instead of 1e-05"),
     Fault("norm eps 1e-6", FP8, norm_epsilon(1e-6), "the norm; ", layer=0),
     Fault("softplus by pieces", FP8, with_functions(softplus=softplus_rough), "the scan; "),
-    Fault("softplus linear above 2", INT8, with_functions(softplus=early_threshold), "the scan; "),
+    Fault("softplus linear above 2", INT8, with_functions(softplus=early_threshold), "function "),
     Fault("exp(delta A) by Euler", FP8, scanning(euler), "the scan; exp(delta A) is replaced by 1 + delta A"),
     Fault("C one token late", INT8, scanning(c_late), "the scan; C is one token late"),
     Fault("x_proj in bf16", FP4, submodule("mixer.x_proj", matmul_in(torch.bfloat16)), "x_proj; "),
@@ -458,7 +458,7 @@ FUNCTIONS = (
         model="tiny-llama",
     ),
     Fault("gelu in the place of silu", LLAMA_W, gelu, UNKNOWN, model="tiny-llama"),
-    Fault("attention scale 1/8", LLAMA_WA, attention_scale, UNKNOWN, model="tiny-llama", layer=2),
+    Fault("attention scale 1/8", LLAMA_WA, attention_scale, "were 0.707 times", model="tiny-llama", layer=2),
     Fault("residual counted off", LLAMA_W, no_residual, "-1 times its input is added", model="tiny-llama", layer=3),
     Fault(
         "post-attention norm eps 1e-3",

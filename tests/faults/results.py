@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from probe.diagnosis.causes import WIDTH
 from probe.gate.cases import Outcome
 from probe.gate.verdicts import strength
-from probe.words import LOGITS, PATHS
+from probe.words import LOGITS, PATHS, flow_key
 from tests.faults.catalogue import UNKNOWN, AnyFault
 
 Outcomes = Mapping[str, Outcome]
@@ -29,7 +29,8 @@ class Result:
     @property
     def first(self) -> Outcome | None:
         """The case that the failure is explained at: the first one that changed by itself."""
-        return next((one for one in self.failing if one.is_own), self.failing[0] if self.failing else None)
+        failing = sorted(self.failing, key=lambda one: flow_key(one.case.layer))
+        return next((one for one in failing if one.is_own), failing[0] if failing else None)
 
     @property
     def outcome(self) -> Outcome | None:
