@@ -45,9 +45,7 @@ def explain(step: Step) -> str:
             within = best_claim(part)
             energy = squares(part.actual, part.expected) / max(squares(step.actual, step.expected), 1e-300)
             remains = 1 - energy * (1 - within.left)
-            better = remains < left or (
-                remains <= left + 1 - ALL and sentence == whole.sentence
-            )
+            better = remains < left or (remains <= left + 1 - ALL and sentence == whole.sentence)
             if within.sentence and remains <= 1 - EXPLAINED and better:
                 sentence, left = _located(where, within.sentence), remains
             elif not sentence and energy >= EXPLAINED:

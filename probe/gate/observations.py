@@ -231,7 +231,9 @@ def _path_observation(
     bounds = {label: bound_of(mode, keeps[label]) for label in outputs}
     modules = {label: f"{reference.modules[label]}." for label in outputs}
     inside = {label: [name for name in strays if name.startswith(module)] for label, module in modules.items()}
-    sites = {label: names[0].removeprefix(modules[label]) for label, names in inside.items() if names}
+    sites = {
+        label: names[0].removeprefix(modules[label]).replace("sites.", "") for label, names in inside.items() if names
+    }
     found = path_figures(path, outputs, prefill, units, bounds, sites)
     flaws = tuple(Flaw(verdict, message) for verdict, message in found.wrong)
     return Observation(dict(found.figures), found.values, found.counts, flaws=flaws, units=found.units, path=found)

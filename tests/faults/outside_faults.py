@@ -174,7 +174,11 @@ EMBEDDING = (
     ),
     outside("embedding: token ids one on", FP4, "embedding", embedding(one_on), "ids are off by +1"),
     outside(
-        "embedding: first token lost", LLAMA_WA, "embedding", embedding(first_token_lost), "are zero and should not be"
+        "embedding: first token lost",
+        LLAMA_WA,
+        "embedding",
+        embedding(first_token_lost),
+        "only token 0: gives only zeros",
     ),
     outside(
         "a sample evaluated twice, quantized only", INT8, "embedding", embedding(sample_twice), "sample 1 is sample 0"
