@@ -104,6 +104,18 @@ def test_other_digests_are_stored_when_they_are_accepted() -> None:
     assert renewed(judge("m", CASE, seen, stored(), STANDARDS), seen, [], stored(), reason="").digests == seen.digests
 
 
+def test_an_update_adds_what_an_entry_lacks_and_leaves_what_agrees() -> None:
+    """As when the baselines of an older version have no digests: their figures and golden values do not creep."""
+    whole = stored()
+    older = replace(whole, digests={}, figures={k: v for k, v in whole.figures.items() if k != "injected.mae"})
+    seen = changed(injected__mse=0.5 * (1 + 1e-5))  # within its tolerance
+    made = renewed(judge("m", CASE, seen, older, STANDARDS), seen, [seen], older, reason="")
+    assert made.digests == DIGESTS
+    assert made.figures["injected.mae"].value == 0.5
+    assert {name: made.figures[name] for name in older.figures} == older.figures
+    assert made.values == older.values
+
+
 def test_a_wider_spread_widens_the_tolerance_by_its_multiple() -> None:
     rule = Rule(relative=0.1, multiple=4)
     assert tolerance(rule, {"injected.mse": 1.0}, "injected.mse", spread=0.0) == pytest.approx(0.1, rel=1e-4)

@@ -383,3 +383,12 @@ def test_the_default_matrix_is_every_mode_layer_and_format_on_the_cpu_and_two_fl
         *(f"{start}[{mode}-{layer}-cpu-{format}]" for mode in modes for format in formats for layer in layers),
         *(f"{start}[{mode}-{layer}-cpu]" for mode in ("fp16", "bf16") for layer in layers),
     ]
+
+
+def test_cases_beside_the_layers_can_be_left_out_by_name(project: Run) -> None:
+    assert ids(project(*COLLECT, "-k", "int8", without='["head", "ragged"]')) == [
+        f"coarse-{label}-cpu-int8" for label in ("layer_0", "layer_1", "layer_2", "embedding", "batch_1", "logits")
+    ]
+    wrong = project(*COLLECT, without='["heads"]')
+    assert wrong.ret == pytest.ExitCode.USAGE_ERROR
+    assert "without: unknown case beside the layers 'heads'" in "\n".join([*wrong.outlines, *wrong.errlines])
