@@ -17,7 +17,16 @@ from probe.gate.observations import Flaw, Observation
 from probe.gate.path_causes import path_cause
 from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule
-from probe.gate.verdicts import RefusedError, Standards, changed_digests, golden_of, judge, renewed
+from probe.gate.verdicts import (
+    RefusedError,
+    Standards,
+    changed_digests,
+    check_storable,
+    golden_of,
+    judge,
+    keeps_entry,
+    renewed,
+)
 from probe.running.environment import differences, is_recorded
 from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
@@ -63,6 +72,7 @@ class Gate:
         self._folder = folder
         self.benches: dict[str, Bench] = {}  # by the key of their settings
         self._judged: dict[tuple[str, str, str], Judged] = {}
+        self._refused: set[str] = set()  # models of which a case must not be stored, so that nothing of them will be
 
     def bench(self, settings: Settings) -> Bench:
         """The bench of these settings; nothing is loaded, measured or read from disk yet."""
@@ -211,26 +221,36 @@ class Gate:
         return {**outcomes, layer: replace(first, cause=cause)}
 
     def _renew(self, bench: Bench, recipe: Recipe, device: str, *, is_other: bool) -> Judged:
-        """Measure under every harmless change, and find what to store.
+        """Measure, also under every harmless change where a figure is to be stored, and find what to store.
 
+        One case that must not be stored refuses the update of its whole model. So once a case of this process is
+        refused, no spread is measured any more: what else is refused is still found.
         `is_other`: the input or the reference is not that of the old entries, so that none is kept.
         """
         changes = () if is_recorded(device) else variations()
         bench.make_anchors(BASE, changes)
         base = bench.observe(recipe, device, BASE)
-        others = [bench.observe(recipe, device, variation) for variation in changes]
         outcomes = self._judge_layers(bench, recipe, device, base)
-        entries, refusals = {}, {}
-        for layer, outcome in outcomes.items():
-            old = None if is_other else bench.entry(outcome.case)
+        judged = {layer: replace(one, figures={}) if bench.moved else one for layer, one in outcomes.items()}
+        old = {layer: None if is_other else bench.entry(one.case) for layer, one in outcomes.items()}
+        new = [layer for layer, one in judged.items() if not keeps_entry(one, old[layer])]
+        refusals = {}
+        for layer in new:
             try:
-                seen = [other[layer] for other in others]
-                judged = replace(outcome, figures={}) if bench.moved else outcome  # else worse figures need a reason
-                entries[layer] = renewed(judged, base[layer], seen, old, reason=self.reason)
-                outcomes[layer] = replace(outcome, status="updated")
+                check_storable(judged[layer], base[layer], reason=self.reason)
             except RefusedError as problem:
                 refusals[layer] = str(problem)
-        return Judged(outcomes, entries, refusals)
+        outcomes |= {layer: replace(one, status="updated") for layer, one in outcomes.items() if layer not in refusals}
+        if refusals:
+            self._refused.add(bench.settings.model)
+        if bench.settings.model in self._refused:
+            return Judged(outcomes, {}, refusals)
+        others = [bench.observe(recipe, device, variation) for variation in changes] if new else []
+        entries = {
+            layer: renewed(one, base[layer], [other[layer] for other in others], old[layer], reason=self.reason)
+            for layer, one in judged.items()
+        }
+        return Judged(outcomes, entries)
 
 
 def _changed_settings(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -316,7 +316,7 @@ class Session:
         if lost:
             refused = [text for (one, case), text in self.refusals.items() if one == model and case in lost]
             first = refused[0] if refused else f"{min(lost)} was not measured."
-            count = f"{len(lost)} of {len(known.selected)} cases have nothing to store"
+            count = f"{len(refused or lost)} of {len(known.selected)} cases have nothing to store"
             raise ValueError(f"no baseline of {model} was written: {count}. {first}")
         if not entries:
             return

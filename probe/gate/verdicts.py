@@ -208,24 +208,11 @@ def renewed(
     A case that agrees with its old entry keeps it, so that baselines do not creep and diffs stay small; what the old
     entry does not have yet is added to it.
     """
-    if outcome.status == "passed" and old is not None:
+    if keeps_entry(outcome, old):
+        assert old is not None
         return old
-    if outcome.verdict in NEXT:
-        raise RefusedError(f"{outcome.case} cannot be stored, it is {outcome.verdict}: {outcome.message}")
-    for name in ALWAYS_ZERO:
-        if base.figures.get(name):
-            raise RefusedError(
-                f"{outcome.case} cannot be stored: {name} is {base.figures[name]:g}, which must be 0. "
-                "Make the grid give the bits of its readable definition."
-            )
-    worse = [name for name, figure in outcome.figures.items() if figure.direction == "worse" and figure.moved]
-    if worse and not reason:
-        figure = outcome.figures[worse[0]]
-        raise RefusedError(
-            f"{outcome.case} got worse: {worse[0]} {_change(figure)}"
-            + (f", and {len(worse) - 1} more figures" if len(worse) > 1 else "")
-            + '. If that is meant, say why: --update-baselines --allow-worse "REASON".'
-        )
+    check_storable(outcome, base, reason=reason)
+    worse = _worse(outcome)
     figures = {}
     for name, value in base.figures.items():
         if value is not None and math.isfinite(value) and name not in ALWAYS_ZERO:
@@ -244,6 +231,35 @@ def renewed(
     }
     new = Entry(figures, flat(base.values), digests=digests)
     return new if old is None or not _agrees(outcome, old) else _added(old, new)
+
+
+def keeps_entry(outcome: Outcome, old: Entry | None) -> bool:
+    """Whether an update leaves the old entry as it is, so that there is nothing to measure or to refuse."""
+    return outcome.status == "passed" and old is not None
+
+
+def check_storable(outcome: Outcome, base: Observation, *, reason: str) -> None:
+    """Raise RefusedError for a case that must not be stored; no observation under harmless changes is needed."""
+    if outcome.verdict in NEXT:
+        raise RefusedError(f"{outcome.case} cannot be stored, it is {outcome.verdict}: {outcome.message}")
+    for name in ALWAYS_ZERO:
+        if base.figures.get(name):
+            raise RefusedError(
+                f"{outcome.case} cannot be stored: {name} is {base.figures[name]:g}, which must be 0. "
+                "Make the grid give the bits of its readable definition."
+            )
+    worse = _worse(outcome)
+    if worse and not reason:
+        figure = outcome.figures[worse[0]]
+        raise RefusedError(
+            f"{outcome.case} got worse: {worse[0]} {_change(figure)}"
+            + (f", and {len(worse) - 1} more figures" if len(worse) > 1 else "")
+            + '. If that is meant, say why: --update-baselines --allow-worse "REASON".'
+        )
+
+
+def _worse(outcome: Outcome) -> list[str]:
+    return [name for name, figure in outcome.figures.items() if figure.direction == "worse" and figure.moved]
 
 
 def _agrees(outcome: Outcome, old: Entry) -> bool:

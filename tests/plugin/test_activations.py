@@ -31,7 +31,7 @@ def test_activations(probe_activations):
 CHECK = "probe_activations.check()"
 Run = Callable[..., pytest.RunResult]
 FILE = "baselines/activations-toy/cpu/activations.json"
-ONE = 'pytest -k "[activations-layers.0-cpu-output]"'
+ONE = "pytest 'test_own.py::test_activations[activations-layers.0-cpu-output]'"
 
 
 def tail_of(result: pytest.RunResult) -> list[str]:

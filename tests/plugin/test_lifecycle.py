@@ -2,10 +2,15 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from probe.gate.bench import Bench
+from probe.running.noise import BASE, Variation, variations
+from probe.running.recipes import Recipe
 from tests.plugin.conftest import Run
 from tests.plugin.project import lines_of
 
@@ -73,6 +78,34 @@ def test_a_fault_in_one_layer_is_told_once_with_the_layer_the_figures_and_the_wa
     assert figures["int8"] == json.loads(before[str(file.relative_to(pytester.path / "baselines"))])["cases"]["int8"]
     assert project("-k", "fp8_e4m3", fault="scale").ret == 0
     assert project("-k", "int8").ret == 0
+
+
+def test_an_update_measures_the_spread_only_of_what_it_stores(project: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring it takes several runs of a recipe: an update that is refused, or changes nothing, does without."""
+    seen: list[tuple[str, str]] = []
+    plain = Bench.observe
+
+    def counting(self: Bench, recipe: Recipe, device: str, variation: Variation | None = None) -> Any:
+        assert variation is not None
+        seen.append((str(recipe), variation.name))
+        return plain(self, recipe, device, variation)
+
+    monkeypatch.setattr(Bench, "observe", counting)
+
+    def measured(*arguments: str, fault: str = "") -> list[str]:
+        seen.clear()
+        project("--update-baselines", *arguments, fault=fault)
+        return [recipe for recipe, _ in seen]
+
+    base, every = 1, 1 + len(variations())
+    assert every > 2
+    assert Counter(measured()) == {"coarse-int8": every, "coarse-fp8_e4m3": every}
+    assert Counter(measured()) == {"coarse-int8": base, "coarse-fp8_e4m3": base}
+    assert Counter(measured(fault="scale")) == {"coarse-int8": base, "coarse-fp8_e4m3": base}
+    assert {variation for _, variation in seen} == {BASE.name}
+    assert Counter(measured("-k", "cpu-int8", "--allow-worse", "a trial of ours", fault="scale")) == {
+        "coarse-int8": every
+    }
 
 
 def test_a_sudden_gain_fails_too_and_needs_no_reason(project: Run) -> None:

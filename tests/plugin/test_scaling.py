@@ -72,14 +72,15 @@ def test_the_lifecycle_of_a_scaling_baseline(run: Run, pytester: pytest.Pytester
     torch.save(4 * normal(16, 64).bfloat16(), "tensors/a.pt")
     changed = run()
     changed.assert_outcomes(failed=2, passed=2)
+    one = "pytest 'test_scales.py::test_scales[[]scaling-tensors/a.pt-cpu-fp8_e4m3]'"
     changed.stdout.fnmatch_lines(
         [
             "scaling-tensors/a.pt-cpu-fp8_e4m3 drifted from its baseline*",
             "*scaling.exponent*",
             "*likely cause*the tensor itself is another one*",
             "  baseline *baselines/scaling/cpu/scaling.json",
-            '  rerun *pytest -k "[[]scaling-tensors/a.pt-cpu-fp8_e4m3]"',
-            '  accept *pytest -k "[[]scaling-tensors/a.pt-cpu-fp8_e4m3]" --update-baselines --allow-worse "REASON"',
+            f"  rerun *{one}",
+            f'  accept *{one} --update-baselines --allow-worse "REASON"',
         ]
     )
     run("-k", "[scaling-tensors/a.pt-cpu-fp8_e4m3]").assert_outcomes(failed=1, deselected=3)
@@ -109,11 +110,12 @@ def test_another_number_of_levels_fails_though_the_figures_may_agree(run: Run, p
     failed.assert_outcomes(failed=4)
     page = html.unescape(Path("report.html").read_text())
     assert "num_levels 7 -> 13" in page
-    assert 'pytest -k "scaling- and fp4_e2m1" --update-baselines' in page
+    assert 'pytest test_scales.py -k "scaling- and fp4_e2m1" --update-baselines' in page
     assert "the baseline was made with other settings" in Path("summary.md").read_text()
     lines = lines_of(failed.outlines, "scaling-tensors/a.pt-cpu-fp8_e4m3 failed")
     assert "  changed        num_levels 7 -> 13" in lines
-    assert lines[-1] == '  accept         pytest -k "[scaling-tensors/a.pt-cpu-fp8_e4m3]" --update-baselines', lines
+    command = "pytest 'test_scales.py::test_scales[scaling-tensors/a.pt-cpu-fp8_e4m3]' --update-baselines"
+    assert lines[-1] == f"  accept         {command}", lines
     told = run("--update-baselines")
     told.assert_outcomes(passed=4)
     told.stdout.fnmatch_lines(["scaling-tensors/a.pt-cpu-fp8_e4m3  num_levels  7 -> 13"])
@@ -164,7 +166,7 @@ def test_the_lifecycle_under_xdist_is_that_of_one_process(run: Run, pytester: py
     other.stdout.fnmatch_lines(["  changed * num_levels 7 -> 13"])
 
 
-def test_a_name_that_k_cannot_spell_is_rerun_by_the_name_of_its_test(run: Run) -> None:
+def test_the_command_that_creates_a_baseline_runs_as_printed(run: Run) -> None:
     torch.save(normal(16, 64, seed=2), "tensors/the new one.pt")
     missing = run("-k", "new")
     missing.assert_outcomes(failed=2, deselected=4)

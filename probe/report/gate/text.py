@@ -23,8 +23,8 @@ Row = tuple[str, str]
 def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Sequence[str] = ()) -> list[str]:
     """The failure of one recipe on one device, from all its outcomes in the order of the model; empty if none failed.
 
-    At most MOST_LINES lines of MOST_COLUMNS characters. `report` is the path of the HTML report;
-    `environment` has a line for each difference from the environment of the baseline.
+    At most MOST_LINES lines of MOST_COLUMNS characters; commands are never cut short. `report` is the path of the HTML
+    report; `environment` has a line for each difference from the environment of the baseline.
     """
     run = Run(tuple(outcomes))
     if not run.failing:
@@ -33,6 +33,7 @@ def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Seque
     figures = _figure_rows(first)
     room = _room(figures)
     before = [*figures, *_wrapped("what", first.message, room)]
+    commands = _commands(run.failing, selection(first))
     after = [
         *_first_seen(first, room),
         *_growth(run, room),
@@ -42,10 +43,9 @@ def story(outcomes: Sequence[Outcome], *, report: str | None, environment: Seque
         *([("baseline", first.baseline_file)] if first.baseline_file else []),
         *_labelled("environment", _first_lines(environment, 2, room)),
         *([("look", f"{report}#{quote(run.case.recipe)}")] if report else []),
-        *_commands(run.failing, selection(first)),
     ]
-    left = min(3, MOST_LINES - 1 - len(before) - len(after))
-    return _lines(first, [*before, *_labelled("", _first_lines(first.details, left, room)), *after])
+    left = min(3, MOST_LINES - 1 - len(before) - len(after) - len(commands))
+    return _lines(first, [*before, *_labelled("", _first_lines(first.details, left, room)), *after], commands)
 
 
 def case_text(outcome: Outcome) -> list[str]:
@@ -57,7 +57,7 @@ def case_text(outcome: Outcome) -> list[str]:
 
 
 def golden_text(outcome: Outcome) -> list[str]:
-    """A golden case that belongs to no recipe. Its commands are never cut short.
+    """A golden case that belongs to no recipe.
 
     If its settings differ from those of the baseline, they are shown instead of the figures, which mean nothing then.
     """
@@ -70,8 +70,7 @@ def golden_text(outcome: Outcome) -> list[str]:
         *_wrapped("likely cause", outcome.cause, room),
         *([("baseline", outcome.baseline_file)] if outcome.baseline_file else []),
     ]
-    width, commands = _width(rows), _commands([outcome], case_selection(outcome))
-    return _lines(outcome, rows) + [single_line(f"  {label:<{width}}{text}", most=10_000) for label, text in commands]
+    return _lines(outcome, rows, _commands([outcome], case_selection(outcome)))
 
 
 def one_line(outcome: Outcome, *, explained_at: str = "") -> str:
@@ -105,20 +104,22 @@ def names_in_order(names: Sequence[str], order: Sequence[str], *, most: int) -> 
 
 
 def selection(outcome: Outcome) -> str:
-    """The command that runs this recipe and no other: -k matches parts of names, and int8 is a part of mxint8."""
+    """The command that runs this recipe and no other: -k matches parts of names, and int8 is a part of mxint8.
+
+    It names the file of the test, so that pytest collects nothing else.
+    """
     mode, format = outcome.case.mode, outcome.case.format
     parts = [mode if re.fullmatch(r"mode_\d(_\d)?", mode) else f"{mode}-"]
     if format:
         part_of_another = format not in FORMATS or any(format in other and format != other for other in FORMATS)
         parts.append(f"{outcome.case.device}-{format}" if part_of_another else format)
-    return f'pytest -k "{" and ".join(parts)}"'
+    file = outcome.nodeid.partition("::")[0]
+    return f'{shlex.join(["pytest", *filter(None, [file])])} -k "{" and ".join(parts)}"'
 
 
 def case_selection(outcome: Outcome) -> str:
     """The command that runs this case and no other: by its id, or, where -k cannot spell that, by the test's name."""
-    name = f"[{outcome.case}]"
-    spelled = re.fullmatch(r"[\w:+./\[\]-]+", name, re.ASCII)
-    return f'pytest -k "{name}"' if spelled else f"pytest {shlex.quote(outcome.nodeid)}"
+    return f"pytest {shlex.quote(outcome.nodeid)}"
 
 
 def _figure_rows(outcome: Outcome) -> list[Row]:
@@ -271,8 +272,9 @@ def _first_lines(lines: Sequence[str], most: int, room: int) -> list[str]:
     return [*lines[: most - 1], f"{single_line(lines[most - 1], most=room - 16)} (and {left} more)"]
 
 
-def _lines(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
-    """The heading, and the rows as a table."""
+def _lines(outcome: Outcome, rows: Sequence[Row], commands: Sequence[Row] = ()) -> list[str]:
+    """The heading, and the rows as a table; commands are not cut short."""
     width = _width(rows)
     lines = [heading(outcome), *(f"  {label:<{width}}{text}" for label, text in rows)]
-    return [single_line(line, most=MOST_COLUMNS).rstrip() for line in lines]
+    whole = [single_line(f"  {label:<{width}}{text}", most=10_000) for label, text in commands]
+    return [single_line(line, most=MOST_COLUMNS).rstrip() for line in lines] + whole

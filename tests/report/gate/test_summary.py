@@ -25,7 +25,7 @@ The environment is not that of the baselines: torch 2.12.1 -&#62; 2.13.0.
 | injected.mse 2.36e-04 → 5.12e-04 worse | 4.7e-06 \
 | site conv1d.output; error mean is biased: rounding looks like floor, not nearest |
 
-Rerun the first with: <code>pytest -k "mode&#95;2&#95;1 and cpu-int8"</code>
+Rerun the first with: <code>pytest test&#95;gate.py -k "mode&#95;2&#95;1 and cpu-int8"</code>
 
 <details><summary>Error by mode and layer</summary>
 

@@ -39,16 +39,16 @@ mode_2_1-layer_1-cpu-fp8_e4m3 drifted from its baseline
   baseline                baselines/tiny-mamba/cpu/mode_2_1.json
   environment             torch 2.12.1 -> 2.13.0
   look                    report.html#mode_2_1-fp8_e4m3
-  rerun                   pytest -k "mode_2_1 and fp8_e4m3"
-  accept                  pytest -k "mode_2_1 and fp8_e4m3" --update-baselines --allow-worse "REASON"
+  rerun                   pytest test_gate.py -k "mode_2_1 and fp8_e4m3"
+  accept                  pytest test_gate.py -k "mode_2_1 and fp8_e4m3" --update-baselines --allow-worse "REASON"
 """
 
 MISSING = """\
 mode_2_1-layer_0-cpu-fp8_e4m3 has no baseline
   what           It failed.
   baseline       baselines/tiny-mamba/cpu/mode_2_1.json
-  rerun          pytest -k "mode_2_1 and fp8_e4m3"
-  create         pytest -k "mode_2_1 and fp8_e4m3" --update-baselines
+  rerun          pytest test_gate.py -k "mode_2_1 and fp8_e4m3"
+  create         pytest test_gate.py -k "mode_2_1 and fp8_e4m3" --update-baselines
 """
 
 NOT_FINITE = """\
@@ -57,7 +57,7 @@ mode_2_1-layer_0-cpu-fp8_e4m3 is not finite
   what           3 of 4096 outputs are NaN, the first at 17.
   first seen     layer_0
   baseline       baselines/tiny-mamba/cpu/mode_2_1.json
-  rerun          pytest -k "mode_2_1 and fp8_e4m3"
+  rerun          pytest test_gate.py -k "mode_2_1 and fp8_e4m3"
   next           cannot be stored as a baseline: fix the first layer that is not finite, then rerun
 """
 
@@ -114,12 +114,13 @@ def test_one_refused_layer_refuses_the_recipe() -> None:
 def test_a_gain_needs_no_reason() -> None:
     found = [layer(0, Case("mode_2_1", "", "cpu", "int8"), own=0.5, inherited=0.5)]
     lines = story(found, report=None)
-    assert lines[-1].endswith('pytest -k "mode_2_1 and cpu-int8" --update-baselines')
+    assert lines[-1].endswith('pytest test_gate.py -k "mode_2_1 and cpu-int8" --update-baselines')
     assert "better" in lines[1]
 
 
 def test_a_float_mode_is_selected_by_its_name() -> None:
-    assert '  rerun                   pytest -k "bf16-"' in story(recipe("bf16", "", faulty=0), report=None)
+    lines = story(recipe("bf16", "", faulty=0), report=None)
+    assert '  rerun                   pytest test_gate.py -k "bf16-"' in lines
 
 
 def test_a_fault_of_the_logits_alone_begins_with_them() -> None:
@@ -170,34 +171,42 @@ def test_whatever_is_in_it_it_stays_short(found: list[Outcome], report: str | No
     lines = story(found, report=report, environment=environment)
     assert len(lines) <= MOST_LINES
     assert all(line.isprintable() for line in golden_text(found[0]))
+    commands = ("  rerun ", "  create ", "  accept ", "  next ")
     for line in [*lines, *case_text(found[0]), one_line(found[0], explained_at="x")]:
-        assert len(line) <= MOST_COLUMNS
+        assert len(line) <= MOST_COLUMNS or line.startswith(commands)
         assert line.isprintable()
     assert len(case_text(found[0])) <= 10
 
 
 @pytest.mark.parametrize(
-    ("layer", "command"),
-    [
-        ("layers.0.up_proj", 'pytest -k "[activations-layers.0.up_proj-cpu-input]"'),
-        ("model.safetensors:a/b", 'pytest -k "[activations-model.safetensors:a/b-cpu-input]"'),
-        ("two words", "pytest 'test_x.py::test_it[two]'"),
-        ("größe", "pytest 'test_x.py::test_it[two]'"),
-        ('a"$(b)', "pytest 'test_x.py::test_it[two]'"),
-    ],
+    ("layer", "quoted"),
+    [("layers.0.up_proj", "layers.0.up_proj"), ("two words", "two words"), ("a'$(b)", "a'\"'\"'$(b)")],
 )
-def test_the_command_of_a_case_runs_it_alone(layer: str, command: str) -> None:
+def test_the_command_of_a_case_runs_it_alone(layer: str, quoted: str) -> None:
     case = Case("activations", layer, "cpu", "input")
-    assert case_selection(Outcome("m", case, "failed", nodeid="test_x.py::test_it[two]")) == command
+    nodeid = f"tests/test_x.py::test_it[{case}]"
+    command = f"pytest 'tests/test_x.py::test_it[activations-{quoted}-cpu-input]'"
+    assert case_selection(Outcome("m", case, "failed", nodeid=nodeid)) == command
+
+
+def test_the_commands_of_a_recipe_name_the_file_of_its_test_and_are_never_cut_short() -> None:
+    file = "tests/a folder with a long name/of a project with long names/test_gate.py"
+    outcomes = [replace(one, nodeid=f"{file}::test_it[{one.case}]") for one in recipe(faulty=0)]
+    rerun, accept = story(outcomes, report=None)[-2:]
+    command = f"pytest '{file}' -k \"mode_2_1 and fp8_e4m3\""
+    assert rerun.split(maxsplit=1) == ["rerun", command]
+    assert accept.split(maxsplit=1) == ["accept", f'{command} --update-baselines --allow-worse "REASON"']
 
 
 def test_the_command_of_a_case_is_never_cut_short() -> None:
     case = Case("activations", "model.a_long_name_of_a_module." * 8, "cpu", "input")
     figures = {"activations.outliers": Figure(5.0, 0.0, 0.5, True, "worse")}
-    lines = golden_text(Outcome("m", case, "failed", "drift", "It moved.", figures=figures, baseline_file="b.json"))
+    where = {"baseline_file": "b.json", "nodeid": f"test_x.py::test_it[{case}]"}
+    lines = golden_text(Outcome("m", case, "failed", "drift", "It moved.", figures=figures, **where))
+    command = f"pytest 'test_x.py::test_it[{case}]'"
     assert lines[-2:] == [
-        f'  rerun                 pytest -k "[{case}]"',
-        f'  accept                pytest -k "[{case}]" --update-baselines --allow-worse "REASON"',
+        f"  rerun                 {command}",
+        f'  accept                {command} --update-baselines --allow-worse "REASON"',
     ]
     assert golden_text(Outcome("m", case, "failed", "not finite", "NaN."))[-1].startswith("  next           cannot be")
 
