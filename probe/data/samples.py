@@ -70,6 +70,16 @@ def token_batches(
     return list(torch.split(windows, batch_size))
 
 
+def bytes_per_target(batches: Iterable[Tensor], tokenizer: Tokenizer) -> float:
+    """The mean length, in bytes of text, of the tokens that a model predicts: all of a row but the first.
+
+    Their length is that of the row's text less that of its first token: a token alone may be no whole character.
+    """
+    rows = [row.tolist() for batch in batches for row in batch]
+    size = sum(len(tokenizer.decode(row).encode()) - len(tokenizer.decode(row[:1]).encode()) for row in rows)
+    return max(1, size) / max(1, sum(len(row) - 1 for row in rows))
+
+
 def token_fingerprint(batches: Iterable[Tensor]) -> str:
     """The first 16 hex digits of sha256 over the samples in order, each with its length, however they are batched."""
     digest = hashlib.sha256()

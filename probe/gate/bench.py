@@ -14,7 +14,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 from torch import Tensor
 
-from probe.data.samples import TextSamples, token_fingerprint
+from probe.data.samples import TextSamples, bytes_per_target, token_fingerprint
 from probe.files.atomic import locked
 from probe.formats import FORMATS
 from probe.gate.baselines.format import BaselineError, Entry, ModeBaselines
@@ -167,10 +167,8 @@ class Bench:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """The mean length of a token in bytes of text."""
-        batches = self.batches()
-        text = "".join(self.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch)
-        return max(1, len(text.encode("utf-8"))) / sum(batch.numel() for batch in batches)
+        """The mean length of a predicted token in bytes of text."""
+        return bytes_per_target(self.batches(), self.loaded.tokenizer)
 
     @cached_property
     def input_facts(self) -> dict[str, str]:

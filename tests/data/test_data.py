@@ -1,12 +1,13 @@
 """Promises of probe.data: the texts, the windows, and what is refused with which words."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from probe.data.samples import token_batches, token_fingerprint
+from probe.data.samples import bytes_per_target, token_batches, token_fingerprint
 from probe.data.texts import TEXTS, text_of
 from probe.data.tokenizers import ByteTokenizer
 
@@ -102,6 +103,23 @@ def test_sizes_below_one(name: str, value: int) -> None:
 def test_tokens_that_are_not_a_row_of_ids(tokens: Any) -> None:
     with pytest.raises(ValueError, match="expected a row of integer ids"):
         token_batches(tokens, BYTES, samples=1, seqlen=1, batch_size=1)
+
+
+class Words:
+    """A token is a word of unlike length."""
+
+    words = ("aaaa", "b", "cc", "ü")
+
+    def encode(self, text: str) -> list[int]:
+        return [self.words.index(word) for word in text.split()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self.words[token] for token in tokens)
+
+
+def test_bytes_per_target_are_those_of_what_is_predicted() -> None:
+    batches = [torch.tensor([[0, 1, 2], [0, 3, 1]])]
+    assert bytes_per_target(batches, Words()) == (1 + 2 + 2 + 1) / 4  # all six tokens: (4 + 1 + 2 + 4 + 2 + 1) / 6
 
 
 def test_the_fingerprint_does_not_depend_on_the_batching() -> None:
