@@ -1,6 +1,6 @@
 """The gate under changes that must fail nothing: 60 runs, each under another combination.
 
-python benchmarks/harmless.py [--runs 60] [--whole 2] [--share 0.12] [--seed 0] [--baselines DIR] [--json FILE]
+python benchmarks/harmless.py [--runs 60] [--after N] [--whole 2] [--share 0.12] [--seed 0] [--baselines DIR] [--json FILE]
 
 threads 1 and 2; workers 0, 2 and 4; order of recipes as collected or shuffled; oneDNN on and off; instruction set
 (ATEN_CPU_CAPABILITY) of the machine, avx2 and default; batches of 8 and 3; the numba twin for large tensors, for none
@@ -133,6 +133,7 @@ def table(found: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--after", type=int, default=0, metavar="N", help="leave out the first N runs, made before")
     parser.add_argument("--whole", type=int, default=2, help="of the runs, those over all cases")
     parser.add_argument("--share", type=float, default=0.12, help="of the recipes, in all other runs")
     parser.add_argument("--seed", type=int, default=0)
@@ -143,7 +144,7 @@ def main() -> None:
     random.Random(options.seed).shuffle(combinations)
     found: list[dict[str, Any]] = []
     names = recipes()
-    for index in range(options.runs):
+    for index in range(options.after, options.runs):
         change = combinations[index % len(combinations)]
         chance, is_whole = random.Random(options.seed + index), index < options.whole
         chosen = [] if is_whole else chance.sample(names, max(1, round(len(names) * options.share)))
