@@ -101,7 +101,10 @@ class Points:
 
 @dataclass(frozen=True)
 class TokenProfile:
-    """How far each token of a path is from the prefill, by layer, in units of the layer's own error."""
+    """How far each token of a path is from the prefill, by layer, in units of the layer's own error.
+
+    Tokens are counted from 1, as in the messages about paths.
+    """
 
     tokens: Sequence[int] = ()
     relations: Mapping[str, Sequence[float]] = field(default_factory=dict)

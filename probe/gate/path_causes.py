@@ -54,7 +54,7 @@ def token_profile(outcome: Outcome, seen: Observation) -> TokenProfile:
     relations = {
         label: tuple(start.scatter_reduce(0, row, found.profiles[label][related], "amax").tolist()) for label in wrong
     }
-    return TokenProfile(tuple(tokens.tolist()), relations)
+    return TokenProfile(tuple((tokens + 1).tolist()), relations)
 
 
 def _is_wrong(outcome: Outcome, label: str, found: PathFigures) -> bool:
