@@ -69,7 +69,10 @@ def _compare(options: argparse.Namespace) -> int:
     sides = [side for mode in options.modes for side in (others if mode == "all" else [named[mode]])]
     sides = list({side.recipe: side for side in sides}.values())
     if not sides:
-        raise ValueError(f"{options.folder} has only the reference, {reference.name}. Record modes to compare with it.")
+        raise ValueError(
+            f"{options.folder} has only the reference, {reference.name}. Record modes to compare with it: "
+            f"probe record --modes quant_only --out {options.folder}"
+        )
     if options.save and len(sides) > 1:
         raise ValueError(f"--save is for the figures of one mode, and {len(sides)} are compared. Give --save-dir DIR.")
     folder = options.save_dir or (SAVED if len(sides) > 1 else None)

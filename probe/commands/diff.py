@@ -2,7 +2,7 @@
 
 import argparse
 
-from probe.commands.options import Subparsers
+from probe.commands.options import Subparsers, add_option
 from probe.commands.output import Progress, echo, write_json
 from probe.files.paths import check_outputs
 
@@ -16,8 +16,10 @@ def add(commands: Subparsers) -> None:
         "noise, by a device fault, are a mismatched capture, or cannot be compared (NaN on both sides), and where it "
         "began. Exit code 0: passed; 1: a limit is exceeded, or the verdict is not identical or noise; 2: bad input.",
     )
-    parser.add_argument("a", metavar="A", help="folder of a recording (or .npz file)")
-    parser.add_argument("b", metavar="B", help="folder of the other")
+    parser.add_argument("a", nargs="?", metavar="A", help="folder of a recording (or .npz file)")
+    parser.add_argument("b", nargs="?", metavar="B", help="folder of the other")
+    add_option(parser, "--gpu-path", metavar="A", help="the same as A, as in the users' script")
+    add_option(parser, "--neuron-path", metavar="B", help="the same as B")
     parser.add_argument("--reference", metavar="R", help="float reference: A is then the emulated recipe, B the device")
     recipe = "recipe or mode of both, or one for A and one for B"
     parser.add_argument("--recipe", "--mode", nargs="+", metavar="M", help=recipe)
@@ -34,6 +36,19 @@ def add(commands: Subparsers) -> None:
     parser.set_defaults(run=_run)
 
 
+def _folders(options: argparse.Namespace) -> tuple[str, str]:
+    """A and B, by their places or by name."""
+    named = [one for one in (options.gpu_path, options.neuron_path) if one is not None]
+    placed = [one for one in (options.a, options.b) if one is not None]
+    if len(named) + len(placed) != 2 or len(named) == 1:
+        raise ValueError(
+            f"{len(named) + len(placed)} recordings are given by place or name, expected two: probe diff A B, or "
+            "probe diff --gpu-path A --neuron-path B."
+        )
+    first, second = named or placed
+    return str(first), str(second)
+
+
 def _run(options: argparse.Namespace) -> int:
     from probe.comparisons.devices.diff import diff
     from probe.comparisons.devices.differences import Limits
@@ -41,10 +56,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.recipe is not None and len(options.recipe) > 2:
         raise ValueError(f"--recipe has {len(options.recipe)} names. Give one for both, or one for A and one for B.")
     check_outputs(files=[options.json], folders=[options.report])
+    a, b = _folders(options)
     recipe = None if options.recipe is None else (options.recipe[0], options.recipe[-1])
     with Progress() as progress:
         found = diff(
-            *(options.a, options.b),
+            *(a, b),
             recipe=recipe,
             limits=Limits(options.max_abs, options.mean_abs, options.cosine),
             progress=progress.status,

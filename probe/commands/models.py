@@ -146,7 +146,7 @@ def _measured_rows(groups: "Sequence[Sequence[Measured]]") -> list[dict[str, obj
             row[label] = f"{metrics.mse:.3e}" if metrics.mse is not None else "not finite"
         logits = one.logits
         row |= {
-            "kl": _rounded(logits.kl),
+            "kl": "-" if logits.kl is None or math.isnan(logits.kl) else f"{logits.kl:.3e}",
             "top-1": _rounded(logits.top1_agreement),
             "bits": _rounded(logits.bits_per_token),
             "change": _rounded(logits.change_in_bits),
@@ -156,4 +156,4 @@ def _measured_rows(groups: "Sequence[Sequence[Measured]]") -> list[dict[str, obj
 
 
 def _rounded(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.4f}"
+    return "-" if value is None or math.isnan(value) else f"{round(value, 4) + 0.0:.4f}"  # no -0.0000

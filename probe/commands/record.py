@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def add(commands: Subparsers) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser("record", help="run a model under modes and keep the outputs of its layers")
+    parser.add_argument("given_model", nargs="?", metavar="MODEL", help="the same as --model, as in the users' script")
     add_model(parser)
+    parser.set_defaults(model=None)
 
     option = partial(add_option, parser)
     weights = "folder of the weights; --model is then only the name in the manifest"
@@ -63,6 +65,7 @@ def _record(options: argparse.Namespace) -> int:
 
     check_outputs(files=[options.json])
     declare_modes(options)
+    options.model = _model(options)
     if options.quantize:
         _check_quantizes(options)
     names = {field.name for field in fields(RecordRequest)}
@@ -75,6 +78,18 @@ def _record(options: argparse.Namespace) -> int:
     if options.json != "-":
         print(_summary(recording))
     return 0
+
+
+def _model(options: argparse.Namespace) -> str:
+    """The model by its place or by --model; without either, the embedded Mamba."""
+    from probe.running.modes import GROUPS, is_mode
+
+    given = options.given_model
+    if given is not None and options.model not in (None, given):
+        raise ValueError(f"two models are given, {given} and --model {options.model}. Leave one of them out.")
+    if given is not None and (given in GROUPS or is_mode(given)):
+        raise ValueError(f"{given} stands in the place of the model, and it is a mode. Write: --modes {given}")
+    return str(given or options.model or "tiny-mamba")
 
 
 def _check_quantizes(options: argparse.Namespace) -> None:

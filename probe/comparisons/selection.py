@@ -14,7 +14,7 @@ from torch import Tensor
 from probe.models.layers import compile_pattern, match_layers
 from probe.recordings import Recording, read_recording
 from probe.recordings.script_formats import script_name
-from probe.running.modes import equal_to
+from probe.running.modes import equal_to, is_mode
 from probe.words import near, near_or_first
 
 #: Elements of a tensor that are mapped at a time: 128 MB of float32.
@@ -151,6 +151,9 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
     close = near(mode, (side.name for side in sides if side.name != mode), count=1)
     hint = f" Nearest: {close[0]}." if close else ""
     what = f"mode {mode!r} in format {format!r}" if found else f"mode {mode!r}"
+    if is_mode(mode) and recording.manifest.fingerprint:  # else it is no recording of probe's own
+        in_format = f" --formats {format}" if format else ""
+        hint += f" Record it: probe record --modes {mode}{in_format} --out {recording.folder}"
     raise NotRecordedError(f"{recording.folder} has no {what}. It has: {_names(recording)}.{hint}")
 
 

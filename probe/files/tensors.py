@@ -8,13 +8,14 @@ from the disk where the file allows it, and .npy and .npz files are written row 
 import json
 import math
 import mmap
+import os
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -82,8 +83,7 @@ def _kinds_of_safetensors(file: Path) -> dict[str | None, Kind]:
 
 def _load_safetensors(file: Path, name: str | None) -> Tensor:
     with parsing("safetensors"):
-        status = file.stat()
-        places = _safetensors_places(file, (status.st_ino, status.st_size, status.st_mtime_ns))
+        places = _safetensors_places(file, _version(file))
         if name not in places:
             raise DefectError(f"has no tensor {name!r}")
         kind, start = places[name]
@@ -95,6 +95,12 @@ def _load_safetensors(file: Path, name: str | None) -> Tensor:
             size = before + count * dtype.itemsize
             mapped = mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_COPY, offset=start - before)
         return torch.frombuffer(mapped, dtype=dtype, count=count, offset=before).reshape(kind.shape)
+
+
+def _version(file: Path) -> tuple[int, int, int]:
+    """What changes with the contents of a file."""
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=8)
@@ -159,12 +165,37 @@ def _kinds_of_npz(file: Path) -> dict[str | None, Kind]:
 
 
 def _load_npz(file: Path, name: str | None) -> Tensor:
-    with parsing("an .npz archive"), zipfile.ZipFile(file) as archive:
-        member = archive.getinfo(f"{name}.npy")
-        with archive.open(member) as stream:
+    with parsing("an .npz archive"):
+        member = _npz_members(file, _version(file)).get(f"{name}.npy")
+        if member is None:
+            raise DefectError(f"has no array {name!r}")
+        with _opened_member(file, member) as stream:
             _checked_kind(stream, member.file_size)
             stream.seek(0)
             return _tensor_of(np.lib.format.read_array(stream, allow_pickle=False))  # zipfile compares the checksum
+
+
+@lru_cache(maxsize=8)
+def _npz_members(file: Path, version: tuple[int, int, int]) -> dict[str, zipfile.ZipInfo]:
+    """The arrays of a `version` of an archive, whose directory is parsed once, as is the header of safetensors."""
+    with zipfile.ZipFile(file) as archive:
+        return {member.filename: member for member in archive.infolist()}
+
+
+@contextmanager
+def _opened_member(file: Path, member: zipfile.ZipInfo) -> Iterator[IO[bytes]]:
+    """One member of an archive whose directory was read before. Its own header, of 30 bytes and two texts, is skipped.
+
+    `ZipFile.open` does the same, but a ZipFile has to read the whole directory first.
+    """
+    with open(file, "rb") as stream:
+        stream.seek(member.header_offset)
+        header = stream.read(30)
+        if header[:4] != b"PK\3\4" or len(header) < 30 or member.flag_bits & 1:
+            raise DefectError(f"has no array at the place of {member.filename!r}, or one with a password")
+        stream.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), os.SEEK_CUR)
+        with zipfile.ZipExtFile(stream, "r", member) as opened:
+            yield cast(IO[bytes], opened)
 
 
 def numpy_dtype(dtype: str) -> str:

@@ -1,6 +1,7 @@
 """A case, one layer of one recipe on one device, and what became of it: frozen values that reports are made from."""
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
 Verdict = Literal[
@@ -76,6 +77,40 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Points:
+    """Some elements of an output: in the float model, now, and in the baseline, for plots and tables.
+
+    `golden` is as long as the others or empty; it is NaN where the baseline has no value of an element. The index of an
+    element follows from its place in the stream and from the shape of one sequence's output, (token, channel) mostly.
+    """
+
+    reference: Sequence[float] = ()
+    output: Sequence[float] = ()
+    golden: Sequence[float] = ()
+    places: Sequence[int] = ()
+    shape: tuple[int, ...] = ()
+
+    def index(self, number: int) -> tuple[int, ...]:
+        """The index of an element in the outputs of all sequences: sequence, token, channel."""
+        rest, index = self.places[number], []
+        for size in reversed(self.shape):
+            rest, last = divmod(rest, size)
+            index.append(last)
+        return (rest, *reversed(index))
+
+
+@dataclass(frozen=True)
+class TokenProfile:
+    """How far each token of a path is from the prefill, by layer, in units of the layer's own error.
+
+    Tokens are counted from 1, as in the messages about paths.
+    """
+
+    tokens: Sequence[int] = ()
+    relations: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One case, judged. The figures are called injected.mse, propagated.correlation, logits.kl and so on."""
 
@@ -87,7 +122,8 @@ class Outcome:
     details: tuple[str, ...] = ()  # more of it, a line each
     cause: str = ""  # the likely cause, if the signature of the error says one
     figures: dict[str, Figure] = field(default_factory=dict)
-    points: dict[str, list[float]] = field(default_factory=dict)  # reference, output: the same elements of both
+    points: Points = field(default_factory=Points)
+    profile: TokenProfile = field(default_factory=TokenProfile)  # of a path that fails
     nodeid: str = ""
     baseline_file: str = ""
     is_expected: bool = False  # a failure that a person announced with xfail
@@ -96,8 +132,9 @@ class Outcome:
     equals: str = ""  # the mode that gives the same bits by definition, if another one does
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON and for the way from a worker to the controller."""
-        return asdict(self)
+        """For JSON and for the way from a worker to the controller; without the points and the profile."""
+        found = asdict(replace(self, points=Points(), profile=TokenProfile()))
+        return {name: value for name, value in found.items() if name not in ("points", "profile")}
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Self:

@@ -14,7 +14,7 @@ from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.definitions import exact_changes
 from probe.gate.observations import Flaw, Observation
-from probe.gate.path_causes import path_cause
+from probe.gate.path_causes import path_cause, token_profile
 from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule
 from probe.gate.verdicts import (
@@ -153,8 +153,9 @@ class Gate:
             outcomes = {label: replace(one, not_run=bench.paths_not_run) for label, one in outcomes.items()}
         for case in cases:
             if case.layer in PATHS and outcomes[case.layer].status == "failed":
-                cause = path_cause(outcomes[case.layer], seen[case.layer], bench.entry(case), outcomes)
-                outcomes[case.layer] = replace(outcomes[case.layer], cause=cause)
+                failed, of_path = outcomes[case.layer], seen[case.layer]
+                cause = path_cause(failed, of_path, bench.entry(case), outcomes)
+                outcomes[case.layer] = replace(failed, cause=cause, profile=token_profile(failed, of_path))
         outcomes = self._with_changes(bench, recipe, device, seen, outcomes)
         return self._with_cause(bench, recipe, device, outcomes)
 

@@ -7,13 +7,16 @@ NaN and Inf make both useless, and are a verdict of their own before these are l
 """
 
 import math
+from array import array
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
+from probe.gate.cases import Points
 from probe.gate.tolerances import OF_PATHS
 from probe.numerics.sketches import SAMPLE, SKETCH, Doubles, hashed, places_of, sketched
 from probe.words import natural_key
@@ -21,7 +24,7 @@ from probe.words import natural_key
 #: What is kept of each group. In a run of the whole model nearly every element moves by noise, so there only the
 #: distance says something.
 KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH, "outside": 16}
-#: How many points of a layer a plot is given.
+#: How many points of a layer a plot is given, beside those of the sample.
 POINTS = 384
 #: An element of the sample has moved if it differs by more than this part of the recipe's own rms error.
 MOVED = 0.02
@@ -29,13 +32,14 @@ MOVED = 0.02
 
 @dataclass(eq=False)
 class Golden:
-    """Gathers sketch and sample of a stream of `count` elements; also the same places of another, for a plot."""
+    """Gathers sketch and sample of a stream of `count` elements; for plots, elements of it and of the reference."""
 
     count: int
     seen: int = 0
     sketch: Doubles = field(default_factory=lambda: np.zeros(SKETCH))
     sample: Doubles = field(default_factory=lambda: np.zeros(SAMPLE))
-    points: Doubles = field(default_factory=lambda: np.zeros((2, 0)))
+    drawn: Doubles = field(default_factory=lambda: np.zeros((2, POINTS + SAMPLE)))
+    shape: tuple[int, ...] = ()
 
     def update(self, output: Tensor, reference: Tensor) -> None:
         """Append a batch."""
@@ -44,14 +48,24 @@ class Golden:
         if end > self.count:
             raise ValueError(f"more than the {self.count} elements that were announced: {end}.")
         self.sketch += sketched(flat, self.seen)
-        places = places_of(self.count, SAMPLE)
+        places = self._places()
         here = (places >= self.seen) & (places < end)
-        self.sample[here] = flat[places[here] - self.seen]
-        shown = places_of(self.count, POINTS)
-        shown = shown[(shown >= self.seen) & (shown < end)] - self.seen
         other = reference.detach().reshape(-1).cpu().double().numpy()
-        self.points = np.concatenate([self.points, np.stack([other[shown], flat[shown]])], axis=1)
-        self.seen = end
+        self.drawn[:, here] = [values[places[here] - self.seen] for values in (other, flat)]
+        self.sample[:] = self.drawn[1, POINTS:]
+        self.seen, self.shape = end, tuple(output.shape[1:])
+
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Of the points, then of the sample."""
+        return np.concatenate([places_of(self.count, POINTS), places_of(self.count, SAMPLE)])
+
+    def points(self) -> Points:
+        """The elements that a plot is given: some more beside those of the sample."""
+        places = self._places()
+        there = places < self.seen
+        with np.errstate(over="ignore"):
+            reference, output = (array("f", values[there].astype(np.float32).tobytes()) for values in self.drawn)
+        return Points(reference, output, places=array("q", places[there].tobytes()), shape=self.shape)
 
     def values(self) -> tuple[float, ...]:
         """Sketch, then sample, as float32: what a baseline stores."""
@@ -60,6 +74,14 @@ class Golden:
     def coarse(self, buckets: int) -> tuple[float, ...]:
         """A sketch of fewer buckets, each the sum of as many of the fine ones; float32."""
         return tuple(float(x) for x in self.sketch.reshape(buckets, -1).sum(axis=1).astype(np.float32))
+
+
+def with_golden(points: Points, golden: tuple[float, ...] | None) -> Points:
+    """The points with the values that a baseline has of them: those of its sample, at the end of both."""
+    sample = () if golden is None else golden[SKETCH:]
+    if not sample or len(points.output) != POINTS + len(sample):
+        return points
+    return replace(points, golden=array("f", [*[math.nan] * POINTS, *sample]))
 
 
 #: Buckets of a sketch for each half of a path.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.data.samples import token_fingerprint
-from probe.gate.cases import Verdict
+from probe.gate.cases import Points, Verdict
 from probe.gate.definitions import differing_sites
 from probe.gate.golden_values import KEPT, Golden
 from probe.gate.path_figures import PathFigures, PrefillRows, bound_of, path_figures
@@ -55,7 +55,7 @@ class Observation:
     figures: dict[str, float | None]
     values: dict[str, tuple[float, ...]]
     counts: dict[str, int]
-    points: dict[str, list[float]] = field(default_factory=dict)
+    points: Points = field(default_factory=Points)
     flaws: tuple[Flaw, ...] = ()
     weights: str = ""  # how much of the whole model is on a grid, in a line
     digests: dict[str, str] = field(default_factory=dict)  # of exact tensors: corners.NAME, weights.NAME
@@ -93,13 +93,14 @@ class LogitStream(Stream):
         """The figures of the whole model; `missing` says why there are none."""
         if not self.golden.seen:
             return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {missing}"),))
-        values, predictions, count = self.comparison.metrics(), self.predictions.metrics(), self.golden.count
+        values, predictions = self.comparison.metrics(), self.predictions.metrics()
         known = {**values.as_dict(), **predictions.as_dict()}
         for name, bits in (("bits_per_byte", "bits_per_token"), ("change_in_bits_per_byte", "change_in_bits")):
             known[name] = None if known[bits] is None else known[bits] / bytes_per_token
         figures = {f"logits.{name}": known[name] for name in FIGURES["logits"]}
         flaws = tuple(_not_finite(LOGITS, LOGITS, values))
-        return Observation(figures, {"logits": self.golden.values()}, {"logits": count}, flaws=flaws)
+        golden = self.golden
+        return Observation(figures, {"logits": golden.values()}, {"logits": golden.count}, golden.points(), flaws)
 
 
 @torch.no_grad()
@@ -185,7 +186,7 @@ def _outside_observation(
         flaws.append(Flaw("not float", f"{text}: mse {mse}."))
     figures = {f"outside.{name}": getattr(metrics, name) for name in FIGURES["outside"]}
     values = {"outside": stream.golden.coarse(KEPT["outside"])}
-    return Observation(figures, values, {"outside": stream.golden.count}, _points(stream), tuple(flaws))
+    return Observation(figures, values, {"outside": stream.golden.count}, stream.golden.points(), tuple(flaws))
 
 
 def _with_weights(seen: Observation, count: Count | None, weights: str) -> Observation:
@@ -297,12 +298,7 @@ def _layer_observation(
         flaws += _not_finite(label, kind, metrics)
         if kind == judged:
             flaws += _not_applied(label, recipe, reference, metrics, strays, declared, is_injected=kind == "injected")
-    return Observation(figures, values, counts, _points(streams[judged]), tuple(flaws))
-
-
-def _points(stream: Stream) -> dict[str, list[float]]:
-    both = zip(("reference", "output"), stream.golden.points, strict=True)
-    return {name: [float(f"{x:.6g}") for x in values] for name, values in both}
+    return Observation(figures, values, counts, streams[judged].golden.points(), tuple(flaws))
 
 
 def _not_finite(label: str, kind: str, metrics: Metrics) -> list[Flaw]:

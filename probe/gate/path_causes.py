@@ -1,11 +1,15 @@
-"""The cause of a failing path, as far as the tokens tell it: which of them differ, and what that is typical of."""
+"""The cause of a failing path, as far as the tokens tell it: which of them differ, and what that is typical of.
+
+And how far each token differs, for a plot.
+"""
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from probe.gate.baselines.format import Entry
-from probe.gate.cases import Outcome
+from probe.gate.cases import Outcome, TokenProfile
 from probe.gate.golden_values import HALF, gap, group_of, parted
 from probe.gate.observations import Observation
 from probe.gate.path_figures import PathFigures, differing, where
@@ -16,6 +20,8 @@ from probe.running.paths import Path
 GROWS = 4.0
 #: A half of a path that changed by less than this part of what the other one did has not changed.
 ASIDE = 0.05
+#: Layers of a path whose tokens are plotted.
+MOST_LAYERS = 4
 
 
 def path_cause(outcome: Outcome, seen: Observation, entry: Entry | None, layers: Mapping[str, Outcome]) -> str:
@@ -34,6 +40,21 @@ def path_cause(outcome: Outcome, seen: Observation, entry: Entry | None, layers:
         return f"{label}{more}: site {found.strays[label]} does not give the values of its grid in {found.path.name}"
     evidence = _by_tokens(found, label) or _by_halves(found, label, entry)
     return f"{label}{more}: {evidence}" if evidence else ""
+
+
+def token_profile(outcome: Outcome, seen: Observation) -> TokenProfile:
+    """Of the first layers of a failing path that moved: how far each token is from the prefill, the worst row of it."""
+    found = seen.path
+    if found is None:
+        return TokenProfile()
+    related = found.path.is_related
+    tokens, row = torch.unique(found.path.places[related] % found.path.seqlen, return_inverse=True)
+    wrong = [label for label in found.profiles if _is_wrong(outcome, label, found)][:MOST_LAYERS]
+    start = torch.zeros(len(tokens), dtype=torch.float64)
+    relations = {
+        label: tuple(start.scatter_reduce(0, row, found.profiles[label][related], "amax").tolist()) for label in wrong
+    }
+    return TokenProfile(tuple((tokens + 1).tolist()), relations)
 
 
 def _is_wrong(outcome: Outcome, label: str, found: PathFigures) -> bool:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from probe.gate.baselines.format import Entry, Stored
 from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
-from probe.gate.golden_values import flat, gap, group_of, parted
+from probe.gate.golden_values import flat, gap, group_of, parted, with_golden
 from probe.gate.observations import Flaw, Observation
 from probe.gate.tolerances import (
     ALWAYS_ZERO,
@@ -69,7 +69,7 @@ def judge(
         first.message if first else "",
         (*first.details, *(f"also {flaw.verdict}: {flaw.message}" for flaw in findings[1:])) if first else (),
         figures=figures,
-        points=seen.points,
+        points=with_golden(seen.points, golden_of(entry, "injected")) if "injected" in seen.values else seen.points,
         baseline_file=baseline_file,
         weights=seen.weights,
         equals=same if (same := equal_to(case.mode)) != case.mode else "",

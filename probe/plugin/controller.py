@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 GREEN = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 #: Options with which pytest shows something and is not asked to run tests.
 SHOWS_ONLY = ("collectonly", "showfixtures", "show_fixtures_per_test", "cacheshow")
+#: What pytest-html shows of a test that printed nothing.
+NO_LOG = "No log output captured."
 #: Options with which no test is called.
 SETUP_ONLY = {"setupplan": "--setup-plan", "setuponly": "--setup-only"}
 
@@ -40,6 +42,8 @@ class Controller:
         self._finished = False
         self._shown = False
         self._interrupt = ""
+        self._html: Any = None
+        self._file_title = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add the outcome of a case to the session."""
@@ -140,13 +144,27 @@ class Controller:
             stored = None
         return {"environment": comparable(environment()), "baseline_environment": stored and comparable(stored)}
 
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_html_report_title(self, report: Any) -> None:
+        """Remember the report: its title, so far the name of its file, is known when all cases are judged."""
+        self._html, self._file_title = report, report.title
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_html_results_summary(self, prefix: list[str]) -> None:
-        """The front of the HTML report."""
+        """The front of the HTML report, and its title unless a conftest gave one."""
         if self._finished and (self.session.outcomes or self.session.account.fates):
-            from probe.report.gate.page import front
+            from probe.report.gate.page import front, title
 
-            prefix.append(front(self.session.ordered(), **self._facts(), account=self.session.account))
+            outcomes = self.session.ordered()
+            prefix.append(front(outcomes, **self._facts(), account=self.session.account))
+            if self._html is not None and self._html.title == self._file_title:
+                self._html.title = title(outcomes, problems=len(self.session.problems))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_html_results_table_html(self, report: Any, data: list[str]) -> None:
+        """Remove pytest-html's remark that a test printed nothing."""
+        if hasattr(report, "probe") and data == [NO_LOG]:
+            data.clear()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """What was looked at, counts, what is wrong, what an update changed, where the reports are."""

@@ -166,7 +166,7 @@ def _fail(report: pytest.TestReport, message: str) -> None:
 
 def _attach(report: pytest.TestReport, given: ProbeCase, outcome: Outcome) -> None:
     report.probe = {  # type: ignore[attr-defined]
-        "outcome": replace(outcome, points={}, nodeid=given.nodeid).as_dict(),
+        "outcome": replace(outcome, nodeid=given.nodeid).as_dict(),
         "refusal": given.refusal,
         "entry": None if given.entry is None else given.entry.as_dict(),
     }
@@ -185,7 +185,9 @@ def _extras(given: ProbeCase, outcome: Outcome) -> list[dict[str, Any]]:
     drawn, key = given.session.drawn, (given.settings.key, given.case.device, given.case.recipe)
     failed = outcome.status == "failed"
     healthy = all(layer.status != "failed" for layer in given.recipe)
-    if (failed and drawn[key] < PICTURED) or (healthy and not drawn[key] and outcome.points):
-        drawn[key] += 1
-        added.append(extras.png(base64.b64encode(recipe_picture(given.recipe, outcome)).decode()))
+    if (failed and drawn[key] < PICTURED) or (healthy and not drawn[key] and outcome.points.output):
+        picture = recipe_picture(given.recipe, outcome)
+        if picture is not None:
+            drawn[key] += 1
+            added.append(extras.png(base64.b64encode(picture).decode()))
     return added

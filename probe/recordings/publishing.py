@@ -122,7 +122,11 @@ def existing_recording(
     existing = read_recording(folder, verify=False)
     there = existing.manifest
     if other := differences(shared_facts(there, there.layout), shared_facts(begun, layout)):
-        raise RecordingError(f"{folder} holds a recording of something else: {'; '.join(other)}. Give another folder.")
+        only_layout = there.layout != layout and len(other) == 1
+        same = f"Record in that layout (--layout {there.layout}), or give" if only_layout else "Give"
+        raise RecordingError(
+            f"{folder} holds a recording of something else: {'; '.join(other)}. {same} another folder."
+        )
     clash = [recipe for recipe in new if recipe in there.recipes]
     if clash and not overwrite:
         advice = "Leave them out, give another folder, or overwrite them (--overwrite)."

@@ -46,7 +46,10 @@ class Document:
         if not rows:
             raise ValueError("a table needs at least one row. Say in words that there is none.")
         cells = [[_cell(row.get(name)) for name in rows[0]] for row in rows]
-        numeric = [any(cell.key is not None for cell in column) for column in zip(*cells, strict=True)]
+        columns_of = list(zip(*cells, strict=True))
+        numeric = [
+            any(cell.key is not None for cell in c) or all(cell == _cell(None) for cell in c) for c in columns_of
+        ]
         columns = [{"name": name, "numeric": number} for name, number in zip(rows[0], numeric, strict=True)]
         marked = list(zip(bad or [False] * len(rows), cells, strict=True))
         self._parts.append({"kind": "table", "caption": caption, "columns": columns, "rows": marked})

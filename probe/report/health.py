@@ -57,10 +57,12 @@ def write_health_page(folder: Path | str, checked: Sequence[Health], firsts: Seq
         page.text(_verdict(health))
         if health.first:
             page.pre("\n".join(f"{layer.name}: {text}" for layer in health.suspicious for text in layer.problems))
-        caption = (
-            "Dashed: limits. Shaded: what looks wrong. A typical |x| is the median of the tokens' mean |x|. The growth "
-            f"of the first layer is that from the embedding, of which only more than {EXPLOSION:g} is wrong."
-        )
+        caption = "Dashed: limits. Shaded: what looks wrong. A typical |x| is the median of the tokens' mean |x|. "
+        if any(layer.growth is not None for layer in health.layers):
+            caption += "The growth of the first layer is that from the embedding, of which only more than "
+            caption += f"{EXPLOSION:g} is wrong."
+        else:
+            caption += "No two adjacent layers of one shape were recorded, so growth and change are not known."
         page.picture(health_by_layer(health), alt=f"size and steps of every layer of {health.mode}", caption=caption)
         if health.first and drawn:
             picture = layer_picture(health.first, drawn)
@@ -91,7 +93,10 @@ def _row(layer: LayerHealth) -> dict[str, object]:
 
 
 def health_by_layer(health: Health) -> bytes:
-    """Size, growth and change of every tensor with their limits, and a panel for each kind of limit that was given."""
+    """Size, growth and change of every tensor with their limits, and a panel for each kind of limit that was given.
+
+    A panel without a value to draw is left out, but for that of the sizes.
+    """
     layers, limits = health.layers, health.limits
     peaks = [None if x.min is None or x.max is None else max(-x.min, x.max) for x in layers]
     sizes = [layer.size for layer in layers]
@@ -111,6 +116,7 @@ def health_by_layer(health: Health) -> bytes:
         changes = {"mean |change|": [x.mean_change for x in layers], "max |change|": [x.max_change for x in layers]}
         given = {"--factor x median": limits.get("mean_change"), "--max-change": limits.get("max_change")}
         panels.append(_Panel("change from the layer before", changes, given))
+    panels = [panels[0], *(panel for panel in panels[1:] if panel.has_values)]
     names, suspicious = [layer.name for layer in layers], [i for i, layer in enumerate(layers) if layer.problems]
     with figure.sheet(len(panels), columns=3, size=(12.5 / 3, 3.4)) as page:
         for axes, panel in zip(page.panels, panels, strict=True):
@@ -126,6 +132,11 @@ class _Panel(NamedTuple):
     title: str
     curves: Mapping[str, Sequence[float | None]]
     limits: Mapping[str, float | None]
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a logarithmic axis has a place for one of the values."""
+        return any(bool(np.isfinite(figure.positives(values)).any()) for values in self.curves.values())
 
 
 def _size_limits(layers: Sequence[LayerHealth]) -> dict[str, float | None]:
@@ -156,8 +167,8 @@ def _growth_limits(health: Health) -> dict[str, float | None]:
 
 def _draw(axes: Any, panel: _Panel) -> None:
     axes.set_title(panel.title)
-    if not any(np.isfinite(figure.positives(values)).any() for values in panel.curves.values()):
-        figure.note(axes, "no two adjacent layers of one shape were recorded")
+    if not panel.has_values:
+        figure.note(axes, "every value is 0 or not finite")
         return
     for colour, (name, values) in zip(figure.COLOURS, panel.curves.items(), strict=False):
         figure.line(axes, values, colour=colour, label=name)

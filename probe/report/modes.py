@@ -13,6 +13,7 @@ from probe.comparisons.samples import DrawnTensor
 from probe.metrics import Metrics
 from probe.report import figure
 from probe.report.document import Document
+from probe.words import shared_lines
 
 
 def write_modes_page(
@@ -30,9 +31,8 @@ def write_modes_page(
     page.heading("Summary")
     rows = [_summary_row(one) for one in comparisons]
     page.table(rows, bad=[bool(failures.get(one.compared_mode)) for one in comparisons])
-    for one in comparisons:
-        if one.weights is not None:
-            page.text(f"{one.compared_mode}: {one.weights.line}.")
+    for line in shared_lines((one.compared_mode, one.weights.line) for one in comparisons if one.weights is not None):
+        page.text(f"{line}.")
     wrong = [f"{mode}: {text}" for mode, texts in failures.items() for text in texts]
     if wrong:
         page.heading("Failures")

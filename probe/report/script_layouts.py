@@ -5,7 +5,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from probe.comparisons.modes import QUALITIES, LayerComparison, ModeComparison
 from probe.formats import Format
@@ -20,6 +20,8 @@ _TABLE_RULE = "-" * 100
 _COLUMNS = (("Mode", 11), ("Layer 0 MSE", 16), ("Layer 0 MAE", 13), ("Last Layer MSE", 16), ("Last Layer MAE", 16))
 #: Said of a recommended level where the sweep has no whole exponent.
 _NO_POWER = "Not a power of two, which the scale of this format is: sweep a range with a whole exponent"
+#: Levels with overflow, or with underflow, that have a paragraph of their own.
+MOST_ISSUES = 4
 #: The marks of each kind of advice on a sweep.
 MARKS = {"good": "✅", "fair": "⚠️ ", "poor": "🔴"}
 
@@ -157,12 +159,26 @@ def overflow_block(result: ScalingResult, found: Recommendation) -> list[str]:
         SINGLE,
     ]
     if over:
-        lines += ["🔴 OVERFLOW ISSUES:", SHORT, *(line for level in over for line in _overflow(result, level))]
+        lines += ["🔴 OVERFLOW ISSUES:", SHORT, *_issues(result, over, "overflow", _overflow)]
     if under:
-        lines += ["🟡 UNDERFLOW ISSUES:", SHORT, *(line for level in under for line in _underflow(result, level))]
+        lines += ["🟡 UNDERFLOW ISSUES:", SHORT, *_issues(result, under, "underflow", _underflow)]
     if significant:
         lines += [*_extremes(levels), SINGLE]
     return [*lines, *_avoid(found, over, under), DOUBLE]
+
+
+def _issues(
+    result: ScalingResult, levels: Sequence[Level], loss: str, write: Callable[[ScalingResult, Level], list[str]]
+) -> list[str]:
+    """A paragraph for every level; of many, for those that lose least and for the one that loses most."""
+    ranked = sorted(levels, key=lambda level: int(getattr(level, loss)))
+    shown = levels if len(levels) <= MOST_ISSUES else [*ranked[: MOST_ISSUES - 1], ranked[-1]]
+    lines = [line for level in levels if level in shown for line in write(result, level)]
+    if len(shown) < len(levels):
+        rest = [level.percent(getattr(level, loss)) for level in ranked[MOST_ISSUES - 1 : -1]]
+        left = f"  and {len(rest)} more levels, {min(rest):.2f}% to {max(rest):.2f}% {loss}"
+        lines += [f"{left}: every level is in the results (.txt, .csv, .json)", ""]
+    return lines
 
 
 def _issue(result: ScalingResult, level: Level, figures: dict[str, str], severity: str) -> list[str]:

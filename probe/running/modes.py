@@ -112,6 +112,11 @@ def find_mode(name: str) -> Mode:
     return look_up("mode", named if named in MODES else name, MODES, see="List them with: probe modes")
 
 
+def is_mode(name: str) -> bool:
+    """Whether there is such a mode, in either spelling."""
+    return any(name in (mode.name, mode.id) for mode in MODES.values())
+
+
 def expand_modes(names: list[str]) -> list[Mode]:
     """Modes and groups, in order, each mode once."""
     plain = [mode for name in names for mode in GROUPS.get(name, (name,))]

@@ -96,6 +96,29 @@ def test_the_page_names_the_first_and_shows_it(folder: Path) -> None:
     assert page.count('<tr class="bad">') == 1
 
 
+def test_layers_that_are_not_adjacent_have_no_empty_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[str]] = []
+    png = Sheet.png
+
+    def keep(page: Sheet, **options: int | None) -> bytes:
+        drawn.append([axes.get_title(loc="left") for axes in page.panels])
+        return png(page, **options)
+
+    monkeypatch.setattr(Sheet, "png", keep)
+    two = {"layer_0.output": plain()["layer_0.output"], "layer_7.output": plain()["layer_1.output"]}
+    folder = str(recorded(tmp_path / "r", {"fp32": two, "bf16": plain(layers=4)}).folder)
+    assert main(["check", folder, "--report", str(tmp_path)]) == 0
+    assert drawn[0] == ["size of the values"]
+    assert drawn[1] == [
+        "size of the values",
+        "growth from the layer before",
+        "change from the layer before, relative to it",
+    ]
+    page = (tmp_path / "check.html").read_text()
+    assert page.count("No two adjacent layers of one shape were recorded, so growth and change are not known.") == 1
+    assert page.count("The growth of the first layer") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -252,7 +252,9 @@ def test_bad_input_is_one_message_and_two(
 def test_only_the_reference_is_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = recorded(tmp_path / "r", {"fp32": plain()}).folder
     assert main(["compare", "all", "--dir", str(where)]) == 2
-    assert capsys.readouterr().err.endswith("has only the reference, fp32. Record modes to compare with it.\n")
+    command = f"probe record --modes quant_only --out {where}"
+    wanted = f"has only the reference, fp32. Record modes to compare with it: {command}\n"
+    assert capsys.readouterr().err.endswith(wanted)
 
 
 def test_a_limit_that_is_no_number_is_refused(folder: Path) -> None:

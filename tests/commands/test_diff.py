@@ -116,6 +116,9 @@ def test_the_report_of_identical_and_of_mismatched_recordings(
     ("arguments", "message"),
     [
         (["{a}", "nowhere"], "there is no folder nowhere."),
+        (["{a}"], "1 recordings are given by place or name, expected two: probe diff A B, or probe diff --gpu-path A"),
+        (["--gpu-path", "{a}"], "1 recordings are given by place or name, expected two: "),
+        (["{a}", "{a}", "--gpu-path", "{a}"], "3 recordings are given by place or name, expected two: "),
         (["{a}", "{a}", "--recipe", "1", "2", "3"], "--recipe has 3 names. Give one for both, or one for A and one"),
         (["{a}", "{a}", "--recipe", "2-1"], "has no mode '2-1'."),
         (["{a}", "{a}", "--layers", "nothing"], "layers 'nothing' matches none of"),
@@ -131,6 +134,16 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert err.startswith("probe: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_the_command_of_the_fourth_document_works_as_it_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, a: Recording
+) -> None:
+    theirs = ("--gpu-path", a.folder, "--neuron-path", a.folder, "--layer-pattern", "layer_*")
+    code, out, _ = run(capsys, "diff", *theirs, "--report-path", tmp_path / "reports")
+    assert code == 0
+    assert "Verdict: identical" in out
+    assert (tmp_path / "reports" / "diff.html").exists()
 
 
 def test_what_a_recording_says_never_reaches_the_terminal_as_a_command(

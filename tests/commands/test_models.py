@@ -1,6 +1,7 @@
 """The commands modes, layers and errors, and what they are made of."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def test_errors_is_a_row_per_recipe_with_every_layer_and_the_whole_model(capsys:
         "mode_3-int8",
         "mode_3-fp4_e2m1",
     ]
-    assert lines[1].split()[1] == "0.000e+00"
+    assert lines[1].split()[1:] == [*["0.000e+00"] * 5, "1.0000", lines[1].split()[7], "0.0000"]
+    assert all(re.fullmatch(r"\d\.\d{3}e[+-]\d\d", line.split()[5]) for line in lines[1:6])
     assert "[5/5] mode_3-fp4_e2m1" in err
 
 

@@ -55,6 +55,40 @@ def test_quantize_of_the_script_is_accepted_with_modes_that_quantize(
     assert not Path("other").exists()
 
 
+def test_the_commands_of_the_first_document_work_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seed 000: the name of the model by its place, the weights by --pretrained_dir."""
+    monkeypatch.chdir(tmp_path)
+    model: Any = probe.load_model("tiny-mamba").model
+    model.save_pretrained("weights")
+    theirs = ("quamba-130m-w8a8", "--pretrained_dir", "weights")
+    small = ("--samples", "1", "--seqlen", "16", "--calib_data_num", "2", "--calib_seqlen", "16")
+    code, out, _ = run(capsys, *theirs, "--mode", "fp32", "--output_dir", "layer_outputs", *small)
+    assert code == 0
+    assert "layer_outputs: fp32; " in out
+    assert read_recording("layer_outputs").manifest.model == "quamba-130m-w8a8"
+    assert main(["compare", "2-1"]) == 2
+    next_command = "It has: fp32. Record it: probe record --modes 2-1 --out layer_outputs\n"
+    assert capsys.readouterr().err.endswith(next_command)
+    code, out, _ = run(capsys, *theirs, "--mode", "2-1", "--quantize", "--output_dir", "layer_outputs", *small)
+    assert code == 0
+    assert main(["compare", "2-1", "--reference", "fp32", "--output_dir", "layer_outputs"]) == 0
+
+
+def test_a_folder_of_another_layout_says_which_option_adds_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "--mode", "fp32", "--layout", "npy", *SMALL)[0] == 0
+    code, _, err = run(capsys, "--mode", "2-1", *SMALL)
+    assert code == 2
+    assert err.endswith("layout npy -> safetensors. Record in that layout (--layout npy), or give another folder.\n")
+    code, _, err = run(capsys, "--mode", "2-1", *SMALL, "--samples", "1")
+    assert code == 2
+    assert err.endswith("Give another folder.\n"), "another layout would not help"
+
+
 def test_every_option_reaches_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
@@ -92,6 +126,15 @@ def test_it_says_what_it_does_and_where_it_is(tmp_path: Path, capsys: pytest.Cap
     ]
 
 
+@pytest.mark.parametrize("name", ["2-1", "mode_2_1", "essential"])
+def test_a_mode_in_the_place_of_the_model_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    code, out, err = run(capsys, name, "--out", str(tmp_path / "r"), *SMALL)
+    assert (code, out) == (2, "")
+    assert err == f"probe: error: {name} stands in the place of the model, and it is a mode. Write: --modes {name}\n"
+
+
 @pytest.mark.parametrize("to", ["-", "file"])
 def test_the_manifest_goes_to_a_pipe_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str) -> None:
     place = "-" if to == "-" else str(tmp_path / "m.json")
@@ -104,6 +147,7 @@ def test_the_manifest_goes_to_a_pipe_or_a_file(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--model", "a"], "two models are given, tiny-mamba and --model a. Leave one of them out."),
         (["--taps", "scans"], "unknown tap 'scans'. Did you mean 'scan'?"),
         (["--seqlen", "70000"], "the text has 65536 tokens"),
         (["--layout", "csv"], "unknown layout 'csv'"),
@@ -117,7 +161,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: Any, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "--modes", "fp32", *SMALL, *arguments)
+    code, out, err = run(capsys, "tiny-mamba", "--modes", "fp32", *SMALL, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("probe: error: ")
     assert message in err

@@ -55,7 +55,11 @@ def test_record_and_compare(
     compared = run(capsys, "compare", "linear_w", "--dir", "r", "--save", "one.json", "--report", "page")
     assert LINE in compared.splitlines()
     assert json.loads((tmp_path / "one.json").read_text())["weights"]["on_grid"] == 35_840
-    assert "weights on a grid: 99.5 %" in (tmp_path / "page" / "compare.html").read_text()
+    page = (tmp_path / "page" / "compare.html").read_text()
+    assert "weights on a grid: 99.5 %" in page
+    run(capsys, "record", *MIXTRAL, *SMALL, "--modes", "linear_wa", "--out", "r")
+    run(capsys, "compare", "all", "--dir", "r", "--report", "all")
+    assert (tmp_path / "all" / "compare.html").read_text().count("weights on a grid: ") == 1, "both modes share it"
 
 
 @pytest.mark.parametrize(

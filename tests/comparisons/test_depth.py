@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from probe import check, compare, diff
@@ -41,6 +42,17 @@ def test_four_times_the_layers_make_about_four_times_as_many_calls(
     """Calls are counted, not seconds: a search or a sort of all layers at every layer calls a function for each."""
     run(*folders[FEW])  # numbers and modules that are loaded once
     calls = {layers: _calls(partial(run, *pair)) for layers, pair in folders.items()}
+    assert calls[MANY] < 1.5 * MANY / FEW * calls[FEW]
+
+
+def test_an_archive_of_many_layers_is_not_read_from_its_start_for_each(tmp_path: Path) -> None:
+    files = {}
+    for layers in (FEW, MANY):
+        arrays = {f"mode_fp32_{name.replace('.', '_')}": x.numpy() for name, x in plain(layers=layers).items()}
+        files[layers] = tmp_path / f"{layers}.npz"
+        np.savez_compressed(files[layers], allow_pickle=False, **arrays)
+    check(files[FEW])
+    calls = {layers: _calls(partial(check, file)) for layers, file in files.items()}
     assert calls[MANY] < 1.5 * MANY / FEW * calls[FEW]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from probe.gate.golden_values import KEPT, MOVED, Golden, flat, gap, parted
+from probe.gate.golden_values import KEPT, MOVED, POINTS, Golden, flat, gap, parted, with_golden
 from probe.numerics.sketches import SAMPLE, SKETCH, places_of
 
 COUNT = 5000
@@ -25,7 +25,7 @@ def test_values_do_not_depend_on_how_the_stream_was_cut(cuts: list[int]) -> None
     whole, parts = golden(X), golden(X, *cuts)
     assert np.array_equal(whole.sample, parts.sample)
     assert np.allclose(whole.sketch, parts.sketch, rtol=0, atol=1e-9)
-    assert np.array_equal(whole.points, parts.points)
+    assert whole.points() == parts.points()
 
 
 @given(st.integers(0, COUNT - 1))
@@ -75,3 +75,36 @@ def test_a_row_is_parted_as_it_was_made_and_another_length_is_refused() -> None:
 def test_more_elements_than_announced_are_refused() -> None:
     with pytest.raises(ValueError, match="more than the 3 elements"):
         Golden(3).update(torch.zeros(4), torch.zeros(4))
+
+
+def test_points_are_elements_of_both_tensors_and_their_indices_say_which() -> None:
+    output, reference = torch.randn(6, 10, 50, generator=G), torch.randn(6, 10, 50, generator=G)
+    made = Golden(output.numel())
+    for rows in (slice(0, 2), slice(2, 6)):
+        made.update(output[rows], reference[rows])
+    points = made.points()
+    assert len(points.output) == POINTS + SAMPLE
+    for number, (x, y) in enumerate(zip(points.reference, points.output, strict=True)):
+        index = points.index(number)
+        assert (x, y) == (reference[index].item(), output[index].item())
+    assert len({points.index(number) for number in range(POINTS)}) == POINTS
+
+
+def test_points_of_outputs_of_any_number_of_axes_have_an_index() -> None:
+    flat_output, image = torch.randn(COUNT), torch.randn(8, 3, 5, 7)
+    for output in (flat_output, image):
+        made = Golden(output.numel())
+        made.update(output, output)
+        points = made.points()
+        assert all(output[points.index(n)].item() == x for n, x in enumerate(points.output))
+
+
+def test_the_golden_values_of_points_are_those_of_the_sample() -> None:
+    made, before = golden(X), golden(X + 1)
+    points = with_golden(made.points(), before.values())
+    assert [now - then for now, then in zip(points.output[POINTS:], points.golden[POINTS:], strict=True)] == (
+        pytest.approx([-1.0] * SAMPLE, rel=1e-5)
+    )
+    assert all(np.isnan(points.golden[:POINTS]))
+    for nothing in (None, before.values()[:SKETCH]):
+        assert len(with_golden(made.points(), nothing).golden) == 0

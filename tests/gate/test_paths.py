@@ -11,7 +11,7 @@ from probe.formats import GATE_FORMATS
 from probe.gate.cases import Case, Figure, Outcome
 from probe.gate.golden_values import HALF, flat, parted, sketch_of
 from probe.gate.observations import Observation, observe
-from probe.gate.path_causes import path_cause
+from probe.gate.path_causes import path_cause, token_profile
 from probe.gate.path_figures import CLOSE, PrefillRows, path_figures
 from probe.gate.tolerances import RULES, is_of_values, rule_of
 from probe.models.loading import load_model
@@ -86,6 +86,12 @@ def test_a_users_mode_has_no_bound() -> None:
 
 def judged(path: Path, change: Tensor) -> tuple[list[str], str]:
     """What is wrong with a path whose typical error is 1, and the cause, after `change` was added by token."""
+    outcome, seen = failed(path, change)
+    assert seen.path is not None
+    return [text for _, text in seen.path.wrong], path_cause(outcome, seen, None, {})
+
+
+def failed(path: Path, change: Tensor) -> tuple[Outcome, Observation]:
     torch.manual_seed(0)
     prefill = PrefillRows(["layer_0"], path.rows)
     whole = torch.randn(path.rows, path.seqlen, 16)
@@ -95,8 +101,7 @@ def judged(path: Path, change: Tensor) -> tuple[list[str], str]:
     seen = Observation(dict(found.figures), found.values, found.counts, units=found.units, path=found)
     case = Case("mode_0", path.name, "cpu", "int8")
     figures = {name: Figure(value, moved=True) for name, value in found.figures.items()}
-    outcome = Outcome("tiny-mamba", case, "failed", "drift", figures=figures)
-    return [text for _, text in found.wrong], path_cause(outcome, seen, None, {})
+    return Outcome("tiny-mamba", case, "failed", "drift", figures=figures), seen
 
 
 def decoded(path: Path, sizes: list[float]) -> Tensor:
@@ -127,6 +132,26 @@ def test_the_cause_says_which_tokens_differ(sizes: list[float], words: str) -> N
     wrong, cause = judged(path, decoded(path, sizes))
     assert len(wrong) == 1
     assert words in cause
+
+
+def test_the_profile_has_the_worst_row_of_every_token_counted_as_in_the_message() -> None:
+    path = paths_of(2, 64)["decode"]
+    change = decoded(path, [0.1 * n for n in range(8)])
+    change[-1] *= 3  # the second row of the last token
+    outcome, seen = failed(path, change)
+    profile = token_profile(outcome, seen)
+    assert list(profile.tokens) == list(range(1, 41))
+    expected = [0.0] * 33 + [0.1 * n for n in range(1, 7)] + [2.1]
+    assert list(profile.relations) == ["layer_0"]
+    assert list(profile.relations["layer_0"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_path_of_one_long_row_has_a_profile_of_the_tokens_that_the_prefill_has() -> None:
+    path = paths_of(2, 64)["ragged"]
+    outcome, seen = failed(path, torch.full((len(path.places),), 0.5))
+    profile = token_profile(outcome, seen)
+    assert list(profile.tokens) == list(range(1, 65)), "beyond its first row there is no prefill of the same tokens"
+    assert token_profile(outcome, Observation({}, {}, {})).tokens == ()
 
 
 def test_padding_is_told_by_its_side() -> None:

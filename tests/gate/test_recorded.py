@@ -34,7 +34,7 @@ def test_a_recording_is_judged_as_the_run_itself(
         assert one.counts == only(kinds, live[label].counts)
         assert one.flaws == ()
         assert one.figures
-    assert len(from_disk["layer_0"].points["output"]) == len(live["layer_0"].points["output"])
+    assert len(from_disk["layer_0"].points.output) == len(live["layer_0"].points.output)
 
 
 def test_the_batches_of_the_reference_need_not_be_those_of_the_recording(

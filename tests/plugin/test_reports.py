@@ -35,6 +35,47 @@ def test_a_failing_case_is_found_expanded_and_pictured(
         assert page.get_log("browser") == []
 
 
+def test_the_page_has_its_own_title_and_no_empty_rows(project: Run, pytester: pytest.Pytester) -> None:
+    project("--update-baselines")
+    assert project(*HTML).ret == 0
+    with open_report(pytester.path / "out" / "report.html") as page:
+        assert page.title == "probe: 8 cases passed (network:make)"
+        assert page.execute_script("return document.getElementById('title').innerText") == page.title
+        page.execute_script("document.getElementById('show_all_details').click()")
+        found = page.execute_script("""
+        const seen = selector => [...document.querySelectorAll(selector)].filter(each => each.checkVisibility()).length
+        return [seen('.probe-figures'), seen('.logwrapper'), document.body.innerText.includes('No log output')]
+        """)
+        assert found == [8, 0, False]
+    project(*HTML, fault="scale")
+    text = (pytester.path / "out" / "report.html").read_text()
+    assert '<title id="head-title">probe: 4 of 8 cases failed (network:make)</title>' in text
+
+
+def test_a_title_of_the_users_and_what_tests_print_are_kept(project: Run, pytester: pytest.Pytester) -> None:
+    project("--update-baselines")
+
+    def after() -> None:
+        with (pytester.path / "conftest.py").open("a") as file:
+            file.write("\ndef pytest_html_report_title(report):\n    report.title = 'nightly'\n")
+        other = "def test_prints():\n    print('hello there')\n\ndef test_quiet():\n    pass\n"
+        (pytester.path / "test_other.py").write_text(other)
+
+    assert project(*HTML, after=after).ret == 0
+    text = (pytester.path / "out" / "report.html").read_text()
+    assert '<title id="head-title">nightly</title>' in text
+    assert "hello there" in text
+    assert text.count("No log output captured") == 1, "of the test that is not the gate's"
+
+
+def test_a_project_without_cases_has_the_report_of_pytest_html(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_one(): pass")
+    pytester.runpytest_subprocess("-p", "probe.plugin", *HTML)
+    text = (pytester.path / "out" / "report.html").read_text()
+    assert '<title id="head-title">report.html</title>' in text
+    assert "No log output captured" in text
+
+
 def test_a_green_run_draws_each_recipe_once(project: Run, pytester: pytest.Pytester) -> None:
     project("--update-baselines")
     assert project(*HTML).ret == 0

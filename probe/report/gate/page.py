@@ -8,6 +8,7 @@ from urllib.parse import quote
 from probe.gate.accounting import NOTHING_STORED, Account
 from probe.gate.cases import Figure, Outcome
 from probe.report.document import render
+from probe.report.gate.elements import worst_elements
 from probe.report.gate.recipes import (
     HeatMap,
     Run,
@@ -23,14 +24,8 @@ from probe.report.gate.recipes import (
 from probe.report.gate.text import heading, story
 from probe.report.numbers import change, number, ranked, short, tolerance, value
 from probe.running.environment import differences
-from probe.words import LOGITS, OUTSIDE, PATHS, single_line
+from probe.words import BESIDE, first_few, single_line
 
-#: What the columns beside the layers show.
-TITLES = {
-    **{name: f"{name}: mse against the float one, given the reference's input" for name in OUTSIDE},
-    **{name: f"{name}: the largest difference from the prefill, in units of the recipe's own error" for name in PATHS},
-    LOGITS: "KL divergence of the logits",
-}
 #: The shades of the heat maps, from little error to much; gate.css has a class for each.
 SHADES = 33
 
@@ -59,14 +54,28 @@ def front(
     )
 
 
+def title(outcomes: Sequence[Outcome], *, problems: int) -> str:
+    """The title of the report: whether the run passed, in words that a tab of a browser has room for."""
+    failed = sum(one.status == "failed" for one in outcomes)
+    models = first_few(list(dict.fromkeys(one.model for one in outcomes)))
+    end = "passed" if not problems else f"judged, {problems} {'problems' if problems > 1 else 'problem'}"
+    what = f"{failed} of {len(outcomes)} cases failed" if failed else f"{len(outcomes)} cases {end}"
+    return f"probe: {what}" + (f" ({single_line(models, most=80)})" if models else "")
+
+
 def figure_table(outcome: Outcome) -> str:
-    """The message, and every figure with its baseline and its tolerance: those that moved come first."""
+    """The message, and every figure with its baseline and its tolerance: those that moved come first.
+
+    And, of a case that failed, the elements that are furthest from the baseline.
+    """
     lines = [outcome.message, *outcome.details]
     lines += [f"likely cause: {outcome.cause}"] if outcome.cause else []
     lines += [f"baseline: {outcome.baseline_file}"] if outcome.baseline_file else []
     order = sorted(ranked(outcome.figures), key=lambda item: not item[1].moved)
     rows = [{"moved": figure.moved, "cells": _figure_cells(name, figure)} for name, figure in order]
-    return render("case.html", heading=heading(outcome), lines=[line for line in lines if line], rows=rows)
+    told = [line for line in lines if line]
+    elements = worst_elements(outcome) if outcome.status == "failed" else None
+    return render("case.html", heading=heading(outcome), lines=told, rows=rows, elements=elements)
 
 
 def name_cell(nodeid: str) -> str:
@@ -110,17 +119,24 @@ def _maps(maps: Sequence[HeatMap]) -> dict[str, Any]:
     high = max(high, low + 1)
     marks = range(low, high + 1, math.ceil((high - low) / 10))
     legend = [{"shade": _shade(10.0**mark, low, high), "text": f"1e{mark}"} for mark in marks]
-    return {"legend": legend, "maps": [_map(heat, low, high) for heat in maps]}
+    shown = dict.fromkeys(
+        one.words for heat in maps for one, name in zip(heat.shown, heat.layers, strict=True) if name not in BESIDE
+    )
+    return {"legend": legend, "shaded": ", ".join(shown), "maps": [_map(heat, low, high) for heat in maps]}
 
 
 def _map(heat: HeatMap, low: int, high: int) -> dict[str, Any]:
-    titles = [TITLES.get(name, name) for name in heat.layers]
-    places = [[label in group for group in (OUTSIDE, PATHS, (LOGITS,))] for label in heat.layers]
-    starts = [place > 0 and places[place] != places[place - 1] for place in range(len(places))]
+    shown = heat.shown
+    titles = [f"{name}: {one.sentence}" for name, one in zip(heat.layers, shown, strict=True)]
+    starts = [place > 0 and shown[place] != shown[place - 1] for place in range(len(shown))]
     return {
         "title": heat.title,
         "failed": sum(cell.status == "failed" for cell in heat.cells()),
         "count": heat.cases,
+        "groups": [
+            {"words": one.words, "title": one.sentence, "count": len(labels), "starts": place > 0}
+            for place, (one, labels) in enumerate(heat.groups)
+        ],
         "columns": [
             {"title": title, "label": label, "starts": start}
             for title, label, start in zip(titles, heat.labels, starts, strict=True)

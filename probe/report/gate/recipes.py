@@ -4,11 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import get_args
 
 from probe.gate.cases import Case, Outcome, Verdict
 from probe.report.numbers import short, value
-from probe.words import BESIDE, LOGITS, PATHS, flow_key, natural_key, shared_lines, short_names
+from probe.words import BESIDE, LOGITS, OUTSIDE, PATHS, flow_key, natural_key, shared_lines, short_names
 
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 
@@ -153,6 +154,29 @@ def layer_names(runs: Sequence[Run]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What the cells of a column show: in a word or two, and in a sentence."""
+
+    words: str
+    sentence: str
+
+
+#: By figure, in the order in which a cell takes the first that its case has.
+SHOWN = {
+    "propagated.mse": Shown("propagated mse", "mse against the float layer, inside the whole quantized model"),
+    "injected.mse": Shown("injected mse", "mse against the float layer, given the reference's input"),
+    "scaling.mse": Shown("mse of the scale", "mse of the tensor at the recommended scale"),
+    "outside.mse": Shown("mse", "mse against the float one, given the reference's input"),
+    "logits.kl": Shown("KL", "KL divergence of the logits from those of the float model"),
+}
+OF_PATH = Shown(
+    "from prefill or baseline",
+    "the largest difference of a layer from the prefill or from the baseline, in units of the layer's own error",
+)
+_USUAL = {**dict.fromkeys(OUTSIDE, "outside.mse"), LOGITS: "logits.kl"}
+
+
+@dataclass(frozen=True)
 class HeatMap:
     """One model and format. A cell is None where the matrix has no case."""
 
@@ -166,6 +190,17 @@ class HeatMap:
         """Short names of the layers for the headers of the columns."""
         different = short_names([name for name in self.layers if name not in BESIDE])
         return different + [name for name in self.layers if name in BESIDE]
+
+    @property
+    def shown(self) -> list[Shown]:
+        """What the cells of each column show."""
+        return [shown_of(name, (row[place] for _, row in self.rows)) for place, name in enumerate(self.layers)]
+
+    @property
+    def groups(self) -> list[tuple[Shown, list[str]]]:
+        """Neighbouring columns that show the same, with their labels."""
+        columns = zip(self.shown, self.labels, strict=True)
+        return [(shown, [label for _, label in same]) for shown, same in groupby(columns, key=lambda pair: pair[0])]
 
     def cells(self) -> Iterator[Outcome]:
         """The outcomes of all cells that have a case."""
@@ -204,12 +239,29 @@ def _heat_map(runs: Sequence[Run], title: str) -> HeatMap:
 
 
 def error_of(outcome: Outcome) -> float | None:
-    """The error that a cell shows: the propagated mse of a layer, or what ERRORS says of other cases."""
-    if outcome.case.layer in PATHS and not is_layer(outcome):
-        return max(
-            (one.new for name, one in outcome.figures.items() if name.startswith("relation.") and one.new), default=0.0
-        )
-    return value(outcome.figures, "propagated.mse", "injected.mse", "scaling.mse", "outside.mse", "logits.kl")
+    """The error that a cell shows, a figure of SHOWN."""
+    if is_path(outcome):
+        known = [one.new for name, one in outcome.figures.items() if name.startswith(_OF_PATHS) and one.new is not None]
+        return max(known, default=None)
+    return value(outcome.figures, *SHOWN)
+
+
+def is_path(outcome: Outcome) -> bool:
+    """Whether the case is of a path; a module that was selected by name may be called `decode` too."""
+    return outcome.case.layer in PATHS and not is_layer(outcome)
+
+
+_OF_PATHS = ("relation.", "distance.")
+
+
+def shown_of(label: str, cells: Iterable[Outcome | None]) -> Shown:
+    """What the cells of a column show; of a column without figures, what they would."""
+    measured = [cell for cell in cells if cell and error_of(cell) is not None]
+    if measured and is_path(measured[0]):
+        return OF_PATH
+    names = [name for name in SHOWN if any(name in cell.figures for cell in measured)]
+    usual = OF_PATH if label in PATHS else SHOWN[_USUAL.get(label, "propagated.mse")]
+    return SHOWN[names[0]] if names else usual
 
 
 def cell_text(outcome: Outcome) -> str:

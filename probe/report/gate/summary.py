@@ -12,7 +12,7 @@ from probe.report.gate.text import selection
 from probe.report.numbers import change, ranked, tolerance
 from probe.running.environment import differences
 from probe.version import VERSION
-from probe.words import first_few, single_line
+from probe.words import BESIDE, first_few, single_line
 
 Facts = Mapping[str, str]
 #: The version of the layout of summary.json; it goes up when a key changes its meaning or disappears.
@@ -75,9 +75,11 @@ def markdown(
         command = selection(failing[0].failing[0])
         if len(text) + len(command) < MOST_CHARACTERS // 2 + 5000:
             text += f"\nRerun the first with: {code(command)}\n"
-    tables = [_heat_table(heat) for heat in heat_maps(outcomes)]
+    maps = heat_maps(outcomes)
+    tables = [_heat_table(heat) for heat in maps]
     if tables:
-        head, foot = "\n<details><summary>Error by mode and layer</summary>\n\n", "\n</details>\n"
+        head = f"\n<details><summary>Error by mode and layer</summary>\n\n{_columns(maps)}.\n\n"
+        foot = "\n</details>\n"
         text += head + _as_fits(tables, MOST_CHARACTERS - len(text) - len(head) - len(foot), "tables") + foot
     return text
 
@@ -119,7 +121,7 @@ def _recipe(run: Run) -> dict[str, Any]:
 
 def _case(outcome: Outcome) -> dict[str, Any]:
     facts = outcome.as_dict()
-    del facts["points"], facts["weights"], facts["not_run"]
+    del facts["weights"], facts["not_run"]
     return dict(finite({"id": str(outcome.case), **facts.pop("case"), **facts}))
 
 
@@ -144,9 +146,24 @@ def _heat_table(heat: HeatMap) -> str:
         return "" if cell is None else f"**✗ {cell_text(cell)}**" if cell.status == "failed" else cell_text(cell)
 
     labels = [harmless(label, most=30) for label in heat.labels]
-    head = f"**{harmless(heat.title)}**: propagated mse of layers\n\n| layer | {' | '.join(labels)} |"
+    head = f"**{harmless(heat.title)}**\n\n| layer | {' | '.join(labels)} |"
     rows = [f"| {code(label)} | {' | '.join(map(text, cells))} |" for label, cells in heat.rows]
     return "\n".join([head, "|---" * (len(labels) + 1) + "|", *rows]) + "\n\n"
+
+
+def _columns(maps: Sequence[HeatMap]) -> str:
+    """What the columns of the tables show, each kind of column once."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for heat in maps:
+        for name, one in zip(heat.layers, heat.shown, strict=True):
+            titles = found.setdefault(one.sentence, {}).setdefault(name if name in BESIDE else "layers", [])
+            titles += [heat.title] if heat.title not in titles else []
+    several = sum("layers" in names for names in found.values()) > 1
+    parts = []
+    for sentence, names in found.items():
+        of_maps = f" of {first_few(names['layers'], ', ', most=4)}" if several and "layers" in names else ""
+        parts.append(f"{', '.join(names)}{of_maps}: {sentence}")
+    return harmless("; ".join(parts), most=1000)
 
 
 def _as_fits(parts: Sequence[str], room: int, name: str) -> str:

@@ -102,8 +102,8 @@ def _section(page: Document, one: AnalysedTensor) -> None:
     page.text(recommended_line(result, advice))
     if one.alternatives:
         page.table([_alternative_row(other) for other in one.alternatives], "What other scales would cost.")
-    for png, what in zip(one.plots, ("six figures", "summary"), strict=False):
-        page.picture(png, alt=f"{what} of {result.name} in {result.format} over the scale exponent")
+    for png in one.plots[:1]:  # the summary, a file of its own, has three of the six panels
+        page.picture(png, alt=f"six figures of {result.name} in {result.format} over the scale exponent")
     if one.rules:
         first = one.rules[0]
         rows = [_rule_row(rule) for rule in one.rules]

@@ -47,8 +47,12 @@
     }
     if (event.target.closest?.('td.extra:has(.probe-figures) .media img')) event.stopPropagation()  // no empty tab
   }, true)
-  document.addEventListener('DOMContentLoaded', () => {
-    document.getElementById('environment-header')?.click()  // what was run on is shown with the stories
+  // The front has its own headings. What pytest-html knows of the environment goes below what the gate does.
+  document.querySelector('.summary__data > h2')?.remove()
+  document.addEventListener('DOMContentLoaded', () => {  // pytest-html has bound the header by now
+    const known = document.getElementById('environment')
+    if (known) document.getElementById('probe-environment').append(known)
+    document.getElementById('environment-header')?.remove()
     toStory()
   })
   window.addEventListener('hashchange', toStory)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from probe.gate.cases import Case, Figure, Outcome
-from probe.words import LOGITS
+from probe.gate.cases import Case, Figure, Outcome, Points, TokenProfile
+from probe.words import LOGITS, OUTSIDE, PATHS
 
 #: What a model or a user may call things. Nothing of it may run or break a line.
 NASTY = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>|`@user\n$x^\x1b[31m"
@@ -29,10 +29,16 @@ def correlation(old: float, new: float, *, tolerance: float = 2e-6) -> Figure:
     return Figure(new, old, tolerance, moved, ("worse" if new < old else "better") if moved else "")
 
 
-def points(count: int = 256, *, noise: float = 0.02, bias: float = 0.0, seed: int = 0) -> dict[str, list[float]]:
+def points(
+    count: int = 256, *, noise: float = 0.02, bias: float = 0.0, seed: int = 0, moved: float | None = None
+) -> Points:
+    """Elements of 4 sequences of 16 tokens; with `moved`, the last 40 have golden values, that far away."""
     pick = random.Random(seed)
     reference = [pick.gauss(0, 0.6) for _ in range(count)]
-    return {"reference": reference, "output": [x + bias + pick.gauss(0, noise) for x in reference]}
+    output = [x + bias + pick.gauss(0, noise) for x in reference]
+    golden = [] if moved is None else [math.nan] * (count - 40) + [x + moved * pick.gauss(0, 1) for x in output[-40:]]
+    places = [number * 4 * 16 * 32 // count for number in range(count)]
+    return Points(reference, output, golden, places, (16, 32))
 
 
 def layer(index: int, recipe: Case, *, own: float = 1.0, inherited: float = 1.0, model: str = "tiny-mamba") -> Outcome:
@@ -63,7 +69,7 @@ def layer(index: int, recipe: Case, *, own: float = 1.0, inherited: float = 1.0,
         details=("mean of the difference is 0.46 of its standard deviation",) if own > 1 else (),
         cause=CAUSE if own > 1 else "",
         figures=figures,
-        points=points(noise=mse**0.5, bias=0.01 if own > 1 else 0.0, seed=index),
+        points=points(noise=mse**0.5, bias=0.01 if own > 1 else 0.0, seed=index, moved=(own > 1) * mse**0.5),
         nodeid=f"test_gate.py::test_matches_baseline[{case}]",
         baseline_file=f"baselines/{model}/cpu/{case.mode}.json",
     )
@@ -84,9 +90,56 @@ def logits(recipe: Case, *, factor: float = 1.0, model: str = "tiny-mamba") -> O
         verdict="drift" if bad else None,
         message="The logits moved." if bad else "",
         figures=figures,
+        points=points(seed=11),
         nodeid=f"test_gate.py::test_matches_baseline[{case}]",
         baseline_file=f"baselines/{model}/cpu/{case.mode}.json",
     )
+
+
+def outside(label: str, recipe: Case, *, mse: float = 0.0, model: str = "tiny-mamba") -> Outcome:
+    """The embedding, the norm or the head, which must be the float one."""
+    case = replace(recipe, layer=label)
+    return Outcome(
+        model=model,
+        case=case,
+        status="failed" if mse else "passed",
+        verdict="not float" if mse else None,
+        message=f"the {label} is not the float one" if mse else "",
+        figures={"outside.mse": figure(0.0, tolerance=0.0) if not mse else Figure(mse, 0.0, 0.0, True, "worse")},
+        points=points(noise=mse**0.5, seed=7),
+        nodeid=f"test_gate.py::test_matches_baseline[{case}]",
+    )
+
+
+def path(label: str, recipe: Case, *, relation: float = 0.0, model: str = "tiny-mamba") -> Outcome:
+    """A path of four layers, whose layer_1 is `relation` of its own error away from the prefill."""
+    case = replace(recipe, layer=label)
+    figures = {
+        f"relation.layer_{n}": Figure(relation if n == 1 else 0.0, 0.0, 1e-3, n == 1 and relation > 0) for n in range(4)
+    }
+    figures |= {
+        f"distance.layer_{n}": Figure(0.7 * relation if n == 1 else 1e-6, 0.0, 0.04, n == 1 and relation > 0)
+        for n in range(4)
+    }
+    by_token = [0.0] * 40 + [relation * (1 + 0.1 * n) for n in range(8)]
+    return Outcome(
+        model=model,
+        case=case,
+        status="failed" if relation else "passed",
+        verdict="differs from prefill" if relation else None,
+        message=f"{label} differs from the prefill" if relation else "",
+        figures=figures,
+        profile=TokenProfile(range(48), {"layer_1": by_token}) if relation else TokenProfile(),
+        nodeid=f"test_gate.py::test_matches_baseline[{case}]",
+    )
+
+
+def beside(recipe: Case, *, head: float = 0.0, decode: float = 0.0, model: str = "tiny-mamba") -> list[Outcome]:
+    """All cases beside the layers and the logits; the head and decode may be wrong."""
+    return [
+        *(outside(label, recipe, mse=head if label == "head" else 0.0, model=model) for label in OUTSIDE),
+        *(path(label, recipe, relation=decode if label == "decode" else 0.0, model=model) for label in PATHS),
+    ]
 
 
 def recipe(

@@ -51,10 +51,7 @@ def pytest_runtest_makereport(item, call):
         return
     if outcome.status == "failed" or outcome.nodeid in PICTURED:
         picture = recipe_picture(RUN_OF[outcome.nodeid].outcomes, outcome)
-        report.extras = [
-            extras.html(figure_table(outcome)),
-            extras.png(base64.b64encode(picture).decode()),
-        ]
+        report.extras = [extras.html(figure_table(outcome)), extras.png(base64.b64encode(picture).decode())]
 
 
 def grouped(nodeid, where):

@@ -91,6 +91,17 @@ def test_only_one_of_row_and_cell_names_the_group(page: Any) -> None:
     assert ("@" in row_of(page, FAILING)["name"]) != ("@" in cell)
 
 
+def test_the_headings_are_those_of_the_front(page: Any) -> None:
+    """pytest-html has two of its own, which stand above nothing; its table of the environment is kept, below ours."""
+    found = page.execute_script("""
+    const headings = [...document.querySelectorAll('h2')].map(each => each.innerText)
+    const table = document.getElementById('environment')
+    return [headings, document.getElementById('environment-header') === null, table.closest('details')?.id,
+            table.checkVisibility(), table.rows.length > 2]
+    """)
+    assert found == [[], True, "probe-environment", False, True]
+
+
 def test_a_picture_is_shown_whole(page: Any) -> None:
     shape = page.execute_script("""
     const picture = [...document.querySelectorAll('#results-table img')].find(each => each.checkVisibility())

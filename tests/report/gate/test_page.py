@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 import pytest
 
 from probe.gate.cases import Case, Figure, Outcome
-from probe.report.gate.page import SHADES, figure_table, front, name_cell
+from probe.report.gate.page import SHADES, figure_table, front, name_cell, title
 from probe.report.gate.recipes import cell_text, heat_maps
-from tests.report.gate.examples import ENVIRONMENT, NASTY, OLDER, failing, gate, layer, nasty, recipe
+from tests.report.gate.examples import ENVIRONMENT, NASTY, OLDER, beside, failing, gate, layer, nasty, recipe
 
 
 class Reader(HTMLParser):
@@ -144,6 +144,15 @@ def test_what_the_matrix_lacks_is_grey_and_of_two_the_failing_one_is_shown() -> 
         (failing(None, status="skipped"), "skip"),
         (failing("not applied", figures={"propagated.mse": Figure(0.0)}), "0"),
         (failing("drift", figures={"injected.mse": Figure(3e-3)}), "3e-3"),
+        (failing(None, case=Case("m", "decode", "cpu")), "?"),
+        (
+            failing(
+                "changed values",
+                case=Case("m", "ragged", "cpu"),
+                figures={"relation.layer_0": Figure(0.0), "distance.layer_0": Figure(0.2)},
+            ),
+            "2e-1",
+        ),
     ],
 )
 def test_a_cell_is_one_digit_or_a_reason(outcome: Outcome, text: str) -> None:
@@ -182,3 +191,47 @@ def test_the_table_says_why_a_worse_figure_was_accepted_and_that_there_are_none(
     assert "worse (accepted: new &lt;scan&gt;)" in figure_table(failing("drift", figures=figures))
     assert "<td><td>0.50000<td><td>" in figure_table(failing("missing", figures={"x": Figure(0.5)}))
     assert "No figures: the case was not measured." in figure_table(failing("missing"))
+
+
+def headers(html: str) -> list[tuple[str, int, str]]:
+    """What stands above the columns: words, columns, tooltip."""
+    found = re.findall(r'<th colspan=(\d+) class="shown[^"]*" title="([^"]*)">([^<\n]*)', html)
+    return [(words, int(count), sentence) for count, sentence, words in found]
+
+
+def test_every_column_says_what_its_figure_is() -> None:
+    given = [*recipe(), *beside(Case("mode_2_1", "", "cpu", "fp8_e4m3"))]
+    html = html_of(given)
+    words = headers(html)
+    assert [(what, count) for what, count, _ in words] == [
+        ("propagated mse", 4), ("mse", 3), ("from prefill or baseline", 4), ("KL", 1)
+    ]  # fmt: skip
+    titles = {found["title"] for found in Reader(html).all("th") if found.get("title")}
+    for label, sentence in {
+        "layer_0": "mse against the float layer, inside the whole quantized model",
+        "head": "mse against the float one, given the reference's input",
+        "padded": "the largest difference of a layer from the prefill or from the baseline, "
+        "in units of the layer's own error",
+        "logits": "KL divergence of the logits from those of the float model",
+    }.items():
+        assert f"{label}: {sentence}" in titles
+    assert "propagated mse of layers" in Reader(html).text
+
+
+def test_the_header_names_the_figure_that_the_cells_have() -> None:
+    only_injected = [failing("drift", figures={"injected.mse": Figure(3e-3)})]
+    assert [words for words, _, _ in headers(html_of(only_injected))] == ["injected mse"]
+    assert "injected mse of layers" in Reader(html_of(only_injected)).text
+    of_scaling = [failing("drift", figures={"scaling.mse": Figure(3e-3)})]
+    assert [words for words, _, _ in headers(html_of(of_scaling))] == ["mse of the scale"]
+    unmeasured = [failing("missing", case=Case("m", name, "cpu")) for name in ("layer_0", "head", "decode", "logits")]
+    assert [words for words, _, _ in headers(html_of(unmeasured))] == [
+        "propagated mse", "mse", "from prefill or baseline", "KL"
+    ]  # fmt: skip
+
+
+def test_the_title_says_how_it_went() -> None:
+    assert title(recipe(), problems=0) == "probe: 5 cases passed (tiny-mamba)"
+    assert title([*recipe(faulty=1), *recipe(model="b")], problems=1) == "probe: 4 of 10 cases failed (tiny-mamba, b)"
+    assert title(recipe(), problems=1) == "probe: 5 cases judged, 1 problem (tiny-mamba)"
+    assert "\n" not in title([nasty()], problems=0)

@@ -1,4 +1,5 @@
 import io
+import itertools
 import math
 import struct
 import subprocess
@@ -6,14 +7,15 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from probe.gate.cases import Case, Figure, Outcome
-from probe.report.gate.plots import BAND, HEIGHT, WIDTH, recipe_picture
-from tests.report.gate.examples import failing, logits, nasty, points, recipe
+from probe.gate.cases import Case, Figure, Outcome, Points
+from probe.report.gate.plots import BAND, FIRST, HEIGHT, OTHER, recipe_picture
+from tests.report.gate.examples import failing, logits, nasty, outside, path, points, recipe
 
 BIG = 1e308
 
@@ -26,6 +28,12 @@ def shown(outcomes: list[Outcome], place: int = 0) -> tuple[list[Outcome], Outco
     return outcomes, outcomes[place]
 
 
+def picture_of(found: list[Outcome], chosen: Outcome) -> bytes:
+    picture = recipe_picture(found, chosen)
+    assert picture is not None
+    return picture
+
+
 def with_mse(*values: float | None) -> list[Outcome]:
     return [
         replace(o, figures={**o.figures, "injected.mse": Figure(x, 1e-4), "propagated.mse": Figure(x, None)})
@@ -33,50 +41,96 @@ def with_mse(*values: float | None) -> list[Outcome]:
     ]
 
 
+def given(reference: list[float], output: list[float]) -> Points:
+    return Points(reference, output, places=range(len(output)), shape=(1, 4))
+
+
+RECIPE = Case("mode_2_1", "", "cpu", "int8")
 EXAMPLES = {
     "four layers": shown(recipe(faulty=1), 1),
     "one layer": shown(recipe(layers=1, faulty=0)),
     "48 layers": shown(recipe(layers=48, faulty=20), 20),
     "passing": shown(recipe()),
     "logits": shown(recipe(faulty=0), -1),
-    "only logits": only(logits(Case("mode_2_1", "", "cpu", "int8"))),
-    "nothing measured": only(failing("missing")),
+    "only logits": only(logits(RECIPE)),
+    "inherited": shown(recipe(faulty=0), 1),
+    "head": shown([*recipe(), outside("head", RECIPE, mse=1e-4)], -1),
+    "decode": shown([*recipe(), path("decode", RECIPE, relation=0.4)], -1),
+    "a path as its baseline": shown([*recipe(), path("padded", RECIPE)], -1),
     "zeros": shown(with_mse(0.0, 0.0)),
     "zeros and more": shown(with_mse(0.0, 1e-3, 2e-3)),
     "not finite": shown(with_mse(1e-3, math.nan, math.inf, None)),
     "sixty decades": shown(with_mse(1e-30, 1e30)),
     "denormal": shown(with_mse(5e-324, 1e-300)),
     "huge": shown(with_mse(1e300, BIG)),
-    "no finite value": only(failing("not finite", points={"reference": [1.0, 2.0], "output": [math.nan, math.inf]})),
-    "values not finite": only(failing("not finite", points={"reference": [1.0, 2.0], "output": [math.nan, 2.5]})),
-    "huge values": only(failing("drift", points={"reference": [BIG, -BIG, 1e38], "output": [-BIG, BIG, -1e38]})),
-    "equal values": only(failing("not applied", points={"reference": [1.0, 2.0], "output": [1.0, 2.0]})),
-    "one value": only(failing("drift", points={"reference": [1.0], "output": [1.5]})),
-    "tiny values": only(failing("drift", points={"reference": [0.0, 1e-310], "output": [1e-310, 0.0]})),
-    "far from zero": only(failing("drift", points={"reference": [1e9, 1e9 + 1], "output": [1e9 + 1, 1e9 + 2]})),
-    "one side only": only(failing("drift", points={"reference": [1.0, 2.0]})),
+    "values not finite": only(failing("not finite", points=given([1.0, 2.0, 3.0], [math.nan, 2.5, 3.1]))),
+    "huge values": only(failing("drift", points=given([BIG, -BIG, 1e38, 2.0], [-BIG, BIG, -1e38, 2.1]))),
+    "tiny values": only(failing("drift", points=given([0.0, 1e-310], [1e-310, 0.0]))),
+    "far from zero": only(failing("drift", points=given([1e9, 1e9 + 1], [1e9 + 1, 1e9 + 3]))),
     "hostile names": only(nasty()),
     "dollars": only(failing("drift", case=Case("m", "a$b^{", "cpu"), points=points())),
 }
 
 
+#: The widths of the panels of an example, where they are not these.
+USUAL = (FIRST, OTHER, OTHER)
+WIDTHS = {
+    "decode": (FIRST, OTHER),
+    "a path as its baseline": (FIRST,),
+    **dict.fromkeys(
+        ("only logits", "values not finite", "huge values", "tiny values", "far from zero", "dollars"), (OTHER, OTHER)
+    ),
+}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_picture_is_a_small_png_of_the_same_size(name: str) -> None:
+def test_every_picture_is_a_small_png_without_empty_panels(name: str) -> None:
     found, chosen = EXAMPLES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        picture = recipe_picture(found, chosen)
+        picture = picture_of(found, chosen)
     image = Image.open(io.BytesIO(picture))
     assert image.format == "PNG"
-    assert image.size == (WIDTH, HEIGHT)
+    widths = WIDTHS.get(name, USUAL)
+    assert image.size == (sum(widths), HEIGHT)
     assert len(picture) < 40_000
-    assert no_panel_is_blank(image)
+    for left, right in itertools.pairwise(itertools.accumulate(widths, initial=0)):
+        inside = image.convert("L").crop((left + 62, 50, right - 16, HEIGHT - 60))
+        assert int(np.asarray(inside).min()) < 180, "something is drawn or said within the frame"
 
 
-def no_panel_is_blank(image: Image.Image) -> bool:
-    """Within the frame of every panel something is drawn or said."""
-    insides = [image.convert("L").crop((left, 50, left + 240, 310)) for left in (130, 615, 935)]
-    return all(int(np.asarray(inside).min()) < 180 for inside in insides)
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        failing("missing"),
+        failing("reference moved", case=Case("mode_2_1", "logits", "cpu", "int8")),
+        failing("uncovered", case=Case("mode_2_1", "decode", "cpu", "int8")),
+        failing("not finite", points=given([1.0, 2.0], [math.nan, math.inf])),
+        failing("not applied", points=given([1.0, 2.0], [1.0, 2.0])),
+    ],
+    ids=lambda outcome: str(outcome.verdict),
+)
+def test_there_is_no_picture_of_nothing(outcome: Outcome) -> None:
+    assert recipe_picture([outcome], outcome) is None
+
+
+def test_what_the_baseline_has_is_drawn_beside_what_is_now() -> None:
+    """Drawn twice, with and without the baseline; only the panels that show it differ."""
+    found = recipe(faulty=1)
+    with_baseline = pixels(found, found[1])
+    no_golden = replace(found[1], points=replace(found[1].points, golden=()))
+    without = pixels([found[0], no_golden, *found[2:]], no_golden)
+    assert with_baseline.shape == without.shape
+    changed = (np.abs(with_baseline - without) > 60).any(2).any(0)  # more than the palette changes
+    assert not changed[:FIRST].any(), "the layers are the same"
+    assert changed[FIRST : FIRST + OTHER].any(), "the marks of the baseline's sample"
+    assert changed[FIRST + OTHER :].any(), "output - golden values instead of output against reference"
+    old = [replace(o, figures={n: replace(f, old=None) for n, f in o.figures.items()}) for o in found]
+    assert (pixels(old, old[1])[:, :FIRST] != with_baseline[:, :FIRST]).any(), "the dashed curves of the baseline"
+
+
+def pixels(found: list[Outcome], chosen: Outcome) -> Any:
+    return np.asarray(Image.open(io.BytesIO(picture_of(found, chosen))).convert("RGB"), int)
 
 
 def test_failing_layers_are_marked() -> None:
@@ -84,9 +138,8 @@ def test_failing_layers_are_marked() -> None:
 
     def pink(found: list[Outcome]) -> int:
         """Pixels of the colour of the band, which the palette of the picture may have changed a little."""
-        image = Image.open(io.BytesIO(recipe_picture(found, found[0]))).convert("RGB")
-        pixels = np.asarray(image.crop((70, 50, 530, 310)), int).reshape(-1, 3)
-        return int((np.abs(pixels - band) <= 5).all(1).sum())
+        inside = pixels(found, found[0])[50:310, 70:530].reshape(-1, 3)
+        return int((np.abs(inside - band) <= 5).all(1).sum())
 
     assert pink(recipe()) == 0
     assert pink(recipe(faulty=0, whole=False)) > 3 * pink(recipe(faulty=3, whole=False)) > 20_000
@@ -135,6 +188,6 @@ def test_pictures_are_quick() -> None:
 
 
 def test_the_palette_is_used() -> None:
-    picture = recipe_picture(*EXAMPLES["four layers"])
+    picture = picture_of(*EXAMPLES["four layers"])
     depth, colour_type = struct.unpack(">BB", picture[24:26])
     assert (depth, colour_type) == (8, 3)

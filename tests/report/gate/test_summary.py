@@ -8,7 +8,7 @@ import pytest
 
 from probe.gate.cases import Case, Figure, Outcome
 from probe.report.gate.summary import MOST_CHARACTERS, code, harmless, markdown, summary
-from tests.report.gate.examples import ENVIRONMENT, MODES, NASTY, OLDER, failing, gate, nasty, recipe
+from tests.report.gate.examples import ENVIRONMENT, MODES, NASTY, OLDER, beside, failing, gate, nasty, recipe
 
 RUN: dict[str, Any] = {"environment": ENVIRONMENT, "baseline_environment": OLDER, "exit_status": 1}
 
@@ -29,7 +29,10 @@ Rerun the first with: <code>pytest test&#95;gate.py -k "mode&#95;2&#95;1 and cpu
 
 <details><summary>Error by mode and layer</summary>
 
-**int8**: propagated mse of layers
+layers: mse against the float layer, inside the whole quantized model; \
+logits: KL divergence of the logits from those of the float model.
+
+**int8**
 
 | layer | 0 | 1 | 2 | 3 | logits |
 |---|---|---|---|---|---|
@@ -42,6 +45,22 @@ Rerun the first with: <code>pytest test&#95;gate.py -k "mode&#95;2&#95;1 and cpu
 
 def test_the_pull_request_reads_well() -> None:
     assert markdown(recipe("mode_2_1", "int8", faulty=1), **RUN) == PULL_REQUEST
+
+
+def test_every_column_of_the_tables_is_explained_once() -> None:
+    found = [*recipe(), *beside(Case("mode_2_1", "", "cpu", "fp8_e4m3")), *recipe("mode_0", "int8")]
+    text = markdown(found, environment=ENVIRONMENT, baseline_environment=None, exit_status=0)
+    for line in (
+        "layers: mse against the float layer, inside the whole quantized model; ",
+        "embedding, norm, head: mse against the float one, given the reference's input; ",
+        "decode, batch&#95;1, ragged, padded: the largest difference of a layer from the prefill or from the baseline",
+        "logits: KL divergence of the logits from those of the float model.\n",
+    ):
+        assert text.count(line) == 1, line
+    scaled = failing("drift", figures={"scaling.mse": Figure(3e-3)}, case=Case("scaling", "w", "cpu", "int8"))
+    text = markdown([*recipe(), scaled], environment=ENVIRONMENT, baseline_environment=None, exit_status=1)
+    assert "layers of fp8&#95;e4m3: mse against the float layer" in text
+    assert "layers of int8: mse of the tensor at the recommended scale" in text
 
 
 def test_a_passing_run_is_short() -> None:

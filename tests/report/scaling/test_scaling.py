@@ -24,7 +24,7 @@ from probe.report.scaling.page import (
     write_results,
 )
 from probe.report.scaling.plots import OVERFLOW, UNDERFLOW, pictures
-from probe.report.script_layouts import at, factor, overflow_block, recommendation_block
+from probe.report.script_layouts import MOST_ISSUES, at, factor, overflow_block, recommendation_block
 from probe.scaling.advice import alternatives
 from probe.scaling.rules import compare_rules
 from tests.scaling.tensors import grid_of_the_format, log_uniform, normal
@@ -125,6 +125,24 @@ def test_the_overflow_block_has_the_form_of_the_seed() -> None:
     result = scaling_sweep(-log_uniform(-30, 10), "fp8_e4m3", num_levels=2)
     lines = overflow_block(result, recommend(result))
     matches([line.replace("[-1.02e+03, -9.31e-10]", "[-1.02e+03, 9.31e+10]") for line in lines], SEED_OVERFLOW)
+
+
+@pytest.mark.parametrize("format", ["fp4_e2m1", "fp8_e4m3"])
+def test_the_overflow_block_of_a_long_sweep_has_the_least_and_the_worst(format: str) -> None:
+    result = scaling_sweep(log_uniform(-30, 10), format, num_levels=41)
+    lines = overflow_block(result, recommend(result))
+    assert len(lines) < 110
+    text = "\n".join(lines)
+    for loss, heading in (("overflow", "🔴 OVERFLOW ISSUES:"), ("underflow", "🟡 UNDERFLOW ISSUES:")):
+        losing = [one for one in result.levels if getattr(one, f"{loss}_severity") != "none"]
+        assert len(losing) > MOST_ISSUES
+        ranked = sorted(losing, key=lambda one: getattr(one, loss))
+        part = text.partition(heading)[2].partition("more levels")[0]
+        listed = re.findall(r"Scale Exp: (\S+)", part)
+        assert len(listed) == MOST_ISSUES
+        assert {at(ranked[0]), at(ranked[-1])} <= set(listed)
+        assert f"  and {len(losing) - MOST_ISSUES} more levels, " in text
+    assert "% overflow: every level is in the results (.txt, .csv, .json)" in text
 
 
 def outliers_in_a_cloud() -> torch.Tensor:
@@ -301,7 +319,9 @@ def test_the_page_has_every_tensor_in_a_sortable_table_and_escapes_names(tmp_pat
         x = normal(8, 32)
         result = scaling_sweep(x, format, name=name)
         found.append(
-            AnalysedTensor(f"{name}.pt", "out", result, recommend(result), compare_rules(x, format), (), (b"\x89PNG",))
+            AnalysedTensor(
+                f"{name}.pt", "out", result, recommend(result), compare_rules(x, format), (), (b"\x89PNG", b"\x89PNG2")
+            )
         )
     page = write_page(tmp_path, found, [FailedTensor("c.pt", "it is <empty>")]).read_text()
     assert "<img src=x>" not in page
