@@ -8,7 +8,7 @@ one (`golden_outputs.py`).
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from probe.diagnosis.explanations import EXPLAINED, UNKNOWN, best_claim, explain, explain_together, facts, not_finite
 from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, left_by
 from probe.diagnosis.inner_modules import in_float32, outputs_inside, scaled_output
-from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps, other_tokens, outside_step
-from probe.diagnosis.mamba_steps import Block, NeverRanError, mamba_steps
+from probe.diagnosis.layer_steps import layer_steps
+from probe.diagnosis.linear_steps import grid_step, kept_weights, other_tokens, outside_step
+from probe.diagnosis.mamba_block import NeverRanError
 from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import Step, rms
 from probe.formats import FORMATS
 from probe.models.linear import linear_weights
-from probe.running.calibration import PERCENTILE_SITES, amax_lookup
+from probe.running.calibration import PERCENTILE_SITES
 from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
 from probe.running.recipes import Recipe
-from probe.running.traces import BatchTrace, LayerTrace, Parts
+from probe.running.traces import BatchTrace, LayerTrace
 from probe.words import LOGITS
 
 #: The longest line that a diagnosis may be.
@@ -49,7 +50,7 @@ def diagnose(trace: LayerTrace, sources: Sequence[str] = (), golden: tuple[float
         cause = _cause(trace, sources, golden)
     except Exception as problem:  # a diagnosis must not hide the failure it explains
         cause = f"{UNKNOWN}: {str(problem) or type(problem).__name__}"
-    return _line(cause)
+    return in_a_line(cause)
 
 
 @torch.no_grad()
@@ -58,15 +59,16 @@ def corner_cause(trace: LayerTrace, sources: Sequence[str] = ()) -> str:
     try:
         wrong = _wrong_corner(trace)
     except Exception as problem:
-        return _line(f"{UNKNOWN}: {str(problem) or type(problem).__name__}")
+        return in_a_line(f"{UNKNOWN}: {str(problem) or type(problem).__name__}")
     if row := _about(sources, "format"):
-        return _line(row)
+        return in_a_line(row)
     if wrong:
-        return _line(f"{wrong} (at corner values)")
-    return _line(next(iter(sources), f"{UNKNOWN}: corner values give other results, as their definition does"))
+        return in_a_line(f"{wrong} (at corner values)")
+    return in_a_line(next(iter(sources), f"{UNKNOWN}: corner values give other results, as their definition does"))
 
 
-def _line(cause: str) -> str:
+def in_a_line(cause: str) -> str:
+    """A cause without line breaks, no longer than WIDTH."""
     line = " ".join(cause.split())
     return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
@@ -121,7 +123,7 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
         for name, tensors in batch.parts.items():
             conv_outputs.setdefault(name, []).append(tensors.get("conv1d.output.given", torch.zeros(0)))
         try:
-            for step in _steps(trace, batch.parts):
+            for step in layer_steps(trace, batch.parts):
                 examined += 1
                 if explanation := explain(step):
                     return f"{step.name}; {explanation}"
@@ -149,23 +151,6 @@ def _told(sources: Sequence[str]) -> str:
     """The first source that differs; with more of them, how many."""
     more = f" (and {len(sources) - 1} more)" if len(sources) > 1 else ""
     return f"{sources[0]}{more}" if sources else ""
-
-
-def _steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
-    """The steps of the layer in one batch, whatever kind of mode it is."""
-    model, twin, mode, layer = trace.model, trace.twin, trace.mode, trace.module
-    if mode.kind == "float":
-        yield from kept_weights(model.get_submodule(layer), twin.get_submodule(layer), mode.dtype)
-    elif mode.kind == "linear":
-        yield from linear_steps(trace, parts)
-    elif mode.kind == "ssm":
-        assert trace.recipe.format is not None
-        for name, tensors in parts.items():
-            path = f"{layer}.{name}" if name else layer
-            amax = amax_lookup(trace.calibration, f"{path}.mixer.")
-            blocks = twin.get_submodule(path), model.get_submodule(path)
-            format = FORMATS[trace.recipe.format]
-            yield from mamba_steps(Block(tensors, *blocks, mode, format, amax, f"{path}.mixer"))
 
 
 def _changed_outside(trace: LayerTrace) -> str:

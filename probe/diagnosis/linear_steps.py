@@ -27,11 +27,11 @@ def sums_step(name: str, actual: Tensor, expected: Tensor, replays: Suspects) ->
     return Step(name, actual, expected.to(actual.dtype), suspects=lambda: iter(replays.items()))
 
 
-def linear_step(name: str, module: Any, given: Tensor, made: Tensor) -> Step:
+def linear_step(name: str, module: Any, given: Tensor, made: Tensor, more: Suspects | None = None) -> Step:
     """x W^T + b with the weight that the module really has."""
     weight = (module.matrix if isinstance(module, GridLinear) else module.weight).detach().double()
     bias = None if module.bias is None else module.bias.detach().double()
-    return product_step(name, weight, bias, given, made)
+    return product_step(name, weight, bias, given, made, more)
 
 
 def product_step(

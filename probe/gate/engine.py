@@ -14,7 +14,7 @@ from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.definitions import exact_changes
 from probe.gate.observations import Flaw, Observation
-from probe.gate.path_causes import path_cause
+from probe.gate.path_causes import path_cause, wrong_layers
 from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule
 from probe.gate.verdicts import RefusedError, Standards, changed_digests, golden_of, judge, renewed
@@ -143,10 +143,21 @@ class Gate:
             outcomes = {label: replace(one, not_run=bench.paths_not_run) for label, one in outcomes.items()}
         for case in cases:
             if case.layer in PATHS and outcomes[case.layer].status == "failed":
-                cause = path_cause(outcomes[case.layer], seen[case.layer], bench.entry(case), outcomes)
+                cause = self._path_cause(bench, recipe, outcomes[case.layer], seen[case.layer], outcomes)
                 outcomes[case.layer] = replace(outcomes[case.layer], cause=cause)
         outcomes = self._with_changes(bench, recipe, device, seen, outcomes)
         return self._with_cause(bench, recipe, device, outcomes)
+
+    def _path_cause(
+        self, bench: Bench, recipe: Recipe, outcome: Outcome, seen: Observation, outcomes: Mapping[str, Outcome]
+    ) -> str:
+        """The cause of a failing path; empty where it did not run, or no layer of it moved."""
+        wrong = wrong_layers(outcome, seen.path) if seen.path else []
+        if seen.path is None or not wrong:
+            return ""
+        calibration = bench.calibration() if recipe.needs_calibration else None
+        trace = LayerTrace(bench.loaded.model, recipe, bench.reference(), calibration, wrong[0])
+        return path_cause(wrong, seen.path, bench.entry(outcome.case), outcomes, trace)
 
     def _with_changes(
         self,
