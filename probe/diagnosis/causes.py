@@ -14,7 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from probe.diagnosis.explanations import EXPLAINED, UNKNOWN, best_claim, explain, explain_together, facts, not_finite
+from probe.diagnosis.explanations import (
+    EXPLAINED,
+    UNKNOWN,
+    best_claim,
+    explain,
+    explain_together,
+    facts,
+    not_finite,
+)
 from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, left_by
 from probe.diagnosis.inner_modules import in_float32, outputs_inside, scaled_output
 from probe.diagnosis.layer_steps import layer_steps

@@ -128,14 +128,17 @@ def grid_step(
     def replays() -> Iterator[tuple[str, Replay]]:
         yield from (more or {}).items()
         yield "not quantized", lambda: given
-        for sentence, other in (*suspects(grid, given, largest=largest), *other_scales(grid, given, made)):
+        for sentence, other in suspects(grid, given, largest=largest):
             yield sentence, partial(other, given)
         for dtype in (torch.bfloat16, torch.float16):
             words = f"its input is rounded to {str(dtype).removeprefix('torch.')} first"
             yield words, partial(lambda dtype: grid(given.to(dtype).to(given.dtype)), dtype)
 
+    def fits() -> Iterator[tuple[str, Replay]]:
+        return ((sentence, partial(other, given)) for sentence, other in other_scales(grid, given, made))
+
     block = None if grid.per_sequence else grid.format.block_size
-    return Step(name, made, grid(given), given, grid.unit(given), replays, noise, block=block)
+    return Step(name, made, grid(given), given, grid.unit(given), replays, fits, noise, block=block)
 
 
 def weight_step(

@@ -50,6 +50,8 @@ def _to_in_proj(block: Block) -> Iterator[Step]:
     yield norm_step("the norm", h, block.given("mixer"), eps, None, twice)
     normed = block.given("mixer").double()
     left_out: Suspects = {"the Hadamard rotation is left out": lambda: normed, **_narrow(rotated, normed)}
+    if block.padded:
+        left_out = {**left_out, "masked, as padding is": lambda: torch.zeros_like(normed)}
     yield sums_step("rotation before in_proj", block.given("in_proj.input"), rotated(normed), left_out)
     yield _site(block, "in_proj.input")
     yield _weight(block, "in_proj.weight")
@@ -113,7 +115,7 @@ def _carried_windows(x: Tensor, taps: Tensor, bias: Tensor | None, lengths: tupl
 
     return {
         "the window is empty after the prefill": lambda: alone(x[:, :first], x[:, first:]),
-        "the window is not carried on": lambda: alone(*x.split(lengths, 1)),
+        "the window is not carried on": lambda: alone(*torch.split(x, list(lengths), 1)),
         "the window is not moved on": stale,
         **{f"the window is rounded to {str(dtype).removeprefix('torch.')}": partial(narrow, dtype) for dtype in NARROW},
     }

@@ -10,6 +10,7 @@ from probe.diagnosis.layer_steps import layer_steps
 from probe.diagnosis.linear_steps import linear_step
 from probe.diagnosis.mamba_block import NeverRanError
 from probe.diagnosis.signatures import Step
+from probe.models.mamba import Site
 from probe.running.paths import Path
 from probe.running.traces import LayerTrace
 
@@ -54,17 +55,23 @@ def _departure(trace: LayerTrace, path: Path, places: Tensor) -> str:
     before = ""
     for name, tensors in ran.parts.items():
         wanted = {side: x.flatten(0, 1)[own] for side, x in alone.parts.get(name, {}).items()}
-        if not name or tensors.keys() != {".given", ".made"} or wanted.keys() != tensors.keys():
+        module: Any = trace.twin.get_submodule(f"{trace.module}.{name}")
+        if not name or isinstance(module, Site) or not tensors or wanted.keys() != tensors.keys():
             continue
         hit = torch.isin(own, places)
         if _departs(tensors[".given"], wanted[".given"], hit):
-            agrees = f", that of {before} before it agrees" if before else ""
-            return f"the input of {name} differs from the prefill's{agrees}"
+            where = f"between {before}, as in the prefill, and {name}" if before else f"before {name}"
+            return f"{where}{_sequences(hit)}"
         if _departs(tensors[".made"], wanted[".made"], hit):
-            module: Any = trace.twin.get_submodule(f"{trace.module}.{name}")
             return f"{name}; {_explained(name, module, tensors, wanted['.made'])}"
         before = name
     return ""
+
+
+def _sequences(hit: Tensor) -> str:
+    """Which sequences have tokens that differ, if not all."""
+    rows = hit.any(1).nonzero().reshape(-1).tolist()
+    return f"; only sequence {rows[0]}" if len(rows) == 1 < len(hit) else ""
 
 
 def _departs(actual: Tensor, expected: Tensor, hit: Tensor) -> bool:

@@ -82,7 +82,7 @@ class PlainGrid:
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """The forwards of a path, where the scale depends on all tokens of one."""
-        return x.split(self.lengths, 1) if self.per_sequence and self.lengths else ()
+        return torch.split(x, list(self.lengths), 1) if self.per_sequence and self.lengths else ()
 
     def _split(self, x: Tensor) -> tuple[Tensor, Blocks]:
         wide = x.detach().double()
@@ -240,7 +240,7 @@ def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Ite
         if x.dim() > 1:
             rows |= {"blocks run along the wrong axis": {"axis": -2}}
     if fmt.scale == "e8m0":
-        rows |= {f"the scale rule looks like {rule}, not floor": {"rule": rule} for rule in ("ceil", "even", "rceil")}
+        rows |= {f"the scale rule looks like {rule}": {"rule": rule} for rule in ("ceil", "even", "rceil")}
     if fmt.scale == "e4m3":
         rows["the second scale (of the tensor) is ignored"] = {"tensor_scale": 1.0}
     if grid.amax is not None:

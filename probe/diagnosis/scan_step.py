@@ -46,6 +46,7 @@ def scan_steps(block: Block) -> Iterator[Step]:
         "softplus is left out": lambda: whole(u, step + bias, A, B, C),
         "the bias of dt_proj is left out": lambda: whole(u, softplus(step), A, B, C),
         "the bias of dt_proj is added twice": lambda: whole(u, softplus(step + 2 * bias), A, B, C),
+        "softplus is replaced by ReLU": lambda: whole(u, (step + bias).relu(), A, B, C),
         "softplus is taken twice": lambda: whole(u, softplus(delta), A, B, C),
         "the bias of dt_proj is added after softplus": lambda: whole(u, softplus(step) + bias, A, B, C),
         "the scan reads the unrounded conv1d output": lambda: whole(unrounded, delta, A, B, C),
@@ -78,10 +79,12 @@ def scan_steps(block: Block) -> Iterator[Step]:
     first = _first_token(actual, expected)
     if first:
         once, often = f"the state is lost at token {first}", f"the state is lost every {first} tokens"
-        if 2 * first >= u.shape[1]:  # the text is too short to tell
+        if block.lengths:
+            often = once  # what is decoded has no blocks
+        elif 2 * first >= u.shape[1]:  # the text is too short to tell
             once = often = f"{often}, or at token {first}"
         replays[once] = lambda: whole(u, delta, A, B, C, lost_at=first)
-        replays[often] = lambda: whole(u, delta, A, B, C, every=first)
+        replays.setdefault(often, lambda: whole(u, delta, A, B, C, every=first))
         replays[f"it ends at token {first}"] = lambda: run(torch.float32) * (torch.arange(u.shape[1]) < first)[:, None]
     if actual.shape == expected.shape and (lost := _lost_state(u, delta, A, B, C, actual - expected)) is not None:
         kept = (torch.arange(A.shape[1]) != lost).to(C)
@@ -92,8 +95,8 @@ def scan_steps(block: Block) -> Iterator[Step]:
         whole(*(x.double() for x in (u, delta, A, B, C)), ends=ends, before=before)
         short = {"after the prefill it is that before its last token": lambda: torch.stack([before[0], *ends[1:]], 1)}
         given = torch.stack([given for given, _ in block.states], 1)
-        step = sums_step("the carried state", given, torch.stack(ends, 1), short)
-        yield replace(step, axes=("sequence", "forward", "channel", "state"))
+        carried = sums_step("the carried state", given, torch.stack(ends, 1), short)
+        yield replace(carried, axes=("sequence", "forward", "channel", "state"))
 
 
 def _carried_states(block: Block, run: Callable[..., Tensor]) -> dict[str, Replay]:
@@ -123,7 +126,9 @@ def _carried_states(block: Block, run: Callable[..., Tensor]) -> dict[str, Repla
 def _over_padding(block: Block) -> Tensor:
     """The scan over all tokens, those of the padding too."""
     mixer, tensors = block.mixer, {name: x.float() for name, x in block.padded.items()}
-    _, B, C = tensors["x_proj.output.made"].split([mixer.time_step_rank, mixer.state_size, mixer.state_size], dim=-1)
+    _, B, C = torch.split(
+        tensors["x_proj.output.made"], [mixer.time_step_rank, mixer.state_size, mixer.state_size], dim=-1
+    )
     delta = softplus(tensors["dt_proj.output.made"] + block.weight("dt_proj.bias").float())
     made = scan(tensors["scan.u.made"], delta, -torch.exp(block.weight("A_log").float()), B, C)
     return block.without_padding(made)

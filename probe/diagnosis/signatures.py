@@ -42,6 +42,7 @@ class Step:
     given: Tensor | None = None  # for a grid: its input
     unit: Tensor | None = None  # for a grid: the distance between its values
     suspects: Callable[[], Iterator[tuple[str, Replay]]] = lambda: iter(())
+    fits: Callable[[], Iterator[tuple[str, Replay]]] = lambda: iter(())  # replays with a number taken from the output
     noise: float = SUMS
     axes: tuple[str, ...] = ()  # names of the dimensions; empty: those in AXES
     block: int | None = None  # for a grid: the size of its blocks along the last axis
@@ -74,11 +75,12 @@ class Step:
 
         tensors = {name: getattr(self, name) for name in ("actual", "expected", "given", "unit")}
         parts = {name: x[mask] for name, x in tensors.items() if x is not None and x.shape == mask.shape}
-        whole = self.suspects
+        suspects, fits = self.suspects, self.fits
         own = {"given": None, "unit": None, **parts}
         return replace(
             self,
-            suspects=lambda: ((why, partial(narrowed, replay)) for why, replay in whole()),
+            suspects=lambda: ((why, partial(narrowed, replay)) for why, replay in suspects()),
+            fits=lambda: ((why, partial(narrowed, replay)) for why, replay in fits()),
             axes=PART,
             block=None,
             **own,

@@ -31,7 +31,7 @@ from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.declarations import read_declarations
 from probe.running.environment import ANCHORS, FORMAT, differences, is_recorded, recorded_folder
-from probe.running.golden_reference import first_moved, reference_rows, with_spread, without_rows
+from probe.running.golden_reference import MovedTensor, moved_tensors, reference_rows, with_spread, without_rows
 from probe.running.kept_float import float_layers
 from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
@@ -63,6 +63,7 @@ class Bench:
         self._folder = folder
         self._stored: dict[str, list[ModeBaselines]] = {}
         self.moved = ""  # where the float run was found to differ from the golden reference
+        self.moved_tensors: list[MovedTensor] = []
         self._references: dict[Variation | None, Reference] = {}
         self._rows: dict[Variation | None, dict[str, Tensor]] = {}
         self._recording = cache(lambda device: read_recording(recorded_folder(device, self._root)))
@@ -283,11 +284,11 @@ class Bench:
         }
         known = [label for label in (*self.labels, *self.outside, LOGITS) if label in stored]
         lacking = without_rows(known, golden) if self.anchors else []
-        found = first_moved(self.reference_rows(variation), golden)
+        self.moved_tensors = moved_tensors(self.reference_rows(variation), golden)
         if lacking:
             self.moved = f"from {lacking[0]} on: the baselines have no golden reference of it"
-        elif found:
-            self.moved = str(found)
+        elif self.moved_tensors:
+            self.moved = str(self.moved_tensors[0])
         return self.moved
 
     def discard_anchors(self) -> None:

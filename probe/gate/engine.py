@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.diagnosis.causes import WIDTH, corner_cause, diagnose
+from probe.diagnosis.causes import corner_cause, diagnose, in_a_line
+from probe.diagnosis.moved_reference import why_moved
 from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
@@ -23,11 +24,6 @@ from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
 from probe.running.traces import LayerTrace
 from probe.words import PATHS, flow_key
-
-#: The cause of a moved reference where all that the run reads is what is stored.
-UNKNOWN = (
-    "weights, tokens and configuration are the stored ones: look at the code of the float model and of its capture"
-)
 
 
 @dataclass(frozen=True)
@@ -116,6 +112,8 @@ class Gate:
         cases = [one for one in bench.cases if one.recipe == str(recipe) and one.device == device]
         message = f"the float reference is not that of the baselines, {bench.moved}. The recipe was not run."
         model, sources = bench.settings.model, differing(bench, recipe, cases[0])[1:]
+        found = sources or [why_moved(bench.loaded.model, bench.reference(), bench.moved_tensors)]
+        cause = in_a_line(f"reference, {bench.moved.partition(':')[0]}; {'; '.join(found)}")
         return {
             case.layer: Outcome(
                 model,
@@ -123,7 +121,7 @@ class Gate:
                 "failed",
                 "reference moved",
                 message,
-                cause=f"reference, {bench.moved.partition(':')[0]}; {'; '.join(sources) or UNKNOWN}",
+                cause=cause,
                 baseline_file=self._shown_file(bench, case),
             )
             for case in cases
@@ -216,7 +214,7 @@ class Gate:
         only_functions = bool(moved) and all(name.startswith("functions.") for name in moved)
         functions = [line for line in first.details if line.startswith("function ")]
         if only_functions and functions:
-            cause = f"{layer}; {functions[0]}"[:WIDTH]
+            cause = in_a_line(f"{layer}; {functions[0]}")
         else:
             cause = corner_cause(trace, sources) if only_corners else diagnose(trace, sources, golden)
         return {**outcomes, layer: replace(first, cause=cause)}

@@ -1,4 +1,4 @@
-"""The cause of a failing path: the first layer of it that moved, with what the diagnosis finds there, or which tokens."""
+"""The cause of a failing path: the first layer of it that moved, and what the diagnosis finds there."""
 
 from collections.abc import Mapping
 

@@ -56,6 +56,11 @@ class Reference:
         return sum(tensor.numel() for tensor in self.tensors[f"{label}.injected"])
 
 
+def float_copy(model: nn.Module) -> nn.Module:
+    """The copy of the model that the reference is a run of."""
+    return apply(model, Recipe("fp32"))
+
+
 @torch.no_grad()
 def run_reference(
     model: nn.Module,
@@ -75,7 +80,7 @@ def run_reference(
     """
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
-    twin, beyond = apply(model, Recipe("fp32")), dict(outside or {})
+    twin, beyond = float_copy(model), dict(outside or {})
     with capture(twin, layers, inputs=True) as captured, _inputs_of(twin, beyond) as fed:
         logits = tuple(logits_of(twin, batch) for batch in batches)
     modules = captured.selected

@@ -188,9 +188,9 @@ def without_decay(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: 
     return real(u, delta, A if u.shape[1] > 1 else torch.zeros_like(A), B, C, state)
 
 
-def b_late(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
+def without_delta(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
     """In decode the drive lacks delta: B u, not delta B u."""
-    return real(u, delta, A, B if u.shape[1] > 1 else B / delta.mean(), C, state)
+    return real(u if u.shape[1] > 1 else u / delta, delta, A, B, C, state)
 
 
 def tail_skipped(real: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Any) -> Any:
@@ -429,7 +429,7 @@ DECODE = (
     path("decode: state of the layer before", INT8, "decode", mixing(decoding, neighbours_state), layer=2),
     path("decode: state one token short", FP8, "decode", scanning(a_token_short)),
     path("decode: state does not decay", INT8, "decode", scanning(without_decay), layer=0),
-    path("decode: drive without delta", FAST, "decode", scanning(b_late)),
+    path("decode: drive without delta", FAST, "decode", scanning(without_delta)),
     path("decode: one channel of the state lost", FP4, "decode", carried(_zeroed(17, 1))),
     path("decode: one of 16 states lost", NVFP4, "decode", carried(_zeroed(3, 2))),
     path("decode: one sequence stuck", INT8, "decode", mixing(decoding, one_sequence_stuck)),
