@@ -1,7 +1,5 @@
 """The cause of a failure on a path: the first step of the layer that disagrees there, or the first module that does."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +53,7 @@ def _departure(trace: LayerTrace, path: Path, places: Tensor) -> str:
     before = ""
     for name, tensors in ran.parts.items():
         wanted = {side: x.flatten(0, 1)[own] for side, x in alone.parts.get(name, {}).items()}
-        module: Any = trace.twin.get_submodule(f"{trace.module}.{name}")
+        module = trace.twin.get_submodule(trace.module).get_submodule(name)
         if not name or isinstance(module, Site) or not tensors or wanted.keys() != tensors.keys():
             continue
         hit = torch.isin(own, places)

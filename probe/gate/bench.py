@@ -21,7 +21,7 @@ from probe.gate.baselines.format import BaselineError, Entry, ModeBaselines
 from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
-from probe.gate.observations import Observation, observe, observe_recording
+from probe.gate.observations import Observation, observe, observe_recording, uncovered_path
 from probe.models.layers import select
 from probe.models.loading import Loaded, configuration_of, load_model
 from probe.models.mamba import is_mamba
@@ -30,7 +30,7 @@ from probe.models.positions import position_limit
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.declarations import read_declarations
-from probe.running.environment import ANCHORS, FORMAT, differences, is_recorded, recorded_folder
+from probe.running.environment import ANCHORS, FORMAT, NOT_RUN, differences, is_recorded, recorded_folder
 from probe.running.golden_reference import MovedTensor, moved_tensors, reference_rows, with_spread, without_rows
 from probe.running.kept_float import float_layers
 from probe.running.modes import declare_modes, expand_modes, find_mode
@@ -127,9 +127,10 @@ class Bench:
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """The paths that the model can run on this text."""
-        without = self.settings.without
-        return tuple(path for path, reason in self.path_support.items() if not reason and path not in without)
+        """The paths that the model can run on this text, and those that it no longer can, but that are stored."""
+        apart = (*self.labels, *self.settings.without)
+        there = {path for path, reason in self.path_support.items() if not reason or path in self._stored_labels()}
+        return tuple(path for path in self.path_support if path in there and path not in apart)
 
     @cached_property
     def path_support(self) -> dict[str, str]:
@@ -144,17 +145,27 @@ class Bench:
 
         And the cases that the settings leave out.
         """
-        without = self.settings.without
-        left = [f"{path} ({why})" for path, why in self.path_support.items() if why and path not in without]
+        without, left = self.settings.without, [f"{path} ({why})" for path, why in self._not_run.items()]
         said = [f"paths not run: {', '.join(left)}"] if left else []
         return "; ".join(said + ([f"left out by the settings: {', '.join(without)}"] if without else []))
+
+    @property
+    def _not_run(self) -> dict[str, str]:
+        """The paths that have no case and were not left out by the settings, with the reasons."""
+        apart = (*self.paths, *self.settings.without)
+        return {path: reason for path, reason in self.path_support.items() if reason and path not in apart}
+
+    def _stored_labels(self) -> set[str]:
+        """The labels of which there is a stored case."""
+        modes = [mode for device in self.settings.devices for mode in self.stored(device)]
+        return {case.layer for mode in modes for case in mode.entries}
 
     def _paths(self, recipe: Recipe) -> list[PathThrough]:
         """The paths as a recipe runs them: batch_1 has a whole row where its tokens share a scale."""
         ours, limit = self.settings, position_limit(self.loaded.model)
         shares = find_mode(recipe.mode).conv_input == "dynamic"
         found = paths_of(ours.samples, ours.seqlen, limit=limit, whole_rows=shares)
-        return [found[path] for path in self.paths]
+        return [found[path] for path in self.paths if not self.path_support[path]]
 
     def check(self) -> None:
         """Refuse what cannot be measured: a layer, mode or text that is not there, or too little text."""
@@ -186,10 +197,11 @@ class Bench:
         }
 
     @property
-    def format_facts(self) -> dict[str, str]:
-        """The rows of the formats in the matrix, for the diagnosis of a later failure."""
+    def facts(self) -> dict[str, str]:
+        """What is stored with baselines: the input, the rows of the formats, and why paths have no case."""
         names = sorted({recipe.format for recipe in self.recipes if recipe.format})
-        return {f"{FORMAT}{name}": FORMATS[name].in_words for name in names}
+        rows = {f"{FORMAT}{name}": FORMATS[name].in_words for name in names}
+        return {**self.input_facts, **rows, **{f"{NOT_RUN}{path}": reason for path, reason in self._not_run.items()}}
 
     def stored(self, device: str) -> list[ModeBaselines]:
         """The baselines of the model on a device, read once; a defect in them is a BaselineError."""
@@ -279,9 +291,7 @@ class Bench:
         A stored layer of which the golden reference has nothing differs too.
         """
         golden = self.anchors.rows if self.anchors else {}
-        stored = {
-            case.layer for device in self.settings.devices for mode in self.stored(device) for case in mode.entries
-        }
+        stored = self._stored_labels()
         known = [label for label in (*self.labels, *self.outside, LOGITS) if label in stored]
         lacking = without_rows(known, golden) if self.anchors else []
         self.moved_tensors = moved_tensors(self.reference_rows(variation), golden)
@@ -314,7 +324,8 @@ class Bench:
         with self._under(variation):
             size, model = self.bytes_per_token, self.loaded.model
             paths = self._paths(recipe)
-            return observe(model, recipe, reference, calibration, device=device, bytes_per_token=size, paths=paths)
+            seen = observe(model, recipe, reference, calibration, device=device, bytes_per_token=size, paths=paths)
+        return seen | {path: uncovered_path(path, self.path_support[path]) for path in self.paths if path not in seen}
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
         return nullcontext() if variation is None else under(variation, self.loaded.model)

@@ -400,8 +400,8 @@ def rounded_rows(real: Any, module: Any, x: Tensor) -> Tensor:
 
 
 def path(name: str, recipe: str, case: str, damage: Damage, cause: str = "", **rest: Any) -> Fault:
-    said = {"decode": "decode", "padded": "padd"}.get(case, "")
-    return Fault(name, recipe, damage, cause or said, **{"verdicts": PATH, "case": case, **rest})
+    said = f"{case}, layer_{rest.get('layer', 1)}: {cause}"
+    return Fault(name, recipe, damage, said, **{"verdicts": PATH, "case": case, **rest})
 
 
 def _flip(w: Tensor) -> Tensor:

@@ -154,11 +154,18 @@ def in_dtype(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def llama(name: str, recipe: str, damage: Damage, cause: str, **rest: Any) -> Fault:
-    return Fault(f"user: {name}", recipe, damage, cause, **{"model": LLAMA, **rest})
+    return user(name, recipe, damage, cause, model=LLAMA, **rest)
 
 
 def small(name: str, recipe: str, damage: Damage, cause: str, **rest: Any) -> Fault:
-    return Fault(f"user: {name}", recipe, damage, cause, **{"model": NETWORK_MODEL, **rest})
+    return user(name, recipe, damage, cause, model=NETWORK_MODEL, **rest)
+
+
+def user(name: str, recipe: str, damage: Damage, cause: str, **rest: Any) -> Fault:
+    """A fault of a mode of a user: of a layer, or of a path, which is told with its name."""
+    where = f"layer_{rest.get('layer', 1)}"
+    said = f"{rest['case']}, {where}: {cause}" if "case" in rest else f"{where}; {cause}"
+    return Fault(f"user: {name}", recipe, damage, said, **rest)
 
 
 USER = (
