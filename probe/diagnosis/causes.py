@@ -24,7 +24,7 @@ from probe.diagnosis.explanations import (
     not_finite,
 )
 from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, left_by
-from probe.diagnosis.inner_modules import in_float32, outputs_inside, scaled_output
+from probe.diagnosis.inner_modules import in_float32, other_settings, outputs_inside, scaled_output
 from probe.diagnosis.layer_steps import layer_steps
 from probe.diagnosis.linear_steps import grid_step, kept_weights, other_tokens, outside_step
 from probe.diagnosis.mamba_block import NeverRanError
@@ -116,7 +116,9 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
     mode, label = trace.mode, trace.label
     outside = _changed_outside(trace)
     if label in trace.reference.outside:
-        return _outside_cause(trace) or outside or _told(sources) or f"{label}; {UNKNOWN}: it is the float model's"
+        return (
+            _outside_cause(trace) or outside or _told(sources) or f"{label}; {UNKNOWN}: it differs by less than sums do"
+        )
     if label == LOGITS or label not in trace.reference.modules:
         return outside or _told(sources) or f"{UNKNOWN}: embedding, norm and head are those of the float model"
     examined = 0
@@ -194,7 +196,7 @@ def _outside_cause(trace: LayerTrace) -> str:
             table = stock.get_parameter("weight") if is_table else None
             tokens = "" if table is None else other_tokens(table, batch.given, batch.output)
             return f"{label}; {tokens or explanation}"
-    return ""
+    return next((f"{label}; {sentence}" for sentence, _ in other_settings(twin, stock)), "")
 
 
 def _obvious(batch: BatchTrace, label: str, output: Tensor) -> str:
@@ -263,8 +265,21 @@ def _changed(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
         return ""
     sentence = explain_change(found)
     if UNKNOWN in sentence:
-        sentence = _narrow_arithmetic(trace, found) or _scaled_inside(trace, found) or sentence
+        sentence = (
+            _other_setting(trace, found) or _narrow_arithmetic(trace, found) or _scaled_inside(trace, found) or sentence
+        )
     return f"{trace.label}; {sentence}"
+
+
+def _other_setting(trace: LayerTrace, found: ChangedOutput) -> str:
+    """A setting of a module inside that is not the float layer's, if with that one the stored output is given again."""
+    layers = (side.get_submodule(trace.module) for side in (trace.twin, trace.model))
+    for sentence, restored in other_settings(*layers):
+        with restored:
+            outputs = [batch.output for batch in trace.batches()]
+        if left_by(found, outputs) <= 1 - EXPLAINED:
+            return sentence
+    return ""
 
 
 def _narrow_arithmetic(trace: LayerTrace, found: ChangedOutput) -> str:

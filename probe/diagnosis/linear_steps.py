@@ -104,8 +104,12 @@ def _narrow_norms(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> d
         return gamma * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
     name = str(dtype).removeprefix("torch.")
+    ones = torch.ones_like(gamma)
     return {
         f"computed in {name}": lambda: rms_norm(x.to(dtype), gamma.to(dtype)).double(),
+        f"computed in {name}, gamma applied in float32": lambda: (
+            gamma * rms_norm(x.to(dtype).double(), ones).to(dtype).double()
+        ),
         f"its input is rounded to {name}": lambda: rms_norm(x.to(dtype).double(), gamma),
         f"its result is rounded to {name}": lambda: rms_norm(x, gamma).to(dtype).double(),
     }
@@ -159,7 +163,14 @@ def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype | None = 
     for name, parameter in stock.named_parameters():
         if name in found:
             plain = parameter.detach().to(dtype or parameter.dtype)
-            yield Step(f"weight {name}", found[name].detach(), plain, noise=0.0)
+            yield Step(f"weight {name}", found[name].detach(), plain, suspects=partial(_on_grids, plain), noise=0.0)
+
+
+def _on_grids(plain: Tensor) -> Iterator[tuple[str, Replay]]:
+    """A weight that should stay float, on the grid of each format."""
+    for fmt in FORMATS.values():
+        if fmt.scale is not None:
+            yield f"put on the grid of {fmt.name}", partial(PlainGrid(fmt), plain)
 
 
 def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
