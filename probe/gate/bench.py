@@ -25,6 +25,7 @@ from probe.gate.observations import Observation, observe, observe_recording, unc
 from probe.models.layers import select
 from probe.models.loading import Loaded, configuration_of, load_model
 from probe.models.mamba import is_mamba
+from probe.models.offload import brought_in, is_offloaded
 from probe.models.outside import outside_modules
 from probe.models.positions import position_limit
 from probe.recordings import read_recording
@@ -45,6 +46,8 @@ T = TypeVar("T")
 #: The modes of a matrix that names none.
 MAMBA_MODES = ("all", "fp16", "bf16")
 OTHER_MODES = ("linear_w", "linear_wa")
+#: What is said of a model that a factory offloads.
+BROUGHT_IN = "offloaded weights were brought in: recipes change weights in memory, so that every copy is whole there"
 #: Errors of a full disk: then every process computes its own reference.
 NO_ROOM = (OSError, SafetensorError)
 
@@ -143,10 +146,11 @@ class Bench:
     def paths_not_run(self) -> str:
         """`paths not run: decode (Network.forward takes no cache)`; empty where every path has its case.
 
-        And the cases that the settings leave out.
+        And the cases that the settings leave out, and that the weights of an offloaded model were brought in.
         """
         without, left = self.settings.without, [f"{path} ({why})" for path, why in self._not_run.items()]
-        said = [f"paths not run: {', '.join(left)}"] if left else []
+        said = [BROUGHT_IN] if BROUGHT_IN in self.loaded.notes else []
+        said += [f"paths not run: {', '.join(left)}"] if left else []
         return "; ".join(said + ([f"left out by the settings: {', '.join(without)}"] if without else []))
 
     @property
@@ -356,7 +360,10 @@ class Bench:
 
 @lru_cache(maxsize=4)
 def _load(model: str, allow_download: bool, trust_remote_code: bool) -> Loaded:
-    return load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    found = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    if not is_offloaded(found.model):
+        return found
+    return replace(found, model=brought_in(found.model), notes=(*found.notes, BROUGHT_IN))
 
 
 def shared(

@@ -464,7 +464,7 @@ EXACT = (
         "ties are rounded toward zero (at corner values)",
     ),
     site("ties to odd", INT8, "x_proj.output", tied(odd_ties), "ties are rounded to odd (at corner values)"),
-    site("int8 scale one ulp up", INT8, "in_proj.input", one_ulp, "the scale is on# ulp up (at corner values)"),
+    site("int8 scale one ulp up", INT8, "in_proj.input", one_ulp, "the scale is one ulp up (at corner values)"),
     site("the largest e5m2 lost", E5M2, "out_proj.input", elements(below_the_top), "clamped at 49152 instead of 57344"),
     site(
         "times 1 / scale",
