@@ -3,19 +3,17 @@
 `diagnose` compares the trace of a layer (running/traces.py) step by step with outputs that are computed another way
 (`mamba_steps.py`, `linear_steps.py`) and explains the first disagreement (`explanations.py`). Where all steps agree,
 or where the steps are not known, it names what differs from what is stored, and compares the output with the stored
-one (`golden_outputs.py`).
+one (`changed_layers.py`).
 """
 
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from probe.diagnosis.changed_layers import changed_layer
 from probe.diagnosis.explanations import (
-    EXPLAINED,
     UNKNOWN,
     best_claim,
     explain,
@@ -23,8 +21,7 @@ from probe.diagnosis.explanations import (
     facts,
     not_finite,
 )
-from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, left_by
-from probe.diagnosis.inner_modules import in_float32, other_settings, outputs_inside, scaled_output
+from probe.diagnosis.inner_modules import other_settings
 from probe.diagnosis.layer_steps import layer_steps
 from probe.diagnosis.linear_steps import grid_step, kept_weights, other_tokens, outside_step
 from probe.diagnosis.mamba_block import NeverRanError
@@ -43,8 +40,6 @@ from probe.words import LOGITS
 WIDTH = 110
 #: Quantiles of two texts differ by less than this part: 5 % between those of tiny-mamba.
 OTHER_TEXT = 0.1
-#: Seconds after which no further module inside a layer is tried, and steps of the search for its factor.
-PATIENCE, SEARCHES = 8.0, 12
 
 
 @torch.no_grad()
@@ -152,7 +147,7 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
         or _told(sources)
         or _float_reference(trace)
         or _repeated_sample(trace)
-        or _changed(trace, golden)
+        or changed_layer(trace, golden)
         or f"{UNKNOWN}: all {examined} steps of {label} agree with their definitions, and nothing stored differs"
     )
 
@@ -252,89 +247,6 @@ def _repeated_sample(trace: LayerTrace) -> str:
     return ""
 
 
-def _changed(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
-    """What has become of the stored output; empty without one."""
-    if golden is None:
-        return ""
-    with outputs_inside(trace.twin.get_submodule(trace.module)) as parts:
-        batches = [batch for batch in trace.batches() if batch.output is not None]
-    outputs = [batch.output for batch in batches if batch.output is not None]
-    given, expected = [one.given for one in batches], [one.expected for one in batches]
-    found = ChangedOutput.of(outputs, given, expected, golden, parts) if outputs else None
-    if found is None:
-        return ""
-    sentence = explain_change(found)
-    if UNKNOWN in sentence:
-        sentence = (
-            _other_setting(trace, found) or _narrow_arithmetic(trace, found) or _scaled_inside(trace, found) or sentence
-        )
-    return f"{trace.label}; {sentence}"
-
-
-def _other_setting(trace: LayerTrace, found: ChangedOutput) -> str:
-    """A setting of a module inside that is not the float layer's, if with that one the stored output is given again."""
-    layers = (side.get_submodule(trace.module) for side in (trace.twin, trace.model))
-    for sentence, restored in other_settings(*layers):
-        with restored:
-            outputs = [batch.output for batch in trace.batches()]
-        if left_by(found, outputs) <= 1 - EXPLAINED:
-            return sentence
-    return ""
-
-
-def _narrow_arithmetic(trace: LayerTrace, found: ChangedOutput) -> str:
-    """Says so if the layer gives its stored output again once nothing in it is cast to a narrower float."""
-    try:
-        with in_float32() as narrowed:
-            outputs = [batch.output for batch in trace.batches()]
-    except Exception:  # code that checks its dtypes
-        return ""
-    if not narrowed or left_by(found, outputs) > 1 - EXPLAINED:
-        return ""
-    return f"computed in {str(next(iter(narrowed))).removeprefix('torch.')}"
-
-
-def _scaled_inside(trace: LayerTrace, found: ChangedOutput) -> str:
-    """A module inside whose output, times one number, makes the layer give its stored output; found by secants."""
-    layer, began = trace.twin.get_submodule(trace.module), time.monotonic()
-    for name in found.parts:
-
-        def run(factor: float, name: str = name) -> float:
-            with scaled_output(layer.get_submodule(name), factor):
-                return math.sqrt(left_by(found, [batch.output for batch in trace.batches()]))
-
-        factor = _best_factor(run)
-        if factor is not None and run(factor) ** 2 <= 1 - EXPLAINED:
-            return f"as if the output of {name} were {1 / factor:.3g} times that of the stored run"
-        if time.monotonic() - began > PATIENCE:
-            break
-    return ""
-
-
-def _best_factor(run: Callable[[float], float]) -> float | None:
-    """The factor from 1/4 to 4 with the smallest distance: a coarse look, then a search by the golden section.
-
-    None where the coarse look shows that no factor is better than none.
-    """
-    tried = {2.0**power: run(2.0**power) for power in (-2, -1, -0.5, -0.02, 0.02, 0.5, 1, 2)}
-    best = min(tried, key=tried.__getitem__)
-    if tried[best] > 0.97:  # of the distance without a factor
-        return None
-    low, high, ratio = math.log2(best) - 1, math.log2(best) + 1, (math.sqrt(5) - 1) / 2
-    a, b = high - ratio * (high - low), low + ratio * (high - low)
-    at_a, at_b = run(2**a), run(2**b)
-    for _ in range(SEARCHES):
-        if at_a < at_b:
-            high, b, at_b = b, a, at_a
-            a = high - ratio * (high - low)
-            at_a = run(2**a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + ratio * (high - low)
-            at_b = run(2**b)
-    return float(2 ** ((low + high) / 2))
-
-
 def _as_a_whole(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
     """For a layer whose steps are not known: its output beside the stored one, or beside the float layer's."""
     label, unexplained = trace.label, ""
@@ -344,7 +256,7 @@ def _as_a_whole(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
             continue
         if lost := not_finite(Step("", output, expected)):
             return f"{label}; {lost}"
-    if changed := _changed(trace, golden):
+    if changed := changed_layer(trace, golden):
         return changed
     for batch in trace.batches():
         output, expected, given = batch.output, batch.expected, batch.given

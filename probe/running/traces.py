@@ -100,6 +100,37 @@ class LayerTrace:
             yield BatchTrace(given.float(), expected, output, parts)
 
     @torch.no_grad()
+    def outputs(self) -> list[Tensor | None]:
+        """The outputs of the layer, batch by batch, as in `batches`; where it can, the layer runs without the model.
+
+        It can if a second call with the same arguments gives the same bits: a layer may write to them.
+        """
+        if self._calls is None:
+            return [batch.output for batch in self.batches()]
+        layer = self.twin.get_submodule(self.module)
+        return [first_tensor(self.label, "output", layer(*args, **kwargs)).float() for args, kwargs in self._calls]
+
+    @cached_property
+    def _calls(self) -> list[tuple[Any, Any]] | None:
+        """The arguments of the layer in every batch; None where they do not give its output again."""
+        calls: list[tuple[Any, Any]] = []
+        layer = self.twin.get_submodule(self.module)
+        hook = layer.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.append((args, kwargs)), prepend=False, with_kwargs=True
+        )
+        try:
+            outputs = [batch.output for batch in self.batches()]
+        finally:
+            hook.remove()
+        if len(calls) != len(outputs):
+            return None
+        for (args, kwargs), output in zip(calls, outputs, strict=True):
+            again = first_tensor(self.label, "output", layer(*args, **kwargs)).float().cpu()
+            if output is None or again.shape != output.shape or not torch.equal(again, output):
+                return None
+        return calls
+
+    @torch.no_grad()
     def on_path(self, path: Path, *, modules: bool = False) -> PathTrace:
         """The layer on a path; with `modules`, all modules inside it in the order in which they end, not its sites."""
         layer = self.twin.get_submodule(self.module)

@@ -49,6 +49,8 @@ CHANGES: dict[str, Change] = {
     "a shift, and a permutation": lambda x, r: x.roll(1, 1)[..., torch.randperm(x.shape[-1], generator=r)],
     "half of two neighbours": lambda x, r: 0.5 * (x + x.roll(1, -1)),
     "another tensor": lambda x, r: x.std() * noise(x, r),
+    "exploded": lambda x, r: 1e3 * x.std() * noise(x, r),
+    "nearly nothing": lambda x, r: 1e-2 * x.std() * noise(x, r),
     "two constants": lambda x, r: x + 0.05 * x.std() * torch.where(chosen(x, 0.5, r), 1.0, -1.0),
     "squares": lambda x, r: x + 0.1 * x.square() / x.std(),
     "tanh": lambda x, r: x.std() * torch.tanh(x / x.std()),
@@ -88,9 +90,25 @@ def test_no_hypothesis_fires_on_an_output_that_was_changed(name: str, seed: int)
     flat = healthy.double().reshape(-1).numpy()
     stored = (*sketched(flat).tolist(), *flat[places_of(flat.size, SAMPLE)].tolist())
     changed = given + CHANGES[name](healthy - given, random)
-    found = ChangedOutput.of([changed], [given], [given + added], stored, {"inside": [added]})
+    parts = {} if name == "nearly nothing" else {"inside": [added]}
+    found = ChangedOutput.of([changed], [given], [given + added], stored, parts)
     assert found is not None
     assert UNKNOWN in explain_change(found)
+
+
+def test_a_module_that_is_left_out_is_not_half_of_the_stored_one() -> None:
+    random = generator(0, "noise")
+    given, added, other = (torch.randn(3, 40, 64, generator=random) for _ in range(3))
+    flat = (given + added + other).double().reshape(-1).numpy()
+    stored = tuple(sketched(flat).tolist())
+    for changed, sentence in (
+        (given + other, "the output of inside is left out"),
+        (given + other + 0.5 * added, "the output of inside is 0.5 times the stored one"),
+    ):
+        inside = added if "left out" in sentence else 0.5 * added
+        found = ChangedOutput.of([changed], [given], [given + added + other], stored, {"inside": [inside]})
+        assert found is not None
+        assert explain_change(found) == sentence
 
 
 @pytest.mark.parametrize(("model", "recipe"), [("tiny-mamba", ("2-1", "int8")), ("tiny-llama", ("linear_wa", "int8"))])
