@@ -39,6 +39,7 @@ COLUMNS = (
     "right place",
     "right cause",
     "cause not known",
+    "wrong cause",
     "MSE by layer 10 %",
     "accuracy 5 %",
     "accuracy 8 %",
@@ -73,7 +74,7 @@ def seen_by_others(gate: SmallGate, result: Result) -> Result:
     fault = result.fault
     if fault.kind not in ("error", "reference"):
         return result
-    if fault.kind == "error" and "input." not in fault.cause:
+    if fault.kind == "error" and "input." not in result.error:
         return Result(fault, result.healthy, result.healthy)  # a kernel that this text does not reach
     unaware = {"other_input": mock.Mock(return_value=""), "compare_reference": mock.Mock(return_value="")}
     with mock.patch.multiple(Bench, **unaware):
@@ -94,8 +95,9 @@ def row_of(gate: SmallGate, fault: AnyFault) -> dict[str, str | bool]:
         "problems": "; ".join(result.problems()),
         "caught": result.is_caught,
         "right place": result.is_placed,
-        "right cause": result.is_explained,
-        "cause not known": result.is_unnamed,
+        "right cause": result.is_caught and result.grade == "right",
+        "cause not known": result.is_caught and result.grade == "not known",
+        "wrong cause": result.is_caught and result.grade == "wrong",
         "MSE by layer 10 %": fails_mse(others, 0.1),
         "accuracy 5 %": fails_accuracy(others, 0.05),
         "accuracy 8 %": fails_accuracy(others, 0.08),

@@ -28,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 
 from probe.comparisons.selection import Side, all_sides, find_side, layer_number, opened
-from probe.comparisons.steps import Step, measure_step
+from probe.comparisons.steps import Step, StepFigures, measure_step
 from probe.recordings import Recording
 from probe.words import LOGITS, look_up
 
@@ -44,25 +44,11 @@ _EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True)
-class LayerHealth:
-    """The figures of one tensor, as in `Step`, and its problems in words, the most severe first."""
+class LayerHealth(StepFigures):
+    """The figures of one tensor, and its problems in words, the most severe first."""
 
     name: str
     shape: tuple[int, ...]
-    mean: float | None
-    std: float | None
-    min: float | None
-    max: float | None
-    nan: int
-    inf: int
-    first_nonfinite: tuple[int, ...] | None
-    size: float | None
-    growth: float | None
-    """Against the layer before, or the embedding; None without one of as many tokens."""
-    max_change: float | None
-    """max |x - x of the layer before| where both are finite; None without a layer before of the same shape."""
-    mean_change: float | None
-    relative_change: float | None
     dead: int
     """Channels that have one value in all tokens, and had not in the layer before."""
     kind: str | None = None
@@ -117,7 +103,7 @@ class Health:
             return {key: tuple(x) if isinstance(x, list) else x for key, x in facts.items() if key not in derived}
 
         derived = ("mark", "first_suspicious", "layers")
-        layers = (LayerHealth(name, **fields(facts)) for name, facts in found["layers"].items())
+        layers = (LayerHealth(name=name, **fields(facts)) for name, facts in found["layers"].items())
         return cls(**fields(found), layers=tuple(layers))
 
 
@@ -233,7 +219,7 @@ def _judged(measured: Sequence[_Measured], place: int, side: Side, limits: Mappi
     found = [*_own_problems(one.step), *stream, *_beyond_given(one, limits)]
     found.sort(key=lambda problem: KINDS.index(problem[0]))
     kind, problems = (found[0][0] if found else None), tuple(text for _, text in found)
-    return LayerHealth(one.label, side.shape(one.label), **figures, dead=dead, kind=kind, problems=problems)
+    return LayerHealth(**figures, name=one.label, shape=side.shape(one.label), dead=dead, kind=kind, problems=problems)
 
 
 def _dead(measured: Sequence[_Measured], one: _Measured) -> int:

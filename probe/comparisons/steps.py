@@ -24,8 +24,8 @@ from probe.numerics.moments import NO_MOMENTS, Moments
 FEWEST_TOKENS = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
+@dataclass(frozen=True)
+class StepFigures:
     """The figures of a tensor over its finite values; None where a figure has no meaning."""
 
     mean: float | None
@@ -38,10 +38,17 @@ class Step:
     """(sample, token, feature)."""
     size: float | None
     growth: float | None
+    """Against the layer before, or the embedding; None without one of as many tokens."""
     max_change: float | None
-    """max |x - before| where both are finite."""
+    """max |x - before| where both are finite; None without a layer before of the same shape."""
     mean_change: float | None
     relative_change: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Step(StepFigures):
+    """The figures of a tensor, with what the layers after it are judged by."""
+
     sizes: Array
     """Of every token; NaN where none of its values is finite."""
     constant: npt.NDArray[np.bool_]

@@ -3,39 +3,43 @@
 `diagnose` compares the trace of a layer (running/traces.py) step by step with outputs that are computed another way
 (`mamba_steps.py`, `linear_steps.py`) and explains the first disagreement (`explanations.py`). Where all steps agree,
 or where the steps are not known, it names what differs from what is stored, and compares the output with the stored
-one (`golden_outputs.py`).
+one (`changed_layers.py`).
 """
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from probe.diagnosis.explanations import EXPLAINED, UNKNOWN, best_claim, explain, explain_together, facts, not_finite
-from probe.diagnosis.golden_outputs import ChangedOutput, explain_change, left_by
-from probe.diagnosis.inner_modules import in_float32, outputs_inside, scaled_output
-from probe.diagnosis.linear_steps import grid_step, kept_weights, linear_steps, other_tokens, outside_step
-from probe.diagnosis.mamba_steps import Block, NeverRanError, mamba_steps
+from probe.diagnosis.changed_layers import changed_layer
+from probe.diagnosis.explanations import (
+    UNKNOWN,
+    best_claim,
+    explain,
+    explain_together,
+    facts,
+    not_finite,
+)
+from probe.diagnosis.inner_modules import other_settings
+from probe.diagnosis.layer_steps import layer_steps
+from probe.diagnosis.linear_steps import grid_step, kept_weights, other_tokens, outside_step
+from probe.diagnosis.mamba_block import NeverRanError
 from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import Step, rms
 from probe.formats import FORMATS
 from probe.models.linear import linear_weights
-from probe.running.calibration import PERCENTILE_SITES, amax_lookup
+from probe.running.calibration import PERCENTILE_SITES
 from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
 from probe.running.recipes import Recipe
-from probe.running.traces import BatchTrace, LayerTrace, Parts
+from probe.running.traces import BatchTrace, LayerTrace
 from probe.words import LOGITS
 
 #: The longest line that a diagnosis may be.
 WIDTH = 110
 #: Quantiles of two texts differ by less than this part: 5 % between those of tiny-mamba.
 OTHER_TEXT = 0.1
-#: Seconds after which no further module inside a layer is tried, and steps of the search for its factor.
-PATIENCE, SEARCHES = 8.0, 12
 
 
 @torch.no_grad()
@@ -49,7 +53,7 @@ def diagnose(trace: LayerTrace, sources: Sequence[str] = (), golden: tuple[float
         cause = _cause(trace, sources, golden)
     except Exception as problem:  # a diagnosis must not hide the failure it explains
         cause = f"{UNKNOWN}: {str(problem) or type(problem).__name__}"
-    return _line(cause)
+    return in_a_line(cause)
 
 
 @torch.no_grad()
@@ -58,15 +62,16 @@ def corner_cause(trace: LayerTrace, sources: Sequence[str] = ()) -> str:
     try:
         wrong = _wrong_corner(trace)
     except Exception as problem:
-        return _line(f"{UNKNOWN}: {str(problem) or type(problem).__name__}")
+        return in_a_line(f"{UNKNOWN}: {str(problem) or type(problem).__name__}")
     if row := _about(sources, "format"):
-        return _line(row)
+        return in_a_line(row)
     if wrong:
-        return _line(f"{wrong} (at corner values)")
-    return _line(next(iter(sources), f"{UNKNOWN}: corner values give other results, as their definition does"))
+        return in_a_line(f"{wrong} (at corner values)")
+    return in_a_line(next(iter(sources), f"{UNKNOWN}: corner values give other results, as their definition does"))
 
 
-def _line(cause: str) -> str:
+def in_a_line(cause: str) -> str:
+    """A cause without line breaks, no longer than WIDTH."""
     line = " ".join(cause.split())
     return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
@@ -106,7 +111,9 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
     mode, label = trace.mode, trace.label
     outside = _changed_outside(trace)
     if label in trace.reference.outside:
-        return _outside_cause(trace) or outside or _told(sources) or f"{label}; {UNKNOWN}: it is the float model's"
+        return (
+            _outside_cause(trace) or outside or _told(sources) or f"{label}; {UNKNOWN}: it differs by less than sums do"
+        )
     if label == LOGITS or label not in trace.reference.modules:
         return outside or _told(sources) or f"{UNKNOWN}: embedding, norm and head are those of the float model"
     examined = 0
@@ -121,7 +128,7 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
         for name, tensors in batch.parts.items():
             conv_outputs.setdefault(name, []).append(tensors.get("conv1d.output.given", torch.zeros(0)))
         try:
-            for step in _steps(trace, batch.parts):
+            for step in layer_steps(trace, batch.parts):
                 examined += 1
                 if explanation := explain(step):
                     return f"{step.name}; {explanation}"
@@ -140,7 +147,7 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
         or _told(sources)
         or _float_reference(trace)
         or _repeated_sample(trace)
-        or _changed(trace, golden)
+        or changed_layer(trace, golden)
         or f"{UNKNOWN}: all {examined} steps of {label} agree with their definitions, and nothing stored differs"
     )
 
@@ -149,23 +156,6 @@ def _told(sources: Sequence[str]) -> str:
     """The first source that differs; with more of them, how many."""
     more = f" (and {len(sources) - 1} more)" if len(sources) > 1 else ""
     return f"{sources[0]}{more}" if sources else ""
-
-
-def _steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
-    """The steps of the layer in one batch, whatever kind of mode it is."""
-    model, twin, mode, layer = trace.model, trace.twin, trace.mode, trace.module
-    if mode.kind == "float":
-        yield from kept_weights(model.get_submodule(layer), twin.get_submodule(layer), mode.dtype)
-    elif mode.kind == "linear":
-        yield from linear_steps(trace, parts)
-    elif mode.kind == "ssm":
-        assert trace.recipe.format is not None
-        for name, tensors in parts.items():
-            path = f"{layer}.{name}" if name else layer
-            amax = amax_lookup(trace.calibration, f"{path}.mixer.")
-            blocks = twin.get_submodule(path), model.get_submodule(path)
-            format = FORMATS[trace.recipe.format]
-            yield from mamba_steps(Block(tensors, *blocks, mode, format, amax, f"{path}.mixer"))
 
 
 def _changed_outside(trace: LayerTrace) -> str:
@@ -201,7 +191,7 @@ def _outside_cause(trace: LayerTrace) -> str:
             table = stock.get_parameter("weight") if is_table else None
             tokens = "" if table is None else other_tokens(table, batch.given, batch.output)
             return f"{label}; {tokens or explanation}"
-    return ""
+    return next((f"{label}; {sentence}" for sentence, _ in other_settings(twin, stock)), "")
 
 
 def _obvious(batch: BatchTrace, label: str, output: Tensor) -> str:
@@ -257,76 +247,6 @@ def _repeated_sample(trace: LayerTrace) -> str:
     return ""
 
 
-def _changed(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
-    """What has become of the stored output; empty without one."""
-    if golden is None:
-        return ""
-    with outputs_inside(trace.twin.get_submodule(trace.module)) as parts:
-        batches = [batch for batch in trace.batches() if batch.output is not None]
-    outputs = [batch.output for batch in batches if batch.output is not None]
-    given, expected = [one.given for one in batches], [one.expected for one in batches]
-    found = ChangedOutput.of(outputs, given, expected, golden, parts) if outputs else None
-    if found is None:
-        return ""
-    sentence = explain_change(found)
-    if UNKNOWN in sentence:
-        sentence = _narrow_arithmetic(trace, found) or _scaled_inside(trace, found) or sentence
-    return f"{trace.label}; {sentence}"
-
-
-def _narrow_arithmetic(trace: LayerTrace, found: ChangedOutput) -> str:
-    """Says so if the layer gives its stored output again once nothing in it is cast to a narrower float."""
-    try:
-        with in_float32() as narrowed:
-            outputs = [batch.output for batch in trace.batches()]
-    except Exception:  # code that checks its dtypes
-        return ""
-    if not narrowed or left_by(found, outputs) > 1 - EXPLAINED:
-        return ""
-    return f"computed in {str(next(iter(narrowed))).removeprefix('torch.')}"
-
-
-def _scaled_inside(trace: LayerTrace, found: ChangedOutput) -> str:
-    """A module inside whose output, times one number, makes the layer give its stored output; found by secants."""
-    layer, began = trace.twin.get_submodule(trace.module), time.monotonic()
-    for name in found.parts:
-
-        def run(factor: float, name: str = name) -> float:
-            with scaled_output(layer.get_submodule(name), factor):
-                return math.sqrt(left_by(found, [batch.output for batch in trace.batches()]))
-
-        factor = _best_factor(run)
-        if factor is not None and run(factor) ** 2 <= 1 - EXPLAINED:
-            return f"as if the output of {name} were {1 / factor:.3g} times that of the stored run"
-        if time.monotonic() - began > PATIENCE:
-            break
-    return ""
-
-
-def _best_factor(run: Callable[[float], float]) -> float | None:
-    """The factor from 1/4 to 4 with the smallest distance: a coarse look, then a search by the golden section.
-
-    None where the coarse look shows that no factor is better than none.
-    """
-    tried = {2.0**power: run(2.0**power) for power in (-2, -1, -0.5, -0.02, 0.02, 0.5, 1, 2)}
-    best = min(tried, key=tried.__getitem__)
-    if tried[best] > 0.97:  # of the distance without a factor
-        return None
-    low, high, ratio = math.log2(best) - 1, math.log2(best) + 1, (math.sqrt(5) - 1) / 2
-    a, b = high - ratio * (high - low), low + ratio * (high - low)
-    at_a, at_b = run(2**a), run(2**b)
-    for _ in range(SEARCHES):
-        if at_a < at_b:
-            high, b, at_b = b, a, at_a
-            a = high - ratio * (high - low)
-            at_a = run(2**a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + ratio * (high - low)
-            at_b = run(2**b)
-    return float(2 ** ((low + high) / 2))
-
-
 def _as_a_whole(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
     """For a layer whose steps are not known: its output beside the stored one, or beside the float layer's."""
     label, unexplained = trace.label, ""
@@ -336,7 +256,7 @@ def _as_a_whole(trace: LayerTrace, golden: tuple[float, ...] | None) -> str:
             continue
         if lost := not_finite(Step("", output, expected)):
             return f"{label}; {lost}"
-    if changed := _changed(trace, golden):
+    if changed := changed_layer(trace, golden):
         return changed
     for batch in trace.batches():
         output, expected, given = batch.output, batch.expected, batch.given

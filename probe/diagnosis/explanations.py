@@ -20,6 +20,8 @@ from probe.diagnosis.signatures import AXES, SIGNATURES, Replay, Step, bias, rms
 EXPLAINED = 0.9
 #: Of a difference that a claim explains to this part, no claim within a channel, a token or a block is tried.
 ALL = 1 - 1e-6
+#: Of replays that explain a difference equally well, so many at most are told; more explain nothing.
+ALIKE = 2
 #: What is said where no claim fits.
 UNKNOWN = "no known cause"
 LAST_BLOCK = "the last, shorter block"
@@ -45,40 +47,12 @@ def explain(step: Step) -> str:
             within = best_claim(part)
             energy = squares(part.actual, part.expected) / max(squares(step.actual, step.expected), 1e-300)
             remains = 1 - energy * (1 - within.left)
-            better = remains < left or (remains <= left + 1 - ALL and sentence == whole.sentence)
+            better = remains < left - (1 - ALL) or (remains <= left + 1 - ALL and sentence == whole.sentence)
             if within.sentence and remains <= 1 - EXPLAINED and better:
                 sentence, left = _located(where, within.sentence), remains
             elif not sentence and energy >= EXPLAINED:
                 sentence = f"only {where}: {facts(part)}"  # another claim may still explain it
     return sentence or facts(step)
-
-
-def explain_together(steps: Sequence[Step]) -> str:
-    """Why the outputs of one step for several inputs are not the expected ones; empty if they are.
-
-    A replayed fault must explain every output that differs, and must leave those alone that do not. Without one, the
-    first that differs is explained alone.
-    """
-    different = [step for step in steps if bool(step.differs().any())]
-    if not different or len(steps) == 1:
-        return explain(steps[0]) if different else ""
-    best, cause = 1 - EXPLAINED, ""
-    tables = [dict(step.suspects()) for step in steps]
-    for sentence in tables[0]:
-        if all(sentence in table for table in tables):
-            left = max(_left(step, table[sentence]()) for step, table in zip(steps, tables, strict=True))
-            if left < best or (left == best and not cause):
-                best, cause = left, sentence
-    return cause or explain(different[0])
-
-
-def _left(step: Step, made: Tensor) -> float:
-    """What is left by a claim; infinite for one that changes an output which is as expected."""
-    if made.shape != step.actual.shape:
-        return math.inf
-    if bool(step.differs().any()):
-        return step.left_by(made)
-    return math.inf if bool(replace(step, actual=made).differs().any()) else 0.0
 
 
 @dataclass(frozen=True)
@@ -90,20 +64,66 @@ class Best:
     name: str = "replay"  # of its signature
 
 
+def explain_together(steps: Sequence[Step]) -> str:
+    """Why the outputs of one step for several inputs are not the expected ones; empty if they are.
+
+    A replayed fault must explain every output that differs, and must leave those alone that do not. Without one, the
+    first that differs is explained alone.
+    """
+    different = [step for step in steps if bool(step.differs().any())]
+    if not different or len(steps) == 1:
+        return explain(steps[0]) if different else ""
+    replays = _together(steps, [dict(step.suspects()) for step in steps])
+    fits = _together(steps, [dict(step.fits()) for step in steps])
+    return _only_one(replays).sentence or _only_one(fits).sentence or explain(different[0])
+
+
+def _together(steps: Sequence[Step], tables: Sequence[dict[str, Replay]]) -> list[Best]:
+    """The replays that all steps have and that explain enough of each."""
+    found = []
+    for sentence in tables[0]:
+        if all(sentence in table for table in tables):
+            left = max(_left(step, table[sentence]()) for step, table in zip(steps, tables, strict=True))
+            found.append(Best(sentence, left))
+    return [one for one in found if one.left <= 1 - EXPLAINED]
+
+
+def _left(step: Step, made: Tensor) -> float:
+    """What is left by a claim; infinite for one that changes an output which is as expected."""
+    if made.shape != step.actual.shape:
+        return math.inf
+    if bool(step.differs().any()):
+        return step.left_by(made)
+    return math.inf if bool(replace(step, actual=made).differs().any()) else 0.0
+
+
 def best_claim(step: Step, *, only_replays: bool = False) -> Best:
     """The claim that explains most of the difference, if it explains enough."""
-    best = Best()
-    named: dict[str, Callable[[Step], Iterable[tuple[str, Replay | Tensor]]]] = {"replay": lambda step: step.suspects()}
+    replays = [Best(sentence, step.left_by(made)) for sentence, made in _made(step.suspects(), step)]
+    best = _only_one([one for one in replays if one.left <= 1 - EXPLAINED])
+    named: dict[str, Callable[[Step], Iterable[tuple[str, Replay | Tensor]]]] = {"replay": lambda step: step.fits()}
     for name, signature in (named if only_replays else {**named, **SIGNATURES}).items():
-        for sentence, claim in signature(step):
-            made = claim if isinstance(claim, Tensor) else claim()
-            if made.shape != step.actual.shape:
-                continue
+        for sentence, made in _made(signature(step), step):
             left = step.left_by(made)
             if left <= 1 - EXPLAINED and left < best.left:
                 best = Best(sentence, left, name)
     with_bias = best.sentence.startswith("rounding looks like")
     return replace(best, sentence=best.sentence + bias(step)) if with_bias else best
+
+
+def _made(claims: Iterable[tuple[str, Replay | Tensor]], step: Step) -> Iterator[tuple[str, Tensor]]:
+    """The values of the claims that have the shape of the output."""
+    for sentence, claim in claims:
+        made = claim if isinstance(claim, Tensor) else claim()
+        if made.shape == step.actual.shape:
+            yield sentence, made
+
+
+def _only_one(replays: Sequence[Best]) -> Best:
+    """The replay that explains most; two that explain the same are told both, and of more none."""
+    least = min((one.left for one in replays), default=1.0)
+    same = list(dict.fromkeys(one.sentence for one in replays if one.left == least))
+    return Best(", or ".join(same), least) if 0 < len(same) <= ALIKE else Best()
 
 
 def matches(name: str, step: Step) -> str:

@@ -24,6 +24,8 @@ FEWEST = 8
 #: The stored output is given again if the change is below this part of the output.
 SAME = 1e-6
 SAME_OUTPUT = "alone it gives its stored output: another input, or a stale or random run, was measured"
+#: The output of a module was left out if it must be added so nearly once, and what the layer adds does not contain it.
+LEFT_OUT = 0.02
 #: The names of the dimensions of an output.
 NAMES = ("sequence", "token", "channel")
 #: Lines that are matched with one another at most.
@@ -101,10 +103,14 @@ class ChangedOutput:
         return _squares(sketch - self.golden) / self.change
 
     def fitted(self, base: Doubles, along: Doubles) -> tuple[float, float]:
-        """The number c for which base + c * along is nearest to what is stored, and the part that it leaves."""
-        size = _squares(along)
+        """The number c for which base + c * along is nearest to what is stored, and the part that it leaves.
+
+        Of what c = 0 leaves too: an output that exploded is not a multiple of the stored one because 0 is nearer to it.
+        """
+        size, without = _squares(along), self.left(base)
         c = float((self.golden - base) @ along) / size if size > 0 else 0.0
-        return c, self.left(base + c * along)
+        left = self.left(base + c * along)
+        return c, max(left, left / without) if without > 0 else left
 
     def by_index(self, values: Tensor, axis: int) -> Doubles:
         """[index, bucket]: the sketch of each channel, token or sequence alone."""
@@ -130,11 +136,26 @@ def explain_change(found: ChangedOutput) -> str:
 
 def left_by(found: ChangedOutput, outputs: Sequence[Tensor | None]) -> float:
     """The part of the change that is left by outputs which the layer made in another way; infinite if by none."""
+    sketch = _sketch_of(found, outputs)
+    return math.inf if sketch is None else found.left(sketch)
+
+
+def alikeness(found: ChangedOutput, outputs: Sequence[Tensor | None]) -> float:
+    """cos^2 of the way from the output to such outputs, and to the stored one; 0 if they are none."""
+    sketch = _sketch_of(found, outputs)
+    if sketch is None:
+        return 0.0
+    there, wanted = sketch - found.sketch, found.golden - found.sketch
+    size = _squares(there) * _squares(wanted)
+    return float(there @ wanted) ** 2 / size if size > 0 else 0.0
+
+
+def _sketch_of(found: ChangedOutput, outputs: Sequence[Tensor | None]) -> Doubles | None:
     real = [x.double() for x in outputs if x is not None]
     made = torch.cat(real) if real else torch.zeros(0)
     if made.shape != found.output.shape or not bool(made.isfinite().all()):
-        return math.inf
-    return found.left(sketched(_flat(made)))
+        return None
+    return sketched(_flat(made))
 
 
 def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
@@ -170,7 +191,10 @@ def _as_a_whole(found: ChangedOutput) -> Iterator[Found]:
 
     for name, part in found.parts.items():
         c, left = found.fitted(found.sketch, sketched(_flat(part)))
-        if c > -1:
+        there = float(((found.output - found.given) * part).sum() / part.square().sum().clamp(min=1e-300))
+        if abs(c - 1) < LEFT_OUT and there < 0.5:
+            yield Found(left, f"the output of {name} is left out")
+        elif c > -1:
             yield Found(left, _times(f"the output of {name}", 1 / (1 + c)))
 
 

@@ -27,11 +27,11 @@ def sums_step(name: str, actual: Tensor, expected: Tensor, replays: Suspects) ->
     return Step(name, actual, expected.to(actual.dtype), suspects=lambda: iter(replays.items()))
 
 
-def linear_step(name: str, module: Any, given: Tensor, made: Tensor) -> Step:
+def linear_step(name: str, module: Any, given: Tensor, made: Tensor, more: Suspects | None = None) -> Step:
     """x W^T + b with the weight that the module really has."""
     weight = (module.matrix if isinstance(module, GridLinear) else module.weight).detach().double()
     bias = None if module.bias is None else module.bias.detach().double()
-    return product_step(name, weight, bias, given, made)
+    return product_step(name, weight, bias, given, made, more)
 
 
 def product_step(
@@ -104,8 +104,12 @@ def _narrow_norms(x: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype) -> d
         return gamma * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
     name = str(dtype).removeprefix("torch.")
+    ones = torch.ones_like(gamma)
     return {
         f"computed in {name}": lambda: rms_norm(x.to(dtype), gamma.to(dtype)).double(),
+        f"computed in {name}, gamma applied in float32": lambda: (
+            gamma * rms_norm(x.to(dtype).double(), ones).to(dtype).double()
+        ),
         f"its input is rounded to {name}": lambda: rms_norm(x.to(dtype).double(), gamma),
         f"its result is rounded to {name}": lambda: rms_norm(x, gamma).to(dtype).double(),
     }
@@ -128,14 +132,17 @@ def grid_step(
     def replays() -> Iterator[tuple[str, Replay]]:
         yield from (more or {}).items()
         yield "not quantized", lambda: given
-        for sentence, other in (*suspects(grid, given, largest=largest), *other_scales(grid, given, made)):
+        for sentence, other in suspects(grid, given, largest=largest):
             yield sentence, partial(other, given)
         for dtype in (torch.bfloat16, torch.float16):
             words = f"its input is rounded to {str(dtype).removeprefix('torch.')} first"
             yield words, partial(lambda dtype: grid(given.to(dtype).to(given.dtype)), dtype)
 
+    def fits() -> Iterator[tuple[str, Replay]]:
+        return ((sentence, partial(other, given)) for sentence, other in other_scales(grid, given, made))
+
     block = None if grid.per_sequence else grid.format.block_size
-    return Step(name, made, grid(given), given, grid.unit(given), replays, noise, block=block)
+    return Step(name, made, grid(given), given, grid.unit(given), replays, fits, noise, block=block)
 
 
 def weight_step(
@@ -156,7 +163,14 @@ def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype | None = 
     for name, parameter in stock.named_parameters():
         if name in found:
             plain = parameter.detach().to(dtype or parameter.dtype)
-            yield Step(f"weight {name}", found[name].detach(), plain, noise=0.0)
+            yield Step(f"weight {name}", found[name].detach(), plain, suspects=partial(_on_grids, plain), noise=0.0)
+
+
+def _on_grids(plain: Tensor) -> Iterator[tuple[str, Replay]]:
+    """A weight that should stay float, on the grid of each format."""
+    for fmt in FORMATS.values():
+        if fmt.scale is not None:
+            yield f"put on the grid of {fmt.name}", partial(PlainGrid(fmt), plain)
 
 
 def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:

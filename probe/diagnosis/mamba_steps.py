@@ -5,10 +5,9 @@ disagrees, and not all steps after it. Weights are expected from the float model
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,59 +23,15 @@ from probe.diagnosis.linear_steps import (
     sums_step,
     weight_step,
 )
+from probe.diagnosis.mamba_block import Block
 from probe.diagnosis.plain_grids import PlainGrid
+from probe.diagnosis.scan_step import scan_steps
 from probe.diagnosis.signatures import GRIDS, Replay, Step
-from probe.formats import Format
-from probe.models.mamba import SITES, SiteMixer
 from probe.numerics.hadamard import hadamard_matrix
-from probe.running.calibration import Amax
-from probe.running.modes import Mode
 from probe.running.recipes import SHARED_SCALE, gridded_sites, gridded_weights, site_grid
 
 #: Weights into which the inverse of a rotation is folded.
 ROTATED = ("in_proj.weight", "out_proj.weight")
-
-
-class NeverRanError(ValueError):
-    """A part of the block that was not called."""
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """A block that ran, with the tensors of its sites (`conv1d.output.given`, `conv1d.output.made`)."""
-
-    tensors: Mapping[str, Tensor]
-    twin: Any  # the quantized block
-    stock: Any  # the float block
-    mode: Mode
-    format: Format
-    amax: Amax  # calibrated, by site
-    name: str = ""  # of the mixer, which says what a mode keeps float
-
-    @property
-    def mixer(self) -> SiteMixer:
-        """The quantized mixer."""
-        mixer = self.twin.mixer
-        if not isinstance(mixer, SiteMixer):
-            raise ValueError(f"the mixer is a {type(mixer).__name__}, not a SiteMixer")
-        return mixer
-
-    def given(self, site: str) -> Tensor:
-        """The input of a site; a NeverRanError if it never ran."""
-        return self._of(site, "given")
-
-    def made(self, site: str) -> Tensor:
-        """The output of a site; a NeverRanError if it never ran."""
-        return self._of(site, "made")
-
-    def _of(self, site: str, side: str) -> Tensor:
-        if f"{site}.{side}" not in self.tensors:
-            raise NeverRanError(f"{'site ' if site in SITES else ''}{site}; it never ran")
-        return self.tensors[f"{site}.{side}"]
-
-    def weight(self, name: str) -> Tensor:
-        """A weight of the quantized mixer in float64."""
-        return self.mixer.get_parameter(name).detach().double()
 
 
 def mamba_steps(block: Block) -> Iterator[Step]:
@@ -95,6 +50,8 @@ def _to_in_proj(block: Block) -> Iterator[Step]:
     yield norm_step("the norm", h, block.given("mixer"), eps, None, twice)
     normed = block.given("mixer").double()
     left_out: Suspects = {"the Hadamard rotation is left out": lambda: normed, **_narrow(rotated, normed)}
+    if block.padded:
+        left_out = {**left_out, "masked, as padding is": lambda: torch.zeros_like(normed)}
     yield sums_step("rotation before in_proj", block.given("in_proj.input"), rotated(normed), left_out)
     yield _site(block, "in_proj.input")
     yield _weight(block, "in_proj.weight")
@@ -128,8 +85,40 @@ def _to_conv1d(block: Block) -> Iterator[Step]:
     }
     if bias is not None:
         replays = {**replays, "the bias is added twice": lambda: functional.silu(made + bias)}
+    if block.lengths:
+        replays = {**replays, **_carried_windows(x, taps, bias, block.lengths)}
+    if block.padded:
+        whole = block.padded["conv1d.input.made"].double()
+        over = lambda: block.without_padding(functional.silu(convolved(whole, taps, bias)))  # noqa: E731
+        replays = {**replays, "it reads the padding": over}
     yield sums_step("conv1d and SiLU", block.given("conv1d.output"), functional.silu(made), replays)
     yield _site(block, "conv1d.output")
+
+
+def _carried_windows(x: Tensor, taps: Tensor, bias: Tensor | None, lengths: tuple[int, ...]) -> dict[str, Replay]:
+    """The convolution with faults of the last tokens, which are carried from one forward to the next."""
+    first, size = lengths[0], taps.shape[1]
+
+    def alone(*parts: Tensor) -> Tensor:
+        return functional.silu(torch.cat([convolved(part, taps, bias) for part in parts], 1))
+
+    def stale() -> Tensor:
+        window = x[:, max(0, first - size + 1) : first]
+        steps = [torch.cat([window, x[:, t : t + 1]], 1) for t in range(first, x.shape[1])]
+        made = [convolved(x[:, :first], taps, bias), *(convolved(step, taps, bias)[:, -1:] for step in steps)]
+        return functional.silu(torch.cat(made, 1))
+
+    def narrow(dtype: torch.dtype) -> Tensor:
+        before = x.to(dtype).double()
+        made = convolved(before, taps, bias) + taps[:, -1] * (x - before)  # the window has only tokens of the past
+        return functional.silu(torch.cat([convolved(x[:, :first], taps, bias), made[:, first:]], 1))
+
+    return {
+        "the window is empty after the prefill": lambda: alone(x[:, :first], x[:, first:]),
+        "the window is not carried on": lambda: alone(*torch.split(x, list(lengths), 1)),
+        "the window is not moved on": stale,
+        **{f"the window is rounded to {str(dtype).removeprefix('torch.')}": partial(narrow, dtype) for dtype in NARROW},
+    }
 
 
 def _narrow_convolutions(x: Tensor, taps: Tensor, bias: Tensor | None) -> dict[str, Replay]:
@@ -164,108 +153,7 @@ def _to_scan(block: Block) -> Iterator[Step]:
     yield _site(block, "dt_proj.output")
     yield _weight(block, "dt_proj.bias")
     yield _weight(block, "A_log")
-    yield _scan(block)
-
-
-def _scan(block: Block) -> Step:
-    mixer = block.mixer
-    sizes = [mixer.time_step_rank, mixer.state_size, mixer.state_size]
-    _, *B_and_C = torch.split(block.made("x_proj.output"), sizes, dim=-1)
-    sources = (block.made("scan.u"), block.made("dt_proj.output"), block.weight("dt_proj.bias"), block.weight("A_log"))
-
-    def parts(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return tuple(x.to(dtype) for x in (*sources, *B_and_C))
-
-    def run(dtype: torch.dtype) -> Tensor:
-        u, step, bias, A_log, B, C = parts(dtype)
-        return scan(u, softplus(step + bias), -torch.exp(A_log), B, C)
-
-    u, step, bias, A_log, B, C = parts(torch.float32)  # a replay overflows where the real one does
-    delta, A = softplus(step + bias), -torch.exp(A_log)
-    unrounded, D = block.given("conv1d.output").float(), block.weight("D").float()
-    grid = PlainGrid(block.format)
-    actual = block.given("scan.y")
-
-    def late(x: Tensor, dim: int) -> Tensor:
-        return functional.pad(x, (0, 0, 1, 0))[:, :-1] if dim == 1 else functional.pad(x, (1, 0))[..., :-1]
-
-    replays: dict[str, Replay] = {
-        "B and C are swapped": lambda: scan(u, delta, A, C, B),
-        "softplus is left out": lambda: scan(u, step + bias, A, B, C),
-        "the bias of dt_proj is left out": lambda: scan(u, softplus(step), A, B, C),
-        "the bias of dt_proj is added twice": lambda: scan(u, softplus(step + 2 * bias), A, B, C),
-        "softplus is taken twice": lambda: scan(u, softplus(delta), A, B, C),
-        "the bias of dt_proj is added after softplus": lambda: scan(u, softplus(step) + bias, A, B, C),
-        "the scan reads the unrounded conv1d output": lambda: scan(unrounded, delta, A, B, C),
-        "A has lost its minus sign": lambda: scan(u, delta, -A, B, C),
-        "A is not -exp(A_log) but -A_log": lambda: scan(u, delta, -A_log, B, C),
-        "A is put on the grid again, after exp": lambda: scan(u, delta, grid(A), B, C),
-        "delta is left out of the drive": lambda: scan(u / delta, delta, A, B, C),
-        "delta is left out of the decay": lambda: scan(u, delta, A, B, C, decay=torch.ones_like(delta)),
-        "D u is added before site scan.y": lambda: run(torch.float32) + D * u,
-        "exp(delta A) is replaced by 1 + delta A": lambda: scan(u, delta, A, B, C, euler=True),
-        "B is one token late": lambda: scan(u, delta, A, late(B, 1), C),
-        "C is one token late": lambda: scan(u, delta, A, B, late(C, 1)),
-        "B and C are one token late": lambda: scan(u, delta, A, late(B, 1), late(C, 1)),
-        "B and C are shifted by one state": lambda: scan(u, delta, A, late(B, 2), late(C, 2)),
-        "the state is carried from one sequence to the next": lambda: scan(u, delta, A, B, C, carried=True),
-        "u is one token late": lambda: scan(late(u, 1), delta, A, B, C),
-    }
-    for limit in (0.0, 1.0, 2.0, 5.0, 10.0):
-        words = f"softplus is the identity above {limit:g}, not above 20"
-        replays[words] = partial(lambda limit: scan(u, softplus(step + bias, limit), A, B, C), limit)
-    for dtype in NARROW:
-        replays |= _narrow_scans(u, step, bias, A_log, B, C, dtype)
-    expected = run(torch.float64)
-    first = _first_token(actual, expected)
-    if first:
-        once, often = f"the state is lost at token {first}", f"the state is lost every {first} tokens"
-        if 2 * first >= u.shape[1]:  # the text is too short to tell
-            once = often = f"{often}, or at token {first}"
-        replays[once] = lambda: scan(u, delta, A, B, C, lost_at=first)
-        replays[often] = lambda: scan(u, delta, A, B, C, every=first)
-        replays[f"it ends at token {first}"] = lambda: run(torch.float32) * (torch.arange(u.shape[1]) < first)[:, None]
-    if actual.shape == expected.shape and (lost := _lost_state(u, delta, A, B, C, actual - expected)) is not None:
-        kept = (torch.arange(A.shape[1]) != lost).to(C)
-        replays[f"state {lost} of {A.shape[1]} is lost"] = lambda: scan(u, delta, A, B, C * kept)
-    return sums_step("the scan", actual, expected, replays)
-
-
-def _narrow_scans(
-    u: Tensor, step: Tensor, bias: Tensor, A_log: Tensor, B: Tensor, C: Tensor, dtype: torch.dtype
-) -> dict[str, Replay]:
-    """The scan with its state, or some of its inputs, in a narrower float."""
-    delta, A, name = softplus(step + bias), -torch.exp(A_log), str(dtype).removeprefix("torch.")
-
-    def n(x: Tensor) -> Tensor:
-        return x.to(dtype).float()
-
-    return {
-        f"the state is rounded to {name}": lambda: scan(u, delta, A, B, C, state=dtype),
-        f"A is computed in {name}": lambda: scan(u, delta, n(-torch.exp(n(A_log))), B, C),
-        f"A is rounded to {name}": lambda: scan(u, delta, n(A), B, C),
-        f"delta is rounded to {name}": lambda: scan(u, n(delta), A, B, C),
-        f"delta is computed in {name}": lambda: scan(u, n(softplus(n(n(step) + n(bias)))), A, B, C),
-        f"B and C are rounded to {name}": lambda: scan(u, delta, A, n(B), n(C)),
-        f"its inputs are rounded to {name}": lambda: scan(n(u), n(delta), n(A), n(B), n(C)),
-    }
-
-
-def _first_token(actual: Tensor, expected: Tensor) -> int:
-    """The first token from which the outputs differ; 0 also where they never do."""
-    if actual.shape != expected.shape:
-        return 0
-    hit = Step("", actual, expected.to(actual.dtype)).differs().any(2).any(0).nonzero().reshape(-1)
-    return int(hit[0]) if hit.numel() else 0
-
-
-def _lost_state(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, difference: Tensor) -> int | None:
-    """The state whose contribution to y is most like what is missing."""
-    parts = [scan(u, delta, A[:, [n]], B[..., [n]], C[..., [n]]).double() for n in range(A.shape[1])]
-    missing = -difference.double().nan_to_num(0.0)
-    alike = [float((part * missing).sum() / part.square().sum().clamp(min=1e-300).sqrt()) for part in parts]
-    found = max(range(len(alike)), key=alike.__getitem__) if alike else None
-    return found if found is not None and alike[found] > 0 else None
+    yield from scan_steps(block)
 
 
 def _narrow(function: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Replay]:
@@ -329,7 +217,14 @@ def _narrow_gates(whole: Tensor, z: Tensor, dtype: torch.dtype) -> dict[str, Rep
 
 
 def _linear(block: Block, name: str, given: Tensor, made: Tensor) -> Step:
-    return linear_step(name, block.mixer.get_submodule(name), given, made)
+    plain = _folded(block, f"{name}.weight")[0].double()
+    return linear_step(
+        name,
+        block.mixer.get_submodule(name),
+        given,
+        made,
+        {"its weight is not quantized": lambda: given.double() @ plain.T},
+    )
 
 
 def _site(block: Block, site: str, more: Suspects | None = None) -> Step:
@@ -340,18 +235,15 @@ def _site(block: Block, site: str, more: Suspects | None = None) -> Step:
         return grid_step(f"site {site}", None, given, made, more=more)
     has_quantile = source == "conv1d.output" and block.amax(source) is not None
     largest = block.amax("scan.u") if has_quantile else None
-    plain = PlainGrid.at(site_grid(block.format, site, block.amax))
+    plain = replace(PlainGrid.at(site_grid(block.format, site, block.amax)), lengths=block.lengths)
     return grid_step(f"site {site}", plain, given, made, largest=largest, more=more)
 
 
 def _weight(block: Block, name: str) -> Step:
     """A weight on its grid; the norm's gamma and the rotations are folded into those of the projections first."""
     actual, plain = (mixer.get_parameter(name).detach() for mixer in (block.mixer, block.stock.mixer))
-    grid = PlainGrid(block.format)
-    unrotated, others = plain, dict[str, Replay]()
-    if name == "in_proj.weight":
-        unrotated = (plain.double() * block.stock.norm.weight.detach().double()).to(plain.dtype)
-    folded = rotated(unrotated).to(plain.dtype) if name in ROTATED else unrotated
+    grid, others = PlainGrid(block.format), dict[str, Replay]()
+    folded, unrotated = _folded(block, name)
     if name in ROTATED:
         others["the Hadamard rotation is not folded in"] = lambda: grid(unrotated)
         others["on the grid first, rotated afterwards"] = lambda: rotated(grid(unrotated)).float()
@@ -364,52 +256,18 @@ def _weight(block: Block, name: str) -> Step:
     return weight_step(name, block.format, folded, actual, others, noise=noise)
 
 
+def _folded(block: Block, name: str) -> tuple[Tensor, Tensor]:
+    """A float weight as it is put on the grid, and without its rotation."""
+    unrotated = plain = block.stock.mixer.get_parameter(name).detach()
+    if name == "in_proj.weight":
+        unrotated = (plain.double() * block.stock.norm.weight.detach().double()).to(plain.dtype)
+    return rotated(unrotated).to(plain.dtype) if name in ROTATED else unrotated, unrotated
+
+
 def rotated(x: Tensor) -> Tensor:
     """x H / sqrt(n) along the last axis, as a matrix product in float64; only the matrix is shared with the modes."""
     n = x.shape[-1]
     return x.double() @ (hadamard_matrix(n, torch.float64) / math.sqrt(n)).to(x.device)
-
-
-def softplus(x: Tensor, limit: float = 20.0) -> Tensor:
-    """log(1 + e^x), the identity above the limit."""
-    return torch.where(x > limit, x, torch.log1p(torch.exp(x.clamp(max=limit))))
-
-
-def scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    state: torch.dtype | None = None,
-    every: int = 0,
-    lost_at: int = -1,
-    carried: bool = False,
-    decay: Tensor | None = None,
-    euler: bool = False,
-) -> Tensor:
-    """h = exp(delta A) h + delta B u, y = C h, token by token.
-
-    `state` rounds h; `every` and `lost_at` forget it; `carried` begins with the last one of the sequence before;
-    `decay` takes the place of delta in the first term; `euler` replaces the exponential by 1 + delta A.
-    """
-    if carried and u.shape[0] > 1:
-        joined = [x.reshape(1, -1, x.shape[-1]) for x in (u, delta, B, C)]
-        return scan(joined[0], joined[1], A, joined[2], joined[3]).reshape(u.shape)
-    rate = delta if decay is None else decay
-    h = torch.zeros(u.shape[0], u.shape[2], A.shape[1], dtype=u.dtype, device=u.device)
-    outputs = []
-    for t in range(u.shape[1]):
-        if (every and t % every == 0) or t == lost_at:
-            h = torch.zeros_like(h)
-        power = rate[:, t, :, None] * A
-        kept = (1 + power).clamp(min=0) if euler else torch.exp(power)
-        h = kept * h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None, :]
-        if state is not None:
-            h = h.to(state).to(u.dtype)
-        outputs.append((h * C[:, t, None, :]).sum(-1))
-    return torch.stack(outputs, 1)
 
 
 def leaking(x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:

@@ -52,6 +52,9 @@ class PlainGrid:
     reciprocal: bool = False  # values are multiplied by 1 / scale in float32
     ragged: Literal["", "joined", "borrowed"] = ""  # of a shorter last block: its scale is that of both, of the former
     tensor_scale: float | None = None  # of nvfp4
+    lengths: tuple[
+        int, ...
+    ] = ()  # of tokens [batch, time, channel] that came in several forwards, each with its scales
 
     @classmethod
     def at(cls, site: SiteGrid) -> Self:
@@ -60,18 +63,26 @@ class PlainGrid:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` on the grid, in its own dtype."""
+        if self._parts(x):
+            return torch.cat([replace(self, lengths=())(part) for part in self._parts(x)], 1)
         rows, blocks = self._split(x)
         scale = self._scale(rows, blocks.count)
         return self._join(self._elements(rows, scale) * scale, blocks, x)
 
     def unit(self, x: Tensor) -> Tensor:
         """The distance between neighbours on the grid, where each element of `x` lies."""
+        if self._parts(x):
+            return torch.cat([replace(self, lengths=()).unit(part) for part in self._parts(x)], 1)
         rows, blocks = self._split(x)
         scale = self._scale(rows, blocks.count)
         if self.format.scale == "float32":
             return self._join(scale.expand(rows.shape), blocks, x)
         exponent = exponent_of(rows / scale).clamp(min=self.format.min_exponent, max=self.format.max_exponent)
         return self._join(power(exponent - self.format.mantissa_bits) * scale, blocks, x)
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The forwards of a path, where the scale depends on all tokens of one."""
+        return torch.split(x, list(self.lengths), 1) if self.per_sequence and self.lengths else ()
 
     def _split(self, x: Tensor) -> tuple[Tensor, Blocks]:
         wide = x.detach().double()
@@ -229,7 +240,7 @@ def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Ite
         if x.dim() > 1:
             rows |= {"blocks run along the wrong axis": {"axis": -2}}
     if fmt.scale == "e8m0":
-        rows |= {f"the scale rule looks like {rule}, not floor": {"rule": rule} for rule in ("ceil", "even", "rceil")}
+        rows |= {f"the scale rule looks like {rule}": {"rule": rule} for rule in ("ceil", "even", "rceil")}
     if fmt.scale == "e4m3":
         rows["the second scale (of the tensor) is ignored"] = {"tensor_scale": 1.0}
     if grid.amax is not None:

@@ -42,6 +42,7 @@ class Step:
     given: Tensor | None = None  # for a grid: its input
     unit: Tensor | None = None  # for a grid: the distance between its values
     suspects: Callable[[], Iterator[tuple[str, Replay]]] = lambda: iter(())
+    fits: Callable[[], Iterator[tuple[str, Replay]]] = lambda: iter(())  # replays with a number taken from the output
     noise: float = SUMS
     axes: tuple[str, ...] = ()  # names of the dimensions; empty: those in AXES
     block: int | None = None  # for a grid: the size of its blocks along the last axis
@@ -56,14 +57,18 @@ class Step:
         return rms(self.expected) if self.noise == SUMS else 0.0
 
     def left_by(self, made: Tensor) -> float:
-        """The part of the squared difference that is left if the step had given `made`; less than noise is none."""
+        """The part of the squared difference that is left if the step had given `made`; less than noise is none.
+
+        Or the part of the output itself, where that is less: what zeros would explain as well is not explained.
+        """
         before, after = squares(self.actual, self.expected), squares(self.actual, made)
         if not math.isfinite(before):  # only what is finite can be compared
             before = squares(self.actual, torch.where(self.actual.isfinite(), 0.0, torch.nan))
         if after == 0 or before == 0:
             return after
         noise = (self.noise * rms(self.expected)) ** 2 * self.actual.numel()
-        return 0.0 if after <= min(noise, 1e-3 * before) else after / before
+        itself = squares(self.actual, torch.where(self.actual.isfinite(), 0.0, self.actual))
+        return 0.0 if after <= min(noise, 1e-3 * before) else after / max(min(before, itself), 1e-300)
 
     def inside(self, mask: Tensor) -> "Step":
         """The elements of a mask, in a row."""
@@ -74,11 +79,12 @@ class Step:
 
         tensors = {name: getattr(self, name) for name in ("actual", "expected", "given", "unit")}
         parts = {name: x[mask] for name, x in tensors.items() if x is not None and x.shape == mask.shape}
-        whole = self.suspects
+        suspects, fits = self.suspects, self.fits
         own = {"given": None, "unit": None, **parts}
         return replace(
             self,
-            suspects=lambda: ((why, partial(narrowed, replay)) for why, replay in whole()),
+            suspects=lambda: ((why, partial(narrowed, replay)) for why, replay in suspects()),
+            fits=lambda: ((why, partial(narrowed, replay)) for why, replay in fits()),
             axes=PART,
             block=None,
             **own,

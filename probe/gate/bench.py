@@ -21,17 +21,18 @@ from probe.gate.baselines.format import BaselineError, Entry, ModeBaselines
 from probe.gate.baselines.store import Store
 from probe.gate.cases import Case
 from probe.gate.configuration import Settings
-from probe.gate.observations import Observation, observe, observe_recording
+from probe.gate.observations import Observation, observe, observe_recording, uncovered_path
 from probe.models.layers import select
 from probe.models.loading import Loaded, configuration_of, load_model
 from probe.models.mamba import is_mamba
+from probe.models.offload import brought_in, is_offloaded
 from probe.models.outside import outside_modules
 from probe.models.positions import position_limit
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.declarations import read_declarations
-from probe.running.environment import ANCHORS, FORMAT, differences, is_recorded, recorded_folder
-from probe.running.golden_reference import first_moved, reference_rows, with_spread, without_rows
+from probe.running.environment import ANCHORS, FORMAT, NOT_RUN, differences, is_recorded, recorded_folder
+from probe.running.golden_reference import MovedTensor, moved_tensors, reference_rows, with_spread, without_rows
 from probe.running.kept_float import float_layers
 from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
@@ -45,6 +46,8 @@ T = TypeVar("T")
 #: The modes of a matrix that names none.
 MAMBA_MODES = ("all", "fp16", "bf16")
 OTHER_MODES = ("linear_w", "linear_wa")
+#: What is said of a model that a factory offloads.
+BROUGHT_IN = "offloaded weights were brought in: recipes change weights in memory, so that every copy is whole there"
 #: Errors of a full disk: then every process computes its own reference.
 NO_ROOM = (OSError, SafetensorError)
 
@@ -63,6 +66,7 @@ class Bench:
         self._folder = folder
         self._stored: dict[str, list[ModeBaselines]] = {}
         self.moved = ""  # where the float run was found to differ from the golden reference
+        self.moved_tensors: list[MovedTensor] = []
         self._references: dict[Variation | None, Reference] = {}
         self._rows: dict[Variation | None, dict[str, Tensor]] = {}
         self._recording = cache(lambda device: read_recording(recorded_folder(device, self._root)))
@@ -126,9 +130,10 @@ class Bench:
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """The paths that the model can run on this text."""
-        without = self.settings.without
-        return tuple(path for path, reason in self.path_support.items() if not reason and path not in without)
+        """The paths that the model can run on this text, and those that it no longer can, but that are stored."""
+        apart = (*self.labels, *self.settings.without)
+        there = {path for path, reason in self.path_support.items() if not reason or path in self._stored_labels()}
+        return tuple(path for path in self.path_support if path in there and path not in apart)
 
     @cached_property
     def path_support(self) -> dict[str, str]:
@@ -141,19 +146,30 @@ class Bench:
     def paths_not_run(self) -> str:
         """`paths not run: decode (Network.forward takes no cache)`; empty where every path has its case.
 
-        And the cases that the settings leave out.
+        And the cases that the settings leave out, and that the weights of an offloaded model were brought in.
         """
-        without = self.settings.without
-        left = [f"{path} ({why})" for path, why in self.path_support.items() if why and path not in without]
-        said = [f"paths not run: {', '.join(left)}"] if left else []
+        without, left = self.settings.without, [f"{path} ({why})" for path, why in self._not_run.items()]
+        said = [BROUGHT_IN] if BROUGHT_IN in self.loaded.notes else []
+        said += [f"paths not run: {', '.join(left)}"] if left else []
         return "; ".join(said + ([f"left out by the settings: {', '.join(without)}"] if without else []))
+
+    @property
+    def _not_run(self) -> dict[str, str]:
+        """The paths that have no case and were not left out by the settings, with the reasons."""
+        apart = (*self.paths, *self.settings.without)
+        return {path: reason for path, reason in self.path_support.items() if reason and path not in apart}
+
+    def _stored_labels(self) -> set[str]:
+        """The labels of which there is a stored case."""
+        modes = [mode for device in self.settings.devices for mode in self.stored(device)]
+        return {case.layer for mode in modes for case in mode.entries}
 
     def _paths(self, recipe: Recipe) -> list[PathThrough]:
         """The paths as a recipe runs them: batch_1 has a whole row where its tokens share a scale."""
         ours, limit = self.settings, position_limit(self.loaded.model)
         shares = find_mode(recipe.mode).conv_input == "dynamic"
         found = paths_of(ours.samples, ours.seqlen, limit=limit, whole_rows=shares)
-        return [found[path] for path in self.paths]
+        return [found[path] for path in self.paths if not self.path_support[path]]
 
     def check(self) -> None:
         """Refuse what cannot be measured: a layer, mode or text that is not there, or too little text."""
@@ -183,10 +199,11 @@ class Bench:
         }
 
     @property
-    def format_facts(self) -> dict[str, str]:
-        """The rows of the formats in the matrix, for the diagnosis of a later failure."""
+    def facts(self) -> dict[str, str]:
+        """What is stored with baselines: the input, the rows of the formats, and why paths have no case."""
         names = sorted({recipe.format for recipe in self.recipes if recipe.format})
-        return {f"{FORMAT}{name}": FORMATS[name].in_words for name in names}
+        rows = {f"{FORMAT}{name}": FORMATS[name].in_words for name in names}
+        return {**self.input_facts, **rows, **{f"{NOT_RUN}{path}": reason for path, reason in self._not_run.items()}}
 
     def stored(self, device: str) -> list[ModeBaselines]:
         """The baselines of the model on a device, read once; a defect in them is a BaselineError."""
@@ -276,16 +293,14 @@ class Bench:
         A stored layer of which the golden reference has nothing differs too.
         """
         golden = self.anchors.rows if self.anchors else {}
-        stored = {
-            case.layer for device in self.settings.devices for mode in self.stored(device) for case in mode.entries
-        }
+        stored = self._stored_labels()
         known = [label for label in (*self.labels, *self.outside, LOGITS) if label in stored]
         lacking = without_rows(known, golden) if self.anchors else []
-        found = first_moved(self.reference_rows(variation), golden)
+        self.moved_tensors = moved_tensors(self.reference_rows(variation), golden)
         if lacking:
             self.moved = f"from {lacking[0]} on: the baselines have no golden reference of it"
-        elif found:
-            self.moved = str(found)
+        elif self.moved_tensors:
+            self.moved = str(self.moved_tensors[0])
         return self.moved
 
     def discard_anchors(self) -> None:
@@ -311,7 +326,8 @@ class Bench:
         with self._under(variation):
             size, model = self.bytes_per_token, self.loaded.model
             paths = self._paths(recipe)
-            return observe(model, recipe, reference, calibration, device=device, bytes_per_token=size, paths=paths)
+            seen = observe(model, recipe, reference, calibration, device=device, bytes_per_token=size, paths=paths)
+        return seen | {path: uncovered_path(path, self.path_support[path]) for path in self.paths if path not in seen}
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
         return nullcontext() if variation is None else under(variation, self.loaded.model)
@@ -342,7 +358,10 @@ class Bench:
 
 @lru_cache(maxsize=4)
 def _load(model: str, allow_download: bool, trust_remote_code: bool) -> Loaded:
-    return load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    found = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    if not is_offloaded(found.model):
+        return found
+    return replace(found, model=brought_in(found.model), notes=(*found.notes, BROUGHT_IN))
 
 
 def shared(

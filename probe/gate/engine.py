@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from probe.diagnosis.causes import WIDTH, corner_cause, diagnose
+from probe.diagnosis.causes import corner_cause, diagnose, in_a_line
+from probe.diagnosis.moved_reference import why_moved
 from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.definitions import exact_changes
 from probe.gate.observations import Flaw, Observation
-from probe.gate.path_causes import path_cause, token_profile
+from probe.gate.path_causes import path_cause, token_profile, wrong_layers
 from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule
 from probe.gate.verdicts import (
@@ -32,11 +33,6 @@ from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
 from probe.running.traces import LayerTrace
 from probe.words import PATHS, flow_key
-
-#: The cause of a moved reference where all that the run reads is what is stored.
-UNKNOWN = (
-    "weights, tokens and configuration are the stored ones: look at the code of the float model and of its capture"
-)
 
 
 @dataclass(frozen=True)
@@ -126,6 +122,8 @@ class Gate:
         cases = [one for one in bench.cases if one.recipe == str(recipe) and one.device == device]
         message = f"the float reference is not that of the baselines, {bench.moved}. The recipe was not run."
         model, sources = bench.settings.model, differing(bench, recipe, cases[0])[1:]
+        found = sources or [why_moved(bench.loaded.model, bench.reference(), bench.moved_tensors)]
+        cause = in_a_line(f"reference, {bench.moved.partition(':')[0]}; {'; '.join(found)}")
         return {
             case.layer: Outcome(
                 model,
@@ -133,7 +131,7 @@ class Gate:
                 "failed",
                 "reference moved",
                 message,
-                cause=f"reference, {bench.moved.partition(':')[0]}; {'; '.join(sources) or UNKNOWN}",
+                cause=cause,
                 baseline_file=self._shown_file(bench, case),
             )
             for case in cases
@@ -154,10 +152,21 @@ class Gate:
         for case in cases:
             if case.layer in PATHS and outcomes[case.layer].status == "failed":
                 failed, of_path = outcomes[case.layer], seen[case.layer]
-                cause = path_cause(failed, of_path, bench.entry(case), outcomes)
+                cause = self._path_cause(bench, recipe, failed, of_path, outcomes)
                 outcomes[case.layer] = replace(failed, cause=cause, profile=token_profile(failed, of_path))
         outcomes = self._with_changes(bench, recipe, device, seen, outcomes)
         return self._with_cause(bench, recipe, device, outcomes)
+
+    def _path_cause(
+        self, bench: Bench, recipe: Recipe, outcome: Outcome, seen: Observation, outcomes: Mapping[str, Outcome]
+    ) -> str:
+        """The cause of a failing path; empty where it did not run, or no layer of it moved."""
+        wrong = wrong_layers(outcome, seen.path) if seen.path else []
+        if seen.path is None or not wrong:
+            return ""
+        calibration = bench.calibration() if recipe.needs_calibration else None
+        trace = LayerTrace(bench.loaded.model, recipe, bench.reference(), calibration, wrong[0])
+        return path_cause(wrong, seen.path, bench.entry(outcome.case), outcomes, trace)
 
     def _with_changes(
         self,
@@ -216,7 +225,7 @@ class Gate:
         only_functions = bool(moved) and all(name.startswith("functions.") for name in moved)
         functions = [line for line in first.details if line.startswith("function ")]
         if only_functions and functions:
-            cause = f"{layer}; {functions[0]}"[:WIDTH]
+            cause = in_a_line(f"{layer}; {functions[0]}")
         else:
             cause = corner_cause(trace, sources) if only_corners else diagnose(trace, sources, golden)
         return {**outcomes, layer: replace(first, cause=cause)}

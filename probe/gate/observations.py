@@ -206,6 +206,12 @@ def _into(layers: Mapping[str, Stream], kept: PrefillRows | None) -> Take:
     return take
 
 
+def uncovered_path(path: str, reason: str) -> Observation:
+    """A path that the model cannot run."""
+    text = f'{path} could not run: {reason.rstrip(".")}. Fix that, or leave the path out: without = ["{path}"].'
+    return Observation({}, {}, {}, flaws=(Flaw("uncovered", text),))
+
+
 def _path_observation(
     model: nn.Module,
     twin: nn.Module,
@@ -221,8 +227,7 @@ def _path_observation(
             strays = watched.enter_context(stray_sites(twin)) if len(path.calls) > 1 else []
             outputs = run_path(twin, path, reference)
     except Exception as problem:  # a model that is not ours may raise anything
-        flaw = Flaw("uncovered", f"{path.name} could not run: {describe_error(problem)}")
-        return Observation({}, {}, {}, flaws=(flaw,))
+        return uncovered_path(path.name, describe_error(problem))
     units = {label: own_error(layers[label].figures, "injected") for label in outputs}
     without = [label for label, unit in units.items() if not unit]
     if without:

@@ -1,45 +1,47 @@
-"""The cause of a failing path, as far as the tokens tell it: which of them differ, and what that is typical of.
+"""The cause of a failing path: the first layer of it that moved, and what the diagnosis finds there.
 
 And how far each token differs, for a plot.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from probe.diagnosis.causes import in_a_line
+from probe.diagnosis.explanations import UNKNOWN
+from probe.diagnosis.path_steps import diagnose_path
 from probe.gate.baselines.format import Entry
 from probe.gate.cases import Outcome, TokenProfile
 from probe.gate.golden_values import HALF, gap, group_of, parted
 from probe.gate.observations import Observation
-from probe.gate.path_figures import PathFigures, differing, where
+from probe.gate.path_figures import CLOSE, PathFigures, differing, where
 from probe.gate.tolerances import OF_PATHS
-from probe.running.paths import Path
+from probe.running.traces import LayerTrace
 
-#: How much the difference must grow from the first decoded token to the last to be said to grow.
-GROWS = 4.0
 #: A half of a path that changed by less than this part of what the other one did has not changed.
 ASIDE = 0.05
 #: Layers of a path whose tokens are plotted.
 MOST_LAYERS = 4
 
 
-def path_cause(outcome: Outcome, seen: Observation, entry: Entry | None, layers: Mapping[str, Outcome]) -> str:
-    """One sentence about the first layer of a failing path that moved; empty where the tokens tell nothing."""
-    found = seen.path
-    if found is None:
-        return ""
-    wrong = [label for label in found.profiles if _is_wrong(outcome, label, found)]
-    if not wrong:
-        return ""
-    label = wrong[0]
+def wrong_layers(outcome: Outcome, found: PathFigures) -> list[str]:
+    """The layers of a failing path that moved, in the order of the data flow."""
+    return [label for label in found.profiles if _is_wrong(outcome, label, found)]
+
+
+def path_cause(
+    wrong: list[str], found: PathFigures, entry: Entry | None, layers: Mapping[str, Outcome], trace: LayerTrace
+) -> str:
+    """One line about the first layer of a failing path that moved; `trace` is of that layer."""
+    label, path = wrong[0], found.path
     if label in layers and layers[label].status == "failed" and layers[label].is_own:
-        return f"{label} itself changed, in the prefill too: see its own case"
+        return in_a_line(f"{label} itself changed, in the prefill too: see its own case")
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    if label in found.strays:
-        return f"{label}{more}: site {found.strays[label]} does not give the values of its grid in {found.path.name}"
-    evidence = _by_tokens(found, label) or _by_halves(found, label, entry)
-    return f"{label}{more}: {evidence}" if evidence else ""
+    cause = diagnose_path(trace, path, _differing_places(found, label, entry))
+    if not cause and label in found.strays:
+        cause = f"site {found.strays[label]}; it does not give the values of its grid"
+    return in_a_line(f"{path.name}, {label}{more}: {cause or f'{UNKNOWN}, {_tokens(found, label, entry)}'}")
 
 
 def token_profile(outcome: Outcome, seen: Observation) -> TokenProfile:
@@ -49,12 +51,12 @@ def token_profile(outcome: Outcome, seen: Observation) -> TokenProfile:
         return TokenProfile()
     related = found.path.is_related
     tokens, row = torch.unique(found.path.places[related] % found.path.seqlen, return_inverse=True)
-    wrong = [label for label in found.profiles if _is_wrong(outcome, label, found)][:MOST_LAYERS]
+    wrong = wrong_layers(outcome, found)[:MOST_LAYERS]
     start = torch.zeros(len(tokens), dtype=torch.float64)
     relations = {
         label: tuple(start.scatter_reduce(0, row, found.profiles[label][related], "amax").tolist()) for label in wrong
     }
-    return TokenProfile(tuple((tokens + 1).tolist()), relations)
+    return TokenProfile(tuple(tokens.tolist()), relations)
 
 
 def _is_wrong(outcome: Outcome, label: str, found: PathFigures) -> bool:
@@ -62,48 +64,26 @@ def _is_wrong(outcome: Outcome, label: str, found: PathFigures) -> bool:
     return label in found.broken or any(figure is not None and figure.moved for figure in figures)
 
 
-def _by_tokens(found: PathFigures, label: str) -> str:
-    """From the tokens that differ from the prefill, where the path must equal it."""
-    path, profile = found.path, found.profiles[label]
-    if label not in found.bounded or not bool(differing(profile).any()):
-        return ""
-    return f"{where(path, profile)}: {KINDS[path.name](path, profile)}"
+def _differing_places(found: PathFigures, label: str, entry: Entry | None) -> Tensor | None:
+    """The tokens that differ from the prefill, where they must not, or did not when the baseline was made."""
+    stored = None if entry is None else entry.figures.get(f"relation.{label}")
+    agreed = label in found.bounded or (stored is not None and stored.value <= CLOSE[0])
+    places = found.path.places[differing(found.profiles[label])]
+    return places if agreed and places.numel() else None
 
 
-def _decode(path: Path, profile: Tensor) -> str:
-    rows, differs = len(path.calls[0]), differing(profile)
-    decoded = differs[path.half == 1].reshape(-1, rows)
-    sizes = profile[path.half == 1].reshape(-1, rows).amax(1)
-    if bool(differs[path.half == 0].any()):
-        return "the prefill that fills the cache differs already"
-    if bool(decoded.all()) and float(sizes[-1]) > GROWS * float(sizes[0]):
-        return "it grows with every decoded token, as what is carried on does"
-    if bool(decoded.all()):
-        return "the step of one token, or what the prefill left for it"
-    if bool(decoded[1:].all()):
-        return "the first decoded token agrees, all later ones differ"
-    return f"{int(decoded.sum())} of {decoded.numel()} decoded tokens differ"
-
-
-def _padded(path: Path, profile: Tensor) -> str:
-    differs = differing(profile)
-    sides = [side for side, half in (("left", 0), ("right", 1)) if bool(differs[path.half == half].any())]
-    return f"in the row with padding to the {' and to the '.join(sides)}"
-
-
-KINDS: dict[str, Callable[[Path, Tensor], str]] = {
-    "decode": _decode,
-    "batch_1": lambda path, profile: "it depends on the size of the batch",
-    "ragged": lambda path, profile: "it depends on the length of the sequence or the size of the batch",
-    "padded": _padded,
-}
+def _tokens(found: PathFigures, label: str, entry: Entry | None) -> str:
+    """Which tokens changed, by what is known of them."""
+    if label in found.bounded and bool(differing(found.profiles[label]).any()):
+        return f"differs from the prefill {where(found.path, found.profiles[label])}"
+    return _by_halves(found, label, entry)
 
 
 def _by_halves(found: PathFigures, label: str, entry: Entry | None) -> str:
     """From the golden values of both halves of the path."""
     group = f"{OF_PATHS}{label}"
     if entry is None or group not in entry.figures:
-        return ""
+        return "nothing is stored of it"
     golden = parted(entry.values, {group_of(name) for name in entry.figures})[group]
     now, unit = found.values[group], found.units[group]
     moved = []

@@ -118,9 +118,9 @@ def bound_of(mode: Mode, keeps: bool | None) -> Bound | None:
 
 
 def token_of(path: Path, place: int) -> str:
-    """`token 41`, or with its row where the path has several."""
+    """`token 40`, counted from 0, or with its sequence where the path has several."""
     row, token = divmod(place, path.seqlen)
-    return f"token {token + 1}" + (f" of row {row + 1}" if len(path.calls[0]) > 1 else "")
+    return f"token {token}" + (f" of sequence {row}" if len(path.calls[0]) > 1 else "")
 
 
 def differing(profile: Tensor) -> Tensor:
@@ -130,14 +130,14 @@ def differing(profile: Tensor) -> Tensor:
 
 
 def where(path: Path, profile: Tensor) -> str:
-    """Which tokens differ from the prefill: `from token 41 on`."""
+    """Which tokens differ from the prefill: `from token 40 on`."""
     differs, tokens = differing(profile), path.places % path.seqlen
     if not bool(differs.any()):
         return "in no token much"
     first, last = int(tokens[differs].min()), int(tokens[differs].max())
     if first == last:
-        return f"at token {first + 1} alone"
+        return f"at token {first} alone"
     after = ~profile.isnan() & (tokens >= first)
     if last == int(tokens[after].max()) and 2 * int(differs.sum()) >= int(after.sum()):
-        return f"from token {first + 1} on"
-    return f"in {int(differs.sum())} tokens from {first + 1} to {last + 1}"
+        return f"from token {first} on"
+    return f"in {int(differs.sum())} tokens from {first} to {last}"

@@ -185,7 +185,7 @@ class Session:
         for bench in self._gate.benches.values() if self.options.update and self._gate is not None else ():
             if bench.anchors is not None:  # else nothing was measured on it
                 known = self.models[bench.settings.model]
-                known.facts = {**bench.input_facts, **bench.format_facts}
+                known.facts = bench.facts
                 known.moved = known.moved or bench.moved
                 known.anchors.append(bench.anchors.to_bytes())
         models = {model: known.as_dict() for model, known in self.models.items()}

@@ -1,5 +1,6 @@
 """What a failure may come from beside the code of its layer: everything a run reads, against what is stored of it."""
 
+import ast
 from collections.abc import Mapping
 
 from probe.formats import FORMATS
@@ -32,10 +33,10 @@ def differing(bench: Bench, recipe: Recipe, case: Case) -> list[str]:
     for name, words in INPUTS.items():
         found += _changed(words, {"": stored.get(name)}, {"": bench.input_facts[name]})
     if bench.anchors is not None:
-        found += _changed("configuration of the model", bench.anchors.config, configuration_of(bench.loaded.model))
-    if recipe.format:
-        then, now = stored.get(f"{FORMAT}{recipe.format}"), FORMATS[recipe.format].in_words
-        found += _changed(f"format {recipe.format}", _parts(then), _parts(now)) if then else []
+        then, now = _flat(bench.anchors.config), _flat(configuration_of(bench.loaded.model))
+        found += _changed("configuration", then, now)
+    if recipe.format and (row := stored.get(f"{FORMAT}{recipe.format}")):
+        found += _changed(f"format {recipe.format}", _parts(row), _parts(FORMATS[recipe.format].in_words))
     if bench.anchors is not None and recipe.needs_calibration and not bench.moved:
         found += _changed_scales(bench.calibration().amax, bench.anchors.amax)
     return found
@@ -46,6 +47,18 @@ def _changed(subject: str, then: Mapping[str, str | None], now: Mapping[str, str
     keys = [key for key in dict.fromkeys([*then, *now]) if then.get(key) != now.get(key)]
     listed = [f"{key} {then.get(key) or 'default'} -> {now.get(key) or 'default'}".lstrip() for key in keys]
     return [f"{subject} changed: {'; '.join(listed)}"] if keys else []
+
+
+def _flat(config: Mapping[str, str]) -> dict[str, str]:
+    """The configuration, with a key for each entry of a table in it: rope_parameters.rope_theta."""
+    found: dict[str, str] = {}
+    for key, text in config.items():
+        try:
+            table = ast.literal_eval(text) if text.startswith("{") else None
+        except (SyntaxError, ValueError):  # not plain values
+            table = None
+        found |= {key: text} if not isinstance(table, dict) else {f"{key}.{name}": str(x) for name, x in table.items()}
+    return found
 
 
 def _parts(row: str) -> dict[str, str]:
@@ -60,5 +73,5 @@ def _changed_scales(found: Mapping[str, float], golden: Mapping[str, float]) -> 
     if not moved:
         return []
     worst = max(moved, key=lambda site: abs(found[site] / golden[site] - 1) if golden[site] else float("inf"))
-    change = f"{worst} {golden[worst]:.5g} -> {found[worst]:.5g}"
-    return [f"calibration changed: {len(moved)} of {len(every)} scales, most of all {change}"]
+    change = f"{golden[worst]:.4g} -> {found[worst]:.4g} at {worst}"
+    return [f"calibration changed: {len(moved)} of {len(every)} scales, most {change}"]

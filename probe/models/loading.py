@@ -95,12 +95,24 @@ def load_model(
         if name in EMBEDDED:
             return _from_embedded(EMBEDDED[name], dtype, room)
         if made := FACTORY.fullmatch(name):
-            model = from_factory(name, *made.groups()).to(dtype=dtype)
+            model = _in_dtype(name, from_factory(name, *made.groups()), dtype)
             return _finish(name, model, *tokenizer_of_factory(name, model))
         folder = _folder_of(name, allow_download=allow_download)
         model, notes = from_folder(folder, dtype, trust_remote_code, room)
         tokenizer, more = tokenizer_of_folder(folder, model, trust_remote_code)
         return _finish(name, model, tokenizer, (*notes, *more))
+
+
+def _in_dtype(name: str, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The model of a factory in a dtype; one that is offloaded must have it already."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model.to(dtype=dtype)
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if dtype is not None and found != {dtype}:
+        there = ", ".join(sorted(str(one).removeprefix("torch.") for one in found))
+        wanted = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name}: its offloaded weights are {there}, expected {wanted}. Load them so in the factory.")
+    return model
 
 
 def weight_fingerprint(model: nn.Module) -> str:

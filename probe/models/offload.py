@@ -1,5 +1,6 @@
 """Where a model runs: on one device, or, where it does not fit, offloaded by accelerate to the CPU or to disk."""
 
+import copy
 import ctypes
 import shutil
 import sys
@@ -176,6 +177,32 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         owner, _, last = name.rpartition(".")
         with at_hand(model.get_submodule(owner)):
             yield name, getattr(model.get_submodule(owner), last)
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether weights of the model are kept elsewhere until they are needed."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@torch.no_grad()
+def brought_in(model: nn.Module) -> nn.Module:
+    """A copy of an offloaded model with all its weights in memory, which recipes can change."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    whole = copy.deepcopy(model)
+    remove_hook_from_submodules(whole)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, value in state_of(model):
+        owner, _, last = name.rpartition(".")
+        own = value.detach().clone()
+        if name in parameters:
+            whole.get_submodule(owner).register_parameter(last, nn.Parameter(own, requires_grad=False))
+        else:
+            whole.get_submodule(owner).register_buffer(last, own)
+    tie = getattr(whole, "tie_weights", None)
+    if callable(tie):  # of transformers: the head may share the embedding
+        tie()
+    return whole
 
 
 class NumbersOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]

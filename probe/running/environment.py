@@ -62,6 +62,8 @@ INPUT = "input."
 ANCHORS = "anchors"
 #: The rows of formats that figures were made with.
 FORMAT = "format."
+#: Why a path had no case.
+NOT_RUN = "not run."
 THREADS = "threads"
 
 
@@ -82,7 +84,9 @@ def environment() -> dict[str, str]:
 
 def comparable(facts: Mapping[str, str]) -> dict[str, str]:
     """The facts that may explain a drift: neither the sources, which are compared apart, nor the thread count."""
-    return {name: fact for name, fact in facts.items() if not name.startswith((INPUT, ANCHORS, FORMAT, THREADS))}
+    return {
+        name: fact for name, fact in facts.items() if not name.startswith((INPUT, ANCHORS, FORMAT, NOT_RUN, THREADS))
+    }
 
 
 def differences(then: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:

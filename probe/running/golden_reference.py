@@ -39,7 +39,7 @@ NOT_FINITE = (1e3, 2e3, -2e3)
 
 @dataclass(frozen=True)
 class MovedTensor:
-    """The first tensor of the reference, as data flows, that is not the golden one."""
+    """A tensor of the reference that is not the golden one."""
 
     label: str
     kind: str  # input, output, injected; empty for the logits
@@ -70,8 +70,9 @@ def reference_rows(reference: Reference) -> dict[str, Tensor]:
     return {name: _row(tensors) for name, tensors in {**named, LOGITS: reference.logits}.items()}
 
 
-def first_moved(now: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> MovedTensor | None:
-    """The first of the rows that both sides have which moved; None if none did."""
+def moved_tensors(now: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> list[MovedTensor]:
+    """Those of the rows that both sides have which moved, in the order of the data's flow."""
+    found = []
     for name, row in now.items():
         if name not in golden:
             continue
@@ -79,8 +80,8 @@ def first_moved(now: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> Move
         tolerance = max(MOVED, min(MULTIPLE * float(golden[name][SPREAD]), MOST * MOVED))
         if not distance <= tolerance:
             label, _, kind = name.rpartition(".")
-            return MovedTensor(label or name, kind if label else "", distance, tolerance)
-    return None
+            found.append(MovedTensor(label or name, kind if label else "", distance, tolerance))
+    return found
 
 
 def row_distance(row: Tensor, golden: Tensor) -> float:

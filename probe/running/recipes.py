@@ -11,6 +11,7 @@ from probe.formats import FORMATS, GATE_FORMATS, Format
 from probe.models.linear import grid_linears
 from probe.models.loading import Loaded, weight_fingerprint
 from probe.models.mamba import SITES, WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
+from probe.models.offload import is_offloaded
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.running.calibration import Amax, Calibration, amax_lookup
 from probe.running.kept_float import check_kept, keeps, put_back, set_aside
@@ -85,6 +86,11 @@ def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
 def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
     """A copy of the float `model` under the recipe, ready to run; the model itself is not touched."""
     mode = find_mode(recipe.mode)
+    if is_offloaded(model):
+        raise ValueError(
+            f"{type(model).__name__} is offloaded, and a recipe changes weights in memory. "
+            "Bring them in first: probe.models.offload.brought_in(model)."
+        )
     if calibration is not None and calibration.model != weight_fingerprint(model):
         raise ValueError(
             f"the calibration belongs to a model with fingerprint {calibration.model}, this one has "

@@ -56,6 +56,11 @@ class Reference:
         return sum(tensor.numel() for tensor in self.tensors[f"{label}.injected"])
 
 
+def float_copy(model: nn.Module) -> nn.Module:
+    """The copy of the model that the reference is a run of."""
+    return apply(model, Recipe("fp32"))
+
+
 @torch.no_grad()
 def run_reference(
     model: nn.Module,
@@ -75,7 +80,7 @@ def run_reference(
     """
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
-    twin, beyond = apply(model, Recipe("fp32")), dict(outside or {})
+    twin, beyond = float_copy(model), dict(outside or {})
     with capture(twin, layers, inputs=True) as captured, _inputs_of(twin, beyond) as fed:
         logits = tuple(logits_of(twin, batch) for batch in batches)
     modules = captured.selected
@@ -246,8 +251,9 @@ FEW = 16
 def running_once(model: nn.Module, modules: Mapping[str, str], batch: Tensor) -> dict[str, str]:
     """Those of the modules, by label, that run exactly once in a forward; a short one of the first tokens shows it.
 
-    A model that reads the weights of its head without calling it, or calls its embedding twice, lacks that one.
-    All of them where the model does not run at all: whoever runs it says why.
+    A model that reads the weights of its head without calling it, or calls its embedding twice, lacks that one. A model
+    that does not take a few tokens is given the whole batch. All of them where it does not run at all: whoever runs it
+    says why.
     """
     calls: Counter[str] = Counter()
     found = dict(model.named_modules())
@@ -255,9 +261,14 @@ def running_once(model: nn.Module, modules: Mapping[str, str], batch: Tensor) ->
         for label, name in modules.items():
             hook = found[name].register_forward_hook(lambda *_, label=label: calls.update([label]))
             hooks.callback(hook.remove)
-        try:
-            logits_of(model, batch[:1, :FEW].to(device_of(model)))
-        except Exception:
+        for tokens in (batch[:1, :FEW], batch):
+            calls.clear()
+            try:
+                logits_of(model, tokens.to(device_of(model)))
+                break
+            except Exception:
+                continue
+        else:
             return dict(modules)
     return {label: name for label, name in modules.items() if calls[label] == 1}
 

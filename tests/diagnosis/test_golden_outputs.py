@@ -34,12 +34,6 @@ def reference(loaded: Loaded) -> Reference:
     return run_reference(loaded.model, batches)
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One module inside is tried for a factor, not all of them."""
-    monkeypatch.setattr("probe.diagnosis.causes.PATIENCE", 0.0)
-
-
 class Linear(nn.Module):
     """A linear layer that computes in another dtype."""
 
@@ -51,7 +45,9 @@ class Linear(nn.Module):
         return nn.functional.linear(x.to(self.dtype), self.weight.to(self.dtype)).float()
 
 
-def build(added: Change | None, whole: Change | None, dtype: torch.dtype | None) -> Callable[..., nn.Module]:
+def build(
+    added: Change | None, whole: Change | None, dtype: torch.dtype | None, factor: float | None
+) -> Callable[..., nn.Module]:
     """A mode that rounds the weights of every block; the changes hit what block 1 adds, and what it gives."""
 
     def made(model: Any, format: str, calibration: Calibration | None) -> nn.Module:
@@ -67,6 +63,8 @@ def build(added: Change | None, whole: Change | None, dtype: torch.dtype | None)
             block.register_forward_hook(lambda module, args, output: whole(output.clone()))
         if dtype is not None:
             block.mixer.in_proj = Linear(block.mixer.in_proj.weight, dtype)
+        if factor is not None:
+            block.norm.register_forward_hook(lambda module, args, output: factor * output)
         return model  # type: ignore[no-any-return]
 
     return made
@@ -75,12 +73,17 @@ def build(added: Change | None, whole: Change | None, dtype: torch.dtype | None)
 @pytest.fixture
 def cause_of(loaded: Loaded, reference: Reference) -> Iterator[Callable[..., str]]:
     """What is said of a user's mode with some changes, after one without them was stored."""
-    changes: list[Any] = [None, None, None]
+    changes: list[Any] = [None, None, None, None]
     register_mode("theirs", lambda *args: build(*changes)(*args))
 
-    def find(added: Change | None = None, whole: Change | None = None, dtype: torch.dtype | None = None) -> str:
+    def find(
+        added: Change | None = None,
+        whole: Change | None = None,
+        dtype: torch.dtype | None = None,
+        factor: float | None = None,
+    ) -> str:
         stored = stored_values(LayerTrace(loaded.model, Recipe("theirs", "int8"), reference, None, "layer_1"))
-        changes[:] = [added, whole, dtype]
+        changes[:] = [added, whole, dtype, factor]
         return diagnose(LayerTrace(loaded.model, Recipe("theirs", "int8"), reference, None, "layer_1"), (), stored)
 
     yield find
@@ -163,6 +166,35 @@ def test_a_fault_of_a_users_mode_is_named(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_product_in_a_narrower_float_is_named(cause_of: Callable[..., str], dtype: torch.dtype) -> None:
     assert cause_of(None, None, dtype) == f"layer_1; computed in {str(dtype).removeprefix('torch.')}"
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.1])
+def test_a_factor_inside_of_a_layer_is_named_with_its_module(cause_of: Callable[..., str], factor: float) -> None:
+    """Of a module whose output reaches that of the layer through functions that are not linear."""
+    cause = cause_of(factor=factor)
+    assert cause == f"layer_1; as if the output of norm were {factor:.3g} times that of the stored run"
+
+
+def test_the_search_inside_of_a_layer_runs_it_a_bounded_number_of_times(
+    cause_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, whole = [0], [0]
+    plain, batches = LayerTrace.outputs, LayerTrace.batches
+
+    def outputs(trace: LayerTrace) -> Any:
+        runs[0] += 1
+        return plain(trace)
+
+    def counted(trace: LayerTrace) -> Any:
+        whole[0] += 1
+        return batches(trace)
+
+    monkeypatch.setattr(LayerTrace, "outputs", outputs)
+    monkeypatch.setattr(LayerTrace, "batches", counted)
+    assert "no known cause" in cause_of(noise(0.5, 3))
+    parts = 3  # norm, mixer and out_proj have outputs of the shape of the layer's
+    assert runs[0] <= 1 + 2 * parts + 2 * (8 + 2 + 12 + 1)
+    assert whole[0] < 16, "the search runs the layer alone, not the model"
 
 
 @pytest.mark.parametrize("size", [1e-3, 0.03, 0.5])

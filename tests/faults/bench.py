@@ -55,8 +55,7 @@ class SmallGate:
         bench = gate.bench(settings)
         assert bench.anchors is not None
         store = Store(self.root / BASELINES)
-        facts = {**bench.input_facts, **bench.format_facts}
-        store.write(model, entries, environment=facts, anchors=bench.anchors.to_bytes())
+        store.write(model, entries, environment=bench.facts, anchors=bench.anchors.to_bytes())
 
     def judge(
         self, model: str, recipe: str, *, shared: bool = True, batch_size: int | None = None

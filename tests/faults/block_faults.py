@@ -21,7 +21,6 @@ from tests.faults.catalogue import (
     NOT_FINITE,
     NVFP4,
     UNCOVERED,
-    UNKNOWN,
     VALUES,
     Fault,
 )
@@ -278,20 +277,43 @@ def heads_rolled(quantized: Any, plain: nn.Linear) -> None:
 
 
 LEFT_OUT = (
-    Fault("layer skipped", INT8, skipped, "it returns its input: the layer is skipped"),
-    Fault("mode not applied to one layer", INT8, left_float, "the mode was not applied to it", NOT_APPLIED, layer=2),
+    Fault("layer skipped", INT8, skipped, "layer_1; it returns its input: the layer is skipped"),
+    Fault(
+        "mode not applied to one layer",
+        INT8,
+        left_float,
+        "layer_2; its output is the float layer's: the mode was not applied to it",
+        NOT_APPLIED,
+        layer=2,
+    ),
     Fault(
         "site skipped", INT8, grid("x_proj.output", lambda _: None), "site x_proj.output; not quantized", NOT_APPLIED
     ),
     Fault(
-        "site skipped, fp8", FP8, grid("dt_proj.output", lambda _: None), "site dt_proj.output; not quan", NOT_APPLIED
+        "site skipped, fp8",
+        FP8,
+        grid("dt_proj.output", lambda _: None),
+        "site dt_proj.output; not quantized",
+        NOT_APPLIED,
     ),
     Fault(
         "weight not quantized", INT8, unquantized("x_proj.weight"), "weight x_proj.weight; not quantized", NOT_APPLIED
     ),
-    Fault("weight not quantized, fp8", FP8, unquantized("out_proj.weight"), "weight out_proj.weight; not", NOT_APPLIED),
+    Fault(
+        "weight not quantized, fp8",
+        FP8,
+        unquantized("out_proj.weight"),
+        "weight out_proj.weight; not quantized",
+        NOT_APPLIED,
+    ),
     Fault("D not quantized", FP8, unquantized("D"), "weight D; not quantized", NOT_APPLIED),
-    Fault("the hook never fires", INT8, fused, "", UNCOVERED),
+    Fault(
+        "the hook never fires",
+        INT8,
+        fused,
+        "layer_1 gave nothing in the propagated run: 1 of 4 selected layers never ran: layer_1. *",
+        UNCOVERED,
+    ),
     Fault(
         "one linear skipped",
         LLAMA_W,
@@ -311,9 +333,17 @@ LEFT_OUT = (
 )
 WEIGHTS = (
     Fault(
-        "weight scale + 1 %", INT8, weight("out_proj.weight", lambda w: w * 1.01), "weight out_proj.weight; the scale"
+        "weight scale + 1 %",
+        INT8,
+        weight("out_proj.weight", lambda w: w * 1.01),
+        "weight out_proj.weight; the scale is off by +1.00%",
     ),
-    Fault("weight rounded at scale + 1 %", INT8, made_again("in_proj.weight", coarser), "the scale is off by +1.00%"),
+    Fault(
+        "weight rounded at scale + 1 %",
+        INT8,
+        made_again("in_proj.weight", coarser),
+        "weight in_proj.weight; the scale is off by +1.00%",
+    ),
     Fault(  # 1.01 is no power of two, so no value is on the grid any more
         "weight scale + 1 %, fp8",
         FP8,
@@ -340,8 +370,19 @@ WEIGHTS = (
         "weight self_attn.o_proj.weight; transposed",
         model="tiny-llama",
     ),
-    Fault("weight of another layer", INT8, of_layer(2, "out_proj.weight"), "weight out_proj.weight; no known cause"),
-    Fault("one NaN", INT8, weight("in_proj.weight", one_nan), "weight in_proj.weight; NaN in 1 of", NOT_FINITE),
+    Fault(
+        "weight of another layer",
+        INT8,
+        of_layer(2, "out_proj.weight"),
+        "weight out_proj.weight; no known cause: unrelated to the expected values (correlation #)",
+    ),
+    Fault(
+        "one NaN",
+        INT8,
+        weight("in_proj.weight", one_nan),
+        "weight in_proj.weight; NaN in 1 of 65536 values, the first at [3, 5]",
+        NOT_FINITE,
+    ),
     Fault("D left out", INT8, weight("D", torch.zeros_like), "weight D; zero"),
     Fault("dt bias dropped", INT8, weight("dt_proj.bias", torch.zeros_like), "weight dt_proj.bias; zero"),
     Fault(
@@ -358,8 +399,12 @@ WEIGHTS = (
     ),
 )
 BLOCK = (
-    Fault("Hadamard left out at in_proj", INT8, unrotated(1), "rotation before in_proj; the Hadamard rotation is left"),
-    Fault("Hadamard left out at out_proj", INT8, unrotated(2), "gate and rotation; the Hadamard rotation is left out"),
+    Fault(
+        "Hadamard left out at in_proj", INT8, unrotated(1), "rotation before in_proj; the Hadamard rotation is left out"
+    ),
+    Fault(
+        "Hadamard left out at out_proj", INT8, unrotated(2), "D u, gate and rotation; the Hadamard rotation is left out"
+    ),
     Fault("conv bias dropped", INT8, with_functions(conv1d=without_bias), "conv1d and SiLU; the bias is left out"),
     Fault("conv one token late", INT8, with_functions(conv1d=late), "conv1d and SiLU; it is one token late"),
     Fault(
@@ -370,66 +415,109 @@ BLOCK = (
         (*VALUES, *NOT_FINITE),
     ),
     Fault("B and C swapped", INT8, scanning(swapped), "the scan; B and C are swapped"),
-    Fault("A without its minus", INT8, scanning(growing), "the scan; A has lost its minus", (*VALUES, *NOT_FINITE)),
+    Fault(
+        "A without its minus", INT8, scanning(growing), "the scan; A has lost its minus sign", (*VALUES, *NOT_FINITE)
+    ),
     Fault("A on the grid twice", FP8, scanning(a_twice), "the scan; A is put on the grid again, after exp"),
     Fault("bf16 state", INT8, state_in(torch.bfloat16), "the scan; the state is rounded to bfloat16"),
     Fault("fp16 state", INT8, state_in(torch.float16), "the scan; the state is rounded to float16"),
-    Fault("state lost between chunks", "mode_0-int8", scanning(forgetful), "the scan; the state is lost"),
     Fault(
-        "the scan reads F", INT8, reads_float, "scan.u; it reads the unrounded conv1d output", (*NOT_APPLIED, *VALUES)
+        "state lost between chunks",
+        "mode_0-int8",
+        scanning(forgetful),
+        "the scan; the state is lost every 32 tokens, or at token 32",
     ),
-    Fault("SiLU gate left out", INT8, with_functions(silu=torch.ones_like), "the gate SiLU(z) is left out"),
+    Fault(
+        "the scan reads F",
+        INT8,
+        reads_float,
+        "site scan.u; it reads the unrounded conv1d output",
+        (*NOT_APPLIED, *VALUES),
+    ),
+    Fault(
+        "SiLU gate left out",
+        INT8,
+        with_functions(silu=torch.ones_like),
+        "D u, gate and rotation; the gate SiLU(z) is left out",
+    ),
 )
 ISSUED = (
     Fault(
         "one int8 weight off by one code",
         INT8,
         weight("out_proj.weight", one_code),
-        "out_proj.weight; one value, at [3, 5]",
+        "weight out_proj.weight; one value, at [3, 5]: # instead of #",
     ),
     Fault(
         "two rows of a weight swapped",
         INT8,
         weight("in_proj.weight", rows_swapped),
-        "in_proj.weight; rows 3 and 7 are sw",
+        "weight in_proj.weight; rows 3 and 7 are swapped",
     ),
     Fault("dt bias twice", INT8, dt_bias_twice, "the scan; the bias of dt_proj is added twice"),
     Fault(
         "bf16 arithmetic in one matmul",
         FP8,
         submodule("mixer.in_proj", matmul_in(torch.bfloat16)),
-        "in_proj; computed in bfloat16",
+        "in_proj; computed in bfloat16, or its result is rounded to bfloat16",
     ),
-    Fault("state carried between forwards", INT8, carried_over, "state"),
+    Fault(
+        "state carried between forwards",
+        INT8,
+        carried_over,
+        "layer_1 is not a function of its input: its second run differs by # (a carried state, or chance)",
+    ),
 )
 MORE_WEIGHTS = (
-    Fault("rows of a weight rolled by one", FP8, weight("x_proj.weight", rows_rolled), "weight x_proj.weight; rows"),
     Fault(
-        "x and z swapped in the weight", FP4, weight("in_proj.weight", halves_swapped), "weight in_proj.weight; rows"
+        "rows of a weight rolled by one",
+        FP8,
+        weight("x_proj.weight", rows_rolled),
+        "weight x_proj.weight; rows are permuted: shifted by 1",
     ),
     Fault(
-        "one row of a weight lost", NVFP4, weight("out_proj.weight", one_row_zero), "weight out_proj.weight; only row 9"
+        "x and z swapped in the weight",
+        FP4,
+        weight("in_proj.weight", halves_swapped),
+        "weight in_proj.weight; rows are permuted: shifted by -256",
     ),
-    Fault("one sign flipped", MXINT8, weight("in_proj.weight", one_sign), "weight in_proj.weight; one value"),
     Fault(
-        "codes unpacked in the wrong order", FP4, weight("out_proj.weight", nibbles_swapped), "weight out_proj.weight; "
+        "one row of a weight lost",
+        NVFP4,
+        weight("out_proj.weight", one_row_zero),
+        "weight out_proj.weight; only row 9: zero",
     ),
     Fault(
-        "one column of a weight stale", INT8, weight("x_proj.weight", one_column_stale), "x_proj.weight; only column 17"
+        "one sign flipped",
+        MXINT8,
+        weight("in_proj.weight", one_sign),
+        "weight in_proj.weight; one value, at [106, 97]: # instead of #",
+    ),
+    Fault(
+        "codes unpacked in the wrong order",
+        FP4,
+        weight("out_proj.weight", nibbles_swapped),
+        "weight out_proj.weight; columns are permuted, 256 of 256: column 0 is column 1",
+    ),
+    Fault(
+        "one column of a weight stale",
+        INT8,
+        weight("x_proj.weight", one_column_stale),
+        "weight x_proj.weight; only column 17: the scale is off by a factor of 2^-1",
     ),
     Fault("A_log in bf16", INT8, weight("A_log", lambda w: w.bfloat16().float()), "weight A_log; rounded to bfloat16"),
     Fault(
         "one weight off by one code, llama",
         LLAMA_WA,
         linear("mlp.down_proj", lambda quantized, plain: quantized.weight.copy_(one_code(quantized.weight.clone()))),
-        "weight mlp.down_proj.weight; one value, at [3, 5]",
+        "weight mlp.down_proj.weight; one value, at [3, 5]: # instead of #",
         model="tiny-llama",
     ),
     Fault(
         "heads of o_proj rolled",
         LLAMA_W,
         linear("self_attn.o_proj", heads_rolled),
-        "weight self_attn.o_proj.weight; columns",
+        "weight self_attn.o_proj.weight; columns are permuted: shifted by 32",
         model="tiny-llama",
         layer=2,
     ),
@@ -443,34 +531,70 @@ MORE_WEIGHTS = (
 )
 FUNCTIONS = (
     Fault("norm eps 1e-3", INT8, norm_epsilon(1e-3), "the norm; eps 0.001 instead of 1e-05"),
-    Fault("norm eps 1e-6", FP8, norm_epsilon(1e-6), "the norm; ", layer=0),
-    Fault("softplus by pieces", FP8, with_functions(softplus=softplus_rough), "the scan; "),
-    Fault("softplus linear above 2", INT8, with_functions(softplus=early_threshold), "function "),
+    Fault("norm eps 1e-6", FP8, norm_epsilon(1e-6), "the norm; eps 9.98e-07 instead of 1e-05", layer=0),
+    Fault("softplus by pieces", FP8, with_functions(softplus=softplus_rough), "the scan; delta is rounded to bfloat16"),
+    Fault(
+        "softplus linear above 2",
+        INT8,
+        with_functions(softplus=early_threshold),
+        "layer_1; function mixer.softplus at 2.18008: 2.18008041 instead of 2.28716863, 4.49e+# ulps off",
+    ),
     Fault("exp(delta A) by Euler", FP8, scanning(euler), "the scan; exp(delta A) is replaced by 1 + delta A"),
     Fault("C one token late", INT8, scanning(c_late), "the scan; C is one token late"),
-    Fault("x_proj in bf16", FP4, submodule("mixer.x_proj", matmul_in(torch.bfloat16)), "x_proj; "),
-    Fault("out_proj in fp16", INT8, submodule("mixer.out_proj", matmul_in(torch.float16)), "out_proj; ", layer=3),
+    Fault(
+        "x_proj in bf16",
+        FP4,
+        submodule("mixer.x_proj", matmul_in(torch.bfloat16)),
+        "x_proj; computed in bfloat16, or its result is rounded to bfloat16",
+    ),
+    Fault(
+        "out_proj in fp16",
+        INT8,
+        submodule("mixer.out_proj", matmul_in(torch.float16)),
+        "out_proj; computed in float16",
+        layer=3,
+    ),
     Fault(
         "mlp.up_proj in bf16",
         LLAMA_W,
         submodule("mlp.up_proj", matmul_in(torch.bfloat16)),
-        "up_proj",
+        "mlp.up_proj; computed in bfloat16",
         model="tiny-llama",
     ),
-    Fault("gelu in the place of silu", LLAMA_W, gelu, UNKNOWN, model="tiny-llama"),
-    Fault("attention scale 1/8", LLAMA_WA, attention_scale, "were 0.707 times", model="tiny-llama", layer=2),
-    Fault("residual counted off", LLAMA_W, no_residual, "-1 times its input is added", model="tiny-llama", layer=3),
+    Fault(
+        "gelu in the place of silu",
+        LLAMA_W,
+        gelu,
+        "layer_1; mlp.act_fn is GELU, not SiLUActivation",
+        model="tiny-llama",
+    ),
+    Fault(
+        "attention scale 1/8",
+        LLAMA_WA,
+        attention_scale,
+        "layer_2; self_attn.scaling is 0.125, not 0.1768",
+        model="tiny-llama",
+        layer=2,
+    ),
+    Fault(
+        "residual counted off",
+        LLAMA_W,
+        no_residual,
+        "layer_3; -1 times its input is added to its output",
+        model="tiny-llama",
+        layer=3,
+    ),
     Fault(
         "post-attention norm eps 1e-3",
         LLAMA_WA,
         norm_epsilon(1e-3, "post_attention_layernorm"),
-        UNKNOWN,
+        "layer_1; post_attention_layernorm.variance_epsilon is 0.001, not 1e-06",
         model="tiny-llama",
     ),
     Fault(
         "state scale doubled",
         INT8,
         grid("scan.state", scaled(2.0)),
-        "site scan.state; the scale is off by a factor of 2",
+        "site scan.state; the scale is off by a factor of 2^1 (at corner values)",
     ),
 )

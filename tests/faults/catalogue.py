@@ -33,18 +33,24 @@ Kind = Literal["layer", "outside", "path", "wide", "reference", "error"]
 class Fault:
     """A fault of the quantized copy: of one layer, of what lies outside the layers, or of one way through a layer.
 
-    `cause` is a part of what the diagnosis must say; empty where the verdict says it all. `case` is the label that must
-    fail where it is not the layer: `head`, `decode`. A fault of a path must name its layer and leave prefill alone.
+    `cause` is what the diagnosis must say, word by word, or a tuple of several sentences that are right; see
+    `results.is_sentence`. Where the verdict says it all it is the message. `case` is the label that must fail where it
+    is not the layer: `head`, `decode`. A fault of a path must leave the prefill alone.
     """
 
     name: str
     recipe: str
     damage: Damage
-    cause: str
+    cause: str | tuple[str, ...]
     verdicts: tuple[Verdict, ...] = VALUES
     layer: int = 1
     model: str = "tiny-mamba"
     case: str = ""
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The sentences that are right."""
+        return _all_of(self.cause)
 
     @property
     def label(self) -> str:
@@ -55,11 +61,6 @@ class Fault:
     def kind(self) -> Kind:
         """What else must hold."""
         return "path" if self.label in PATHS else "outside" if self.label in OUTSIDE else "layer"
-
-    @property
-    def where(self) -> str:
-        """The layer that the failure must name."""
-        return f"layer_{self.layer}" if self.kind != "outside" else self.label
 
     def applied(self) -> AbstractContextManager[None]:
         """The fault, while it lasts."""
@@ -73,20 +74,24 @@ class WideFault:
     name: str
     recipe: str
     applied: Callable[[], AbstractContextManager[None]]
-    cause: str
+    cause: str | tuple[str, ...]
     label: str = "layer_0"
     verdicts: tuple[Verdict, ...] = VALUES
     model: str = "tiny-mamba"
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The sentences that are right."""
+        return _all_of(self.cause)
 
     @property
     def kind(self) -> Kind:
         """What else must hold."""
         return "reference" if self.label == REFERENCE else "error" if self.label == ERROR else "wide"
 
-    @property
-    def where(self) -> str:
-        """The label that the failure must name."""
-        return self.label
+
+def _all_of(cause: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (cause,) if isinstance(cause, str) else cause
 
 
 AnyFault = Fault | WideFault

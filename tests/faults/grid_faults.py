@@ -275,19 +275,57 @@ def site(name: str, recipe: str, where: str, make: Callable[[Any], Any], cause: 
 
 
 ROUNDING = (
-    site("rounding floor", INT8, "in_proj.input", rounded("floor"), "rounding looks like floor, not nearest (mean er"),
-    site("rounding floor, fp8", FP8, "x_proj.output", blocks(rounding="floor"), "rounding looks like floor"),
-    site("rounding toward zero", INT8, "out_proj.input", rounded("toward_zero"), "rounding looks like toward zero"),
-    site("ties away, fp4", FP4, "dt_proj.output", blocks(rounding="half_away"), "ties are rounded away from zero"),
     site(
-        "ties away, mxint8", MXINT8, "in_proj.output", blocks(rounding="half_away"), "ties are rounded away from zero"
+        "rounding floor",
+        INT8,
+        "in_proj.input",
+        rounded("floor"),
+        "rounding looks like floor, not nearest (mean error # steps)",
     ),
-    site("stochastic rounding", INT8, "in_proj.output", by_chance, "rounding looks random"),
+    site(
+        "rounding floor, fp8",
+        FP8,
+        "x_proj.output",
+        blocks(rounding="floor"),
+        "rounding looks like floor, not nearest (mean error # steps)",
+    ),
+    site(
+        "rounding toward zero",
+        INT8,
+        "out_proj.input",
+        rounded("toward_zero"),
+        "rounding looks like toward zero, not nearest",
+    ),
+    site(
+        "ties away, fp4",
+        FP4,
+        "dt_proj.output",
+        blocks(rounding="half_away"),
+        "ties are rounded away from zero instead of to even",
+    ),
+    site(
+        "ties away, mxint8",
+        MXINT8,
+        "in_proj.output",
+        blocks(rounding="half_away"),
+        "ties are rounded away from zero instead of to even",
+    ),
+    site(
+        "stochastic rounding",
+        INT8,
+        "in_proj.output",
+        by_chance,
+        "rounding looks random, not nearest (#% to the farther side)",
+    ),
 )
 SCALES = (
     site("activation scale + 1 %", INT8, "x_proj.output", scaled(1.01), "the scale is off by +1.00%"),
     site(
-        "exponent + 1, mxint8", MXINT8, "in_proj.input", elements(round_to, shift=1), "the scale is off by a factor of"
+        "exponent + 1, mxint8",
+        MXINT8,
+        "in_proj.input",
+        elements(round_to, shift=1),
+        "the scale is off by a factor of 2^1, or the scale rule looks like ceil",
     ),
     site(
         "exponent - 1, fp4", FP4, "in_proj.output", elements(round_to, shift=-1), "the scale is off by a factor of 2^-1"
@@ -296,55 +334,168 @@ SCALES = (
     site("scale doubled", INT8, "dt_proj.output", scaled(2.0), "the scale is off by a factor of 2^1"),
     site("scale halved", INT8, "x_proj.output", scaled(0.5), "the scale is off by a factor of 2^-1", layer=3),
     site(
-        "stale scale of one channel", INT8, "conv1d.output", one_channel(17, 1.5), "only channel 17: the scale is off"
+        "stale scale of one channel",
+        INT8,
+        "conv1d.output",
+        one_channel(17, 1.5),
+        "only channel 17: the scale is off by +50.00%",
     ),
-    Fault("minmax at one site", INT8, largest_value, "site conv1d.output; scale from the largest value (minmax)"),
-    site("second scale ignored", NVFP4, "in_proj.input", lambda _: BlockGrid("nvfp4", torch.tensor(1.0)), "the second"),
+    Fault(
+        "minmax at one site",
+        INT8,
+        largest_value,
+        "site conv1d.output; scale from the largest value (minmax) instead of the percentile",
+    ),
+    site(
+        "second scale ignored",
+        NVFP4,
+        "in_proj.input",
+        lambda _: BlockGrid("nvfp4", torch.tensor(1.0)),
+        "the second scale (of the tensor) is ignored",
+    ),
     site("dynamic scale over the batch", "mode_3-int8", "conv1d.input", whole_batch, "one scale for all sequences"),
     site("scale rule rceil", FP4, "in_proj.output", blocks(scale_rule="rceil"), "the scale rule looks like rceil"),
 )
 BLOCKS = (
     site("blocks of 16", FP8, "in_proj.input", blocks(block_size=16), "blocks of 16 instead of 32"),
-    site("blocks of 64, first layer", FP4, "out_proj.input", blocks(block_size=64), "blocks of 64 instead", layer=0),
+    site(
+        "blocks of 64, first layer", FP4, "out_proj.input", blocks(block_size=64), "blocks of 64 instead of 32", layer=0
+    ),
     site("blocks along the wrong axis", FP4, "x_proj.output", blocks(axis=-2), "blocks run along the wrong axis"),
 )
 ENDS = (
-    site("codes wrap around", INT8, "conv1d.output", coded(lambda q: (q + 128) % 256 - 128), "codes wrap around"),
+    site(
+        "codes wrap around",
+        INT8,
+        "conv1d.output",
+        coded(lambda q: (q + 128) % 256 - 128),
+        "codes wrap around at the ends instead of being clamped",
+    ),
     site("not clamped", INT8, "conv1d.output", coded(lambda q: q), "not clamped"),
-    site("clamp at 126", INT8, "conv1d.output", coded(lambda q: q.clamp(-128, 126)), "clamped at 126 instead of 127"),
+    site(
+        "clamp at 126",
+        INT8,
+        "conv1d.output",
+        coded(lambda q: q.clamp(-128, 126)),
+        "clamped at 126 instead of 127, or clamped at -126 and 126",
+    ),
     site("clamp at 126, mxint8", MXINT8, "in_proj.output", elements(up_to_126), "clamped at -126 and 126"),
     site("subnormals flushed, fp4", FP4, "in_proj.output", elements(flushed), "subnormals are flushed to zero"),
     site("subnormals flushed, fp6", FP6, "x_proj.output", elements(flushed), "subnormals are flushed to zero", layer=2),
-    site("Inf, not saturation", FP8, "in_proj.output", elements(to_infinity), "Inf where", verdicts=NOT_FINITE),
-    site("one Inf", INT8, "out_proj.input", one_infinity, "Inf in 1 of", verdicts=NOT_FINITE),
+    site(
+        "Inf, not saturation",
+        FP8,
+        "in_proj.output",
+        elements(to_infinity),
+        "Inf where values should saturate",
+        verdicts=NOT_FINITE,
+    ),
+    site(
+        "one Inf",
+        INT8,
+        "out_proj.input",
+        one_infinity,
+        "Inf in 1 of 65536 values, the first at [0, 3, 7]",
+        verdicts=NOT_FINITE,
+    ),
     site("one token lost", INT8, "x_proj.output", one_token(40), "only token 40: gives only zeros"),
 )
 #: On the text of the gate these change no value, or a few by little: corner values tell them.
 AT_CORNERS = (
-    site("ties to even", INT8, "conv1d.output", rounded("half_even"), "ties are rounded to even instead of away"),
-    site("ties away", INT8, "in_proj.input", rounded("half_away"), "ties are rounded away from zero instead of to"),
-    site("ties away, fp8", FP8, "dt_proj.output", blocks(rounding="half_away"), "ties are rounded away from zero"),
-    site("clamp at 126, minmax", INT8, "in_proj.output", coded(lambda q: q.clamp(-128, 126)), "clamped at 126 instead"),
-    site("-128 lost", INT8, "x_proj.output", coded(lambda q: q.clamp(-127, 127)), "-128 is lost, codes end at -127"),
-    site("subnormals flushed, fp8", FP8, "in_proj.input", elements(flushed), "subnormals are flushed to zero"),
-    site("state left float", INT8, "scan.state", lambda _: None, "not quantized"),
-    site("not clamped, minmax", INT8, "out_proj.input", coded(lambda q: q), "not clamped"),
+    site(
+        "ties to even",
+        INT8,
+        "conv1d.output",
+        rounded("half_even"),
+        "ties are rounded to even instead of away from zero (at corner values)",
+    ),
+    site(
+        "ties away",
+        INT8,
+        "in_proj.input",
+        rounded("half_away"),
+        "ties are rounded away from zero instead of to even (at corner values)",
+    ),
+    site(
+        "ties away, fp8",
+        FP8,
+        "dt_proj.output",
+        blocks(rounding="half_away"),
+        "ties are rounded away from zero instead of to even",
+    ),
+    site(
+        "clamp at 126, minmax",
+        INT8,
+        "in_proj.output",
+        coded(lambda q: q.clamp(-128, 126)),
+        "clamped at 126 instead of 127 (at corner values)",
+    ),
+    site(
+        "-128 lost",
+        INT8,
+        "x_proj.output",
+        coded(lambda q: q.clamp(-127, 127)),
+        "-128 is lost, codes end at -127 (at corner values)",
+    ),
+    site(
+        "subnormals flushed, fp8",
+        FP8,
+        "in_proj.input",
+        elements(flushed),
+        "subnormals are flushed to zero (at corner values)",
+    ),
+    site("state left float", INT8, "scan.state", lambda _: None, "not quantized (at corner values)"),
+    site("not clamped, minmax", INT8, "out_proj.input", coded(lambda q: q), "not clamped (at corner values)"),
 )
 #: The exact answers at corner values tell these, whatever the text is.
 EXACT = (
-    site("subnormals flushed, e5m2", E5M2, "in_proj.output", elements(flushed), "subnormals are flushed to zero"),
-    site("ties toward zero", INT8, "in_proj.output", tied(ties_to_zero), "ties are rounded toward zero"),
-    site("ties to odd", INT8, "x_proj.output", tied(odd_ties), "ties are rounded to odd"),
-    site("int8 scale one ulp up", INT8, "in_proj.input", one_ulp, "the scale is one ulp up"),
-    site("the largest e5m2 lost", E5M2, "out_proj.input", elements(below_the_top), "clamped at 49152"),
-    site("times 1 / scale", INT8, "dt_proj.output", reciprocal, "multiplied by 1 / scale"),
-    site("input read in bf16", FP8, "in_proj.output", in_narrow(torch.bfloat16), "its input is rounded to bfloat16"),
     site(
-        "input read in fp16, int8", INT8, "in_proj.input", in_narrow(torch.float16), "its input is rounded to float16"
+        "subnormals flushed, e5m2",
+        E5M2,
+        "in_proj.output",
+        elements(flushed),
+        "subnormals are flushed to zero (at corner values)",
+    ),
+    site(
+        "ties toward zero",
+        INT8,
+        "in_proj.output",
+        tied(ties_to_zero),
+        "ties are rounded toward zero (at corner values)",
+    ),
+    site("ties to odd", INT8, "x_proj.output", tied(odd_ties), "ties are rounded to odd (at corner values)"),
+    site("int8 scale one ulp up", INT8, "in_proj.input", one_ulp, "the scale is one ulp up (at corner values)"),
+    site("the largest e5m2 lost", E5M2, "out_proj.input", elements(below_the_top), "clamped at 49152 instead of 57344"),
+    site(
+        "times 1 / scale",
+        INT8,
+        "dt_proj.output",
+        reciprocal,
+        "multiplied by 1 / scale, not divided by the scale (at corner values)",
+    ),
+    site(
+        "input read in bf16", FP8, "in_proj.output", in_narrow(torch.bfloat16), "its input is rounded to bfloat16 first"
+    ),
+    site(
+        "input read in fp16, int8",
+        INT8,
+        "in_proj.input",
+        in_narrow(torch.float16),
+        "its input is rounded to float16 first",
     ),
     *(
-        site(f"one scale for the batch, {format}", f"mode_3-{format}", "conv1d.input", batch_scale, "one scale for all")
-        for format in ("fp8_e4m3", "fp6_e2m3", "fp4_e2m1", "mxint8", "nvfp4")
+        site(
+            f"one scale for the batch, {format}",
+            f"mode_3-{format}",
+            "conv1d.input",
+            batch_scale,
+            f"one scale for all sequences{where}",
+        )
+        for where, formats in (
+            (" (at corner values)", ("fp8_e4m3", "fp6_e2m3", "fp4_e2m1", "mxint8")),
+            ("", ("nvfp4",)),
+        )
+        for format in formats
     ),
     site("one scale a token, mode 3", "mode_3-mxint8", "conv1d.input", token_scale, "one scale for each token"),
 )
@@ -355,14 +506,14 @@ LOCAL = (
         MXINT8,
         "in_proj.output",
         rare_block(1000),
-        "4 of 4096 blocks have their sc",
+        "4 of 4096 blocks have their scale off by 2^1, or the scale rule looks like ceil",
     ),
     site(
         "one block in 100 one exponent up, fp4",
         FP4,
         "in_proj.input",
         rare_block(100),
-        "10 of 1024 blocks have",
+        "10 of 1024 blocks have their scale off by 2^1, or the scale rule looks like ceil",
         layer=2,
     ),
     site(
@@ -377,8 +528,8 @@ LOCAL = (
         "a ragged block with its neighbour's scale",
         FP4,
         "x_proj.output",
-        ragged_stale,
-        "blocks of 64 instead of 32",  # of 40 channels the same values
+        ragged_stale,  # of 40 channels these are the values of six faults of blocks
+        "only the last, shorter block: no known cause: #% of the values differ, by # of t...",
         layer=3,
     ),
     site(
@@ -393,9 +544,15 @@ LOCAL = (
         INT8,
         "in_proj.output",
         one_sequence,
-        "only sequence 3",
+        "only sequence 3: not quantized",
         verdicts=(*NOT_APPLIED, *VALUES),
     ),
     site("output one token late", INT8, "x_proj.output", shifted, "it is one token late"),
-    site("channels swapped in pairs", FP8, "dt_proj.output", permuted, "channels"),
+    site(
+        "channels swapped in pairs",
+        FP8,
+        "dt_proj.output",
+        permuted,
+        "channels are permuted, 256 of 256: channel 0 is channel 1",
+    ),
 )

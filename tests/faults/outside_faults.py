@@ -131,27 +131,71 @@ def outside(name: str, recipe: str, case: str, damage: Damage, cause: str = UNKN
 
 
 HEAD = (
-    outside("head in bf16", INT8, "head", head(head_in(torch.bfloat16)), "computed in bfloat16"),
-    outside("head in bf16, llama", LLAMA_WA, "head", head(head_in(torch.bfloat16)), "computed in bfloat16"),
-    outside("head in fp16", FP8, "head", head(head_in(torch.float16)), "computed in float16"),
-    outside("head + 1 %", FP4, "head", head_weight(lambda w: 1.01 * w), "the scale is off by +1.00%"),
-    outside("head: two rows swapped", LLAMA_W, "head", head_weight(swapped_rows), "rows 101 and 116 are swapped"),
-    outside("head: one row lost", INT8, "head", head_weight(lost_row), "only row 32"),
-    outside("head: one value + 0.1 %", FP8, "head", head_weight(one_value), "one value, at [101, 7]"),
-    outside("head on int8", LLAMA_WA, "head", head_weight(lambda w: weight_on_grid(w, "int8"))),
-    outside("head: logits capped at 30", INT8, "head", head(capped)),
-    outside("head: shards swapped", LLAMA_W, "head", head(shards_swapped), "channels are permuted"),
-    outside("head one token late", FP8, "head", head(last_token_late), "it is one token late"),
+    outside("head in bf16", INT8, "head", head(head_in(torch.bfloat16)), "head; computed in bfloat16"),
+    outside("head in bf16, llama", LLAMA_WA, "head", head(head_in(torch.bfloat16)), "head; computed in bfloat16"),
+    outside("head in fp16", FP8, "head", head(head_in(torch.float16)), "head; computed in float16"),
+    outside("head + 1 %", FP4, "head", head_weight(lambda w: 1.01 * w), "head; weight: the scale is off by +1.00%"),
+    outside(
+        "head: two rows swapped",
+        LLAMA_W,
+        "head",
+        head_weight(swapped_rows),
+        "head; weight: rows 101 and 116 are swapped",
+    ),
+    outside("head: one row lost", INT8, "head", head_weight(lost_row), "head; weight: only row 32: gives only zeros"),
+    outside(
+        "head: one value + 0.1 %",
+        FP8,
+        "head",
+        head_weight(one_value),
+        "head; weight: one value, at [101, 7]: # instead of #",
+    ),
+    outside(
+        "head on int8",
+        LLAMA_WA,
+        "head",
+        head_weight(lambda w: weight_on_grid(w, "int8")),
+        "head; weight: put on the grid of int8",
+    ),
+    outside(
+        "head: logits capped at 30",
+        INT8,
+        "head",
+        head(capped),
+        "head; no known cause: #% of the values differ, by # of the rms",
+    ),
+    outside(
+        "head: shards swapped", LLAMA_W, "head", head(shards_swapped), "head; channels are permuted: shifted by -128"
+    ),
+    outside("head one token late", FP8, "head", head(last_token_late), "head; it is one token late"),
 )
 NORM = (
-    outside("final norm eps 1e-3", INT8, "norm", epsilon(1e-3), "eps 0.001 instead of 1e-05"),
-    outside("final norm eps 1e-3, llama", LLAMA_W, "norm", epsilon(1e-3), "eps 0.001 instead of 1e-06"),
-    outside("final norm eps 1e-6", FP8, "norm", epsilon(1e-6)),
-    outside("final norm in bf16", LLAMA_WA, "norm", norm(norm_in_bf16)),
-    outside("final norm subtracts the mean", FP4, "norm", norm(centred), "the mean is subtracted first"),
-    outside("final norm skipped", INT8, "norm", norm(skipped), "the norm is left out"),
-    outside("final norm: 1 + gamma", LLAMA_W, "norm", gamma(lambda w: 1 + w), "a constant, +1, is added"),
-    outside("final norm on a grid", INT8, "norm", gamma(lambda w: weight_on_grid(w, "fp4_e2m1"))),
+    outside("final norm eps 1e-3", INT8, "norm", epsilon(1e-3), "norm; eps 0.001 instead of 1e-05"),
+    outside("final norm eps 1e-3, llama", LLAMA_W, "norm", epsilon(1e-3), "norm; eps 0.001 instead of 1e-06"),
+    outside("final norm eps 1e-6", FP8, "norm", epsilon(1e-6), "norm; variance_epsilon is 1e-06, not 1e-05"),
+    outside(
+        "final norm in bf16",
+        LLAMA_WA,
+        "norm",
+        norm(norm_in_bf16),
+        "norm; computed in bfloat16, gamma applied in float32",
+    ),
+    outside("final norm subtracts the mean", FP4, "norm", norm(centred), "norm; the mean is subtracted first"),
+    outside("final norm skipped", INT8, "norm", norm(skipped), "norm; the norm is left out"),
+    outside(
+        "final norm: 1 + gamma",
+        LLAMA_W,
+        "norm",
+        gamma(lambda w: 1 + w),
+        "norm; weight: a constant, +1, is added to every value",
+    ),
+    outside(
+        "final norm on a grid",
+        INT8,
+        "norm",
+        gamma(lambda w: weight_on_grid(w, "fp4_e2m1")),
+        "norm; weight: put on the grid of fp4_e2m1",
+    ),
 )
 EMBEDDING = (
     outside(
@@ -159,28 +203,44 @@ EMBEDDING = (
         INT8,
         "embedding",
         embedding(lambda real, module, x: real(x).bfloat16().float()),
-        "rounded to bfloat16",
+        "embedding; rounded to bfloat16",
     ),
-    outside("embedding on int8", LLAMA_WA, "embedding", embedding_weight(lambda w: weight_on_grid(w, "int8"))),
     outside(
-        "embedding: two rows swapped", FP8, "embedding", embedding_weight(swapped_rows), "rows 101 and 116 are swapped"
+        "embedding on int8",
+        LLAMA_WA,
+        "embedding",
+        embedding_weight(lambda w: weight_on_grid(w, "int8")),
+        "embedding; weight: put on the grid of int8",
+    ),
+    outside(
+        "embedding: two rows swapped",
+        FP8,
+        "embedding",
+        embedding_weight(swapped_rows),
+        "embedding; weight: rows 101 and 116 are swapped",
     ),
     outside(
         "embedding times sqrt(d)",
         LLAMA_W,
         "embedding",
         embedding(lambda real, module, x: real(x) * 128**0.5),
-        "the scale is off by a factor of 11.31",
+        "embedding; the scale is off by a factor of 11.31",
     ),
-    outside("embedding: token ids one on", FP4, "embedding", embedding(one_on), "ids are off by +1"),
+    outside(
+        "embedding: token ids one on", FP4, "embedding", embedding(one_on), "embedding; other tokens: ids are off by +1"
+    ),
     outside(
         "embedding: first token lost",
         LLAMA_WA,
         "embedding",
         embedding(first_token_lost),
-        "only token 0: gives only zeros",
+        "embedding; only token 0: gives only zeros",
     ),
     outside(
-        "a sample evaluated twice, quantized only", INT8, "embedding", embedding(sample_twice), "sample 1 is sample 0"
+        "a sample evaluated twice, quantized only",
+        INT8,
+        "embedding",
+        embedding(sample_twice),
+        "embedding; other tokens: sample 1 is sample 0",
     ),
 )

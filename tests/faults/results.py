@@ -1,7 +1,9 @@
 """What the gate made of a fault, and what is wrong with that."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from probe.diagnosis.causes import WIDTH
 from probe.gate.cases import Outcome
@@ -48,14 +50,11 @@ class Result:
         return self.is_caught and not self.place_problems()
 
     @property
-    def is_explained(self) -> bool:
-        """Whether the cause is told, and the right one."""
-        return self.is_caught and not self.cause_problems() and not self.is_unnamed
-
-    @property
-    def is_unnamed(self) -> bool:
-        """Whether the diagnosis admits that it does not know."""
-        return UNKNOWN in self.cause
+    def grade(self) -> Literal["right", "not known", "wrong"]:
+        """Of the cause: a sentence of the row, or one that admits not to know, or anything else."""
+        if UNKNOWN in self.cause:
+            return "not known"
+        return "right" if any(is_sentence(self.cause, one) for one in self.fault.causes) else "wrong"
 
     @property
     def verdict(self) -> str:
@@ -92,16 +91,12 @@ class Result:
         return [*found, *([] if verdict in fault.verdicts else [f"verdict {verdict}"]), *self._spread_problems()]
 
     def cause_problems(self) -> list[str]:
-        """How the text is not that of the row."""
-        fault, outcome = self.fault, self.outcome
-        said = self.error if outcome is None else outcome.cause
-        if outcome is not None and fault.kind != "layer":
-            said = " ".join([outcome.message, *outcome.details, outcome.cause])
-        found = [] if fault.cause in said else [f"cause {said!r} has no {fault.cause!r}"]
-        if fault.kind == "path" and fault.where not in said:
-            found.append(f"does not name {fault.where}: {said!r}")
-        lines = 1 if fault.kind in ("layer", "outside", "wide") else 3
-        if outcome is not None and len(outcome.cause) > lines * WIDTH:
+        """How the cause is not what the row says, and longer than a line."""
+        outcome = self.outcome
+        found = (
+            [] if any(is_sentence(self.cause, one) for one in self.fault.causes) else [f"{self.grade}: {self.cause!r}"]
+        )
+        if outcome is not None and len(outcome.cause) > WIDTH:
             found.append(f"the cause has {len(outcome.cause)} characters")
         return found
 
@@ -127,6 +122,12 @@ class Result:
             return "-"
         name, figure = max(own.items(), key=lambda pair: strength(pair[1]))
         return f"{name} x {strength(figure):.3g}"
+
+
+def is_sentence(text: str, sentence: str) -> bool:
+    """Whether a text is the sentence of a row, all of it: there `#` stands for a figure, and `*` for any text."""
+    pattern = re.escape(sentence).replace(r"\#", r"[-+]?\d[\d.,e+-]*").replace(r"\*", ".*")
+    return re.fullmatch(pattern, text) is not None
 
 
 def _own(outcome: Outcome) -> dict[str, float | None]:

@@ -245,66 +245,160 @@ def reference(name: str, recipe: str, applied: Callable[[], Any], cause: str) ->
 
 
 REFERENCES = (
-    reference("reference quantized", INT8, quantized_reference, "from layer_0 on"),
-    reference("reference in bf16", FP8, lambda: narrow_reference(torch.bfloat16), "from embedding on"),
-    reference("reference in fp16, llama", LLAMA_W, lambda: narrow_reference(torch.float16), "from embedding on"),
-    reference("gate sigmoid on both sides", FP8, both(gate_sigmoid, 1), "from layer_1 on"),
-    reference("scan without delta on both sides", INT8, both(no_delta, 2), "from layer_2 on"),
-    reference("attention not causal on both sides", LLAMA_WA, both(not_causal, 1), "from layer_1 on"),
-    reference("a sample evaluated twice", INT8, lambda: running(twice), "from embedding on"),
-    reference("stale capture", INT8, lambda: stale("layer_2"), "from layer_2 on"),
     reference(
-        "config.json changed", INT8, lambda: changed_folder("tiny-mamba", config(layer_norm_epsilon=1e-3)), "config"
+        "reference quantized",
+        INT8,
+        quantized_reference,
+        "reference, from layer_0 on; its mixer.A_log lies on the grid of fp8_e4m3: the reference is quantized",
+    ),
+    reference(
+        "reference in bf16",
+        FP8,
+        lambda: narrow_reference(torch.bfloat16),
+        "reference, from embedding on; its weight is bfloat16, not float32",
+    ),
+    reference(
+        "reference in fp16, llama",
+        LLAMA_W,
+        lambda: narrow_reference(torch.float16),
+        "reference, from embedding on; its weight is float16, not float32",
+    ),
+    reference(
+        "gate sigmoid on both sides",
+        FP8,
+        both(gate_sigmoid, 1),
+        "reference, from layer_1 on; weights, configuration and its input are the stored ones: look at its code",
+    ),
+    reference(
+        "scan without delta on both sides",
+        INT8,
+        both(no_delta, 2),
+        "reference, from layer_2 on; weights, configuration and its input are the stored ones: look at its code",
+    ),
+    reference(
+        "attention not causal on both sides",
+        LLAMA_WA,
+        both(not_causal, 1),
+        "reference, from layer_1 on; weights, configuration and its input are the stored ones: look at its code",
+    ),
+    reference(
+        "a sample evaluated twice",
+        INT8,
+        lambda: running(twice),
+        "reference, from embedding on; other tokens: sample 1 is sample 0",
+    ),
+    reference(
+        "stale capture",
+        INT8,
+        lambda: stale("layer_2"),
+        "reference, from layer_2 on; its input moved, what comes before did not: the capture, or what lies between",
+    ),
+    reference(
+        "config.json changed",
+        INT8,
+        lambda: changed_folder("tiny-mamba", config(layer_norm_epsilon=1e-3)),
+        "reference, from layer_0 on; configuration changed: layer_norm_epsilon 1e-05 -> 0.001",
     ),
     reference(
         "config.json changed, llama",
         LLAMA_W,
         lambda: changed_folder("tiny-llama", config(rms_norm_eps=1e-3)),
-        "config",
+        "reference, from layer_0 on; configuration changed: rms_norm_eps 1e-06 -> 0.001",
     ),
     reference(
         "rope_theta changed",
         LLAMA_WA,
         lambda: changed_folder("tiny-llama", config(rope_parameters={"rope_theta": 500000.0, "rope_type": "default"})),
-        "config",
+        "reference, from layer_0 on; configuration changed: rope_parameters.rope_theta 10000.0 -> 500000.0",
     ),
 )
 ERRORS = (
-    WideFault("compiled kernel x 2", FP8, doubled_kernel, "compiled", ERROR),
-    WideFault("another checkpoint", INT8, lambda: changed_folder("tiny-mamba", one_weight), "input.model", ERROR),
-    WideFault("another text", FP8, other_text, "input.tokens", ERROR),
+    WideFault(
+        "compiled kernel x 2",
+        FP8,
+        doubled_kernel,
+        "WrongKernelError: the compiled kernel of fp8_e4m3 *: 3364 of 3456 corner values differ, *",
+        ERROR,
+    ),
+    WideFault(
+        "another checkpoint",
+        INT8,
+        lambda: changed_folder("tiny-mamba", one_weight),
+        "BaselineError: the baselines of tiny-mamba were made with another input: input.model *",
+        ERROR,
+    ),
+    WideFault(
+        "another text",
+        FP8,
+        other_text,
+        "BaselineError: the baselines of tiny-mamba were made with another input: input.tokens *",
+        ERROR,
+    ),
 )
 FORMAT_ROWS = (
-    WideFault("format row: e4m3 up to 240", FP8, lambda: row("fp8_e4m3", max=240.0), "format fp8_e4m3"),
-    WideFault("format row: fp4 blocks of 16", FP4, lambda: row("fp4_e2m1", block_size=16), "format fp4_e2m1"),
-    WideFault("format row: mxint8 up to 126", MXINT8, lambda: row("mxint8", max=126 / 64), "format mxint8"),
+    WideFault(
+        "format row: e4m3 up to 240",
+        FP8,
+        lambda: row("fp8_e4m3", max=240.0),
+        "format fp8_e4m3 changed: max 448.0 -> 240.0",
+    ),
+    WideFault(
+        "format row: fp4 blocks of 16",
+        FP4,
+        lambda: row("fp4_e2m1", block_size=16),
+        "format fp4_e2m1 changed: block 32 -> 16",
+    ),
+    WideFault(
+        "format row: mxint8 up to 126",
+        MXINT8,
+        lambda: row("mxint8", max=126 / 64),
+        "format mxint8 changed: max 1.984375 -> 1.96875",
+    ),
     WideFault(
         "format row: e4m3 up to 240, llama",
         LLAMA_W,
         lambda: row("fp8_e4m3", max=240.0),
-        "format fp8_e4m3",
+        "format fp8_e4m3 changed: max 448.0 -> 240.0",
         model="tiny-llama",
     ),
 )
 CALIBRATION = (
-    WideFault("calibration on half the data", INT8, lambda: calibrating(half), "calibration"),
     WideFault(
-        "calibration on half the data, llama", LLAMA_WA, lambda: calibrating(half), "calibration", model="tiny-llama"
+        "calibration on half the data",
+        INT8,
+        lambda: calibrating(half),
+        "calibration changed: # of # scales, most # -> # at backbone.layers.2.mixer.scan.y",
     ),
-    WideFault("calibration with a moving average", INT8, averaged, "calibration"),
+    WideFault(
+        "calibration on half the data, llama",
+        LLAMA_WA,
+        lambda: calibrating(half),
+        "calibration changed: # of # scales, most # -> # at linear model.layers.1.mlp.down_proj.input",
+        model="tiny-llama",
+    ),
+    WideFault(
+        "calibration with a moving average",
+        INT8,
+        averaged,
+        "calibration changed: # of # scales, most # -> # at backbone.layers.2.mixer.scan.y",
+    ),
     WideFault(
         "minmax in calibration",
         INT8,
         lambda: observed(lambda alpha: MinMaxObserver()),
-        "calibration of conv1d.output; amax",
+        "calibration of conv1d.output; amax # is the largest value (minmax), not a percentile",
     ),
     WideFault(
         "another percentile",
         INT8,
         lambda: observed(lambda alpha: PercentileObserver(0.9999)),
-        "calibration of conv1d.output; amax",
+        "calibration of conv1d.output; amax #, but the 0.9995 quantile of this text is #",
     ),
     WideFault(
-        "fp16 run in bf16", "fp16", partial(damaged, in_bfloat16, 0), "is bfloat16, expected float16", label="embedding"
+        "fp16 run in bf16",
+        "fp16",
+        partial(damaged, in_bfloat16, 0),
+        "embedding; weight: is bfloat16, expected float16",
+        label="embedding",
     ),
 )

@@ -154,58 +154,141 @@ def in_dtype(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def llama(name: str, recipe: str, damage: Damage, cause: str, **rest: Any) -> Fault:
-    return Fault(f"user: {name}", recipe, damage, cause, **{"model": LLAMA, **rest})
+    return user(name, recipe, damage, cause, model=LLAMA, **rest)
 
 
 def small(name: str, recipe: str, damage: Damage, cause: str, **rest: Any) -> Fault:
-    return Fault(f"user: {name}", recipe, damage, cause, **{"model": NETWORK_MODEL, **rest})
+    return user(name, recipe, damage, cause, model=NETWORK_MODEL, **rest)
+
+
+def user(name: str, recipe: str, damage: Damage, cause: str, **rest: Any) -> Fault:
+    """A fault of a mode of a user: of a layer, or of a path, which is told with its name."""
+    where = f"layer_{rest.get('layer', 1)}"
+    said = f"{rest['case']}, {where}: {cause}" if "case" in rest else f"{where}; {cause}"
+    return Fault(f"user: {name}", recipe, damage, said, **rest)
 
 
 USER = (
-    llama("a plain factor 1.01", OWN, output("mlp.down_proj", lambda x: 1.01 * x), "1.01"),
-    llama("a factor 0.5", OWN8, output("self_attn.o_proj", lambda x: 0.5 * x), "0.5", layer=2),
-    llama("channels permuted", OWN, output("", lambda x: x.roll(32, -1)), "permut"),
-    llama("one channel lost", OWN, put("mlp.down_proj.weight", row_zero), "channel 9"),
-    llama("one token lost", OWN, output("mlp.down_proj", token_lost), "token 5"),
-    llama("one sequence given another's", OWN8, given("mlp.down_proj", sequence_of_another), "sequence 1"),
-    llama("one token late", OWN, output("mlp.down_proj", lambda x: x.roll(1, 1)), "one token late", layer=3),
-    llama("mlp in bf16", OWN, submodule("mlp.down_proj", in_dtype(torch.bfloat16)), ""),
-    llama("layer rounded to bf16", OWN, output("", lambda x: x.bfloat16().float()), "bfloat16"),
-    llama("two rows swapped", OWN, put("mlp.down_proj.weight", rows_swapped), "channels 3 and 7"),
-    llama("one scale for a weight", OWN, whole_tensor, ""),
-    llama("four bits", OWN, four_bits, "", layer=2),
-    llama("one NaN", OWN8, output("mlp.down_proj", one_nan), "NaN", verdicts=NOT_FINITE),
-    small("a plain factor 1.01, small net", NET, output("down", lambda x: 1.01 * x), "1.01"),
-    small("a factor 1.01, e4m3", NET8, output("down", lambda x: 1.01 * x), "1.01", layer=2),
-    small("sign flipped", NET, output("down", lambda x: -x), "sign"),
-    small("a constant added", NET8, output("down", lambda x: x + 0.1), "constant"),
-    small("channels one on", NET, output("", lambda x: x.roll(1, -1)), "channel"),
-    small("one row", NET8, put("down.weight", row_zero), "channel 9"),
-    small("one sequence lost", NET, output("down", lambda x: torch.cat([x[:-1], 0 * x[-1:]])), "sequence", layer=0),
-    small("one token late, small net", NET8, output("down", lambda x: x.roll(1, 1)), "one token late"),
-    small("weight of another layer", NET, of_layer(2), ""),
-    small("not applied to a layer", NET, left_float, "not applied", verdicts=NOT_APPLIED),
-    small("layer in fp16", NET8, output("", lambda x: x.half().float()), "float16"),
+    llama(
+        "a plain factor 1.01",
+        OWN,
+        output("mlp.down_proj", lambda x: 1.01 * x),
+        "the output of mlp.down_proj is 1.01 times the stored one",
+    ),
+    llama(
+        "a factor 0.5",
+        OWN8,
+        output("self_attn.o_proj", lambda x: 0.5 * x),
+        "as if the output of self_attn.o_proj were 0.5 times that of the stored run",
+        layer=2,
+    ),
+    llama("channels permuted", OWN, output("", lambda x: x.roll(32, -1)), "channels are permuted: shifted by 32"),
+    llama("one channel lost", OWN, put("mlp.down_proj.weight", row_zero), "only channel 9 has changed"),
+    llama("one token lost", OWN, output("mlp.down_proj", token_lost), "only token 5 has changed"),
+    llama(
+        "one sequence given another's", OWN8, given("mlp.down_proj", sequence_of_another), "only sequence 1 has changed"
+    ),
+    llama(
+        "one token late",
+        OWN,
+        output("mlp.down_proj", lambda x: x.roll(1, 1)),
+        "what it adds: it is one token late",
+        layer=3,
+    ),
+    llama(
+        "mlp in bf16",
+        OWN,
+        submodule("mlp.down_proj", in_dtype(torch.bfloat16)),
+        "no known cause: its output moved by # of what it adds",
+    ),
+    llama(
+        "layer rounded to bf16", OWN, output("", lambda x: x.bfloat16().float()), "its output is rounded to bfloat16"
+    ),
+    llama(
+        "two rows swapped",
+        OWN,
+        put("mlp.down_proj.weight", rows_swapped),
+        "the output of mlp.down_proj: channels 3 and 7 are swapped",
+    ),
+    llama("one scale for a weight", OWN, whole_tensor, "no known cause: its output moved by # of what it adds"),
+    llama("four bits", OWN, four_bits, "no known cause: its output moved by # of what it adds", layer=2),
+    llama(
+        "one NaN",
+        OWN8,
+        output("mlp.down_proj", one_nan),
+        "NaN in 1 of 32768 values, the first at [0, 3, 7]",
+        verdicts=NOT_FINITE,
+    ),
+    small(
+        "a plain factor 1.01, small net",
+        NET,
+        output("down", lambda x: 1.01 * x),
+        "what it adds is 1.01 times the stored one",
+    ),
+    small(
+        "a factor 1.01, e4m3",
+        NET8,
+        output("down", lambda x: 1.01 * x),
+        "what it adds is 1.01 times the stored one",
+        layer=2,
+    ),
+    small("sign flipped", NET, output("down", lambda x: -x), "what it adds has the other sign"),
+    small("a constant added", NET8, output("down", lambda x: x + 0.1), "a constant, +0.1, is added to every value"),
+    small("channels one on", NET, output("", lambda x: x.roll(1, -1)), "channels are permuted: shifted by 1"),
+    small("one row", NET8, put("down.weight", row_zero), "only channel 9 has changed"),
+    small(
+        "one sequence lost",
+        NET,
+        output("down", lambda x: torch.cat([x[:-1], 0 * x[-1:]])),
+        "only sequence 3 is returned as it came in",
+        layer=0,
+    ),
+    small(
+        "one token late, small net", NET8, output("down", lambda x: x.roll(1, 1)), "what it adds: it is one token late"
+    ),
+    small("weight of another layer", NET, of_layer(2), "no known cause: its output moved by # of what it adds"),
+    small(
+        "not applied to a layer",
+        NET,
+        left_float,
+        "its output is the float layer's: the mode was not applied to it",
+        verdicts=NOT_APPLIED,
+    ),
+    small("layer in fp16", NET8, output("", lambda x: x.half().float()), "its output is rounded to float16"),
 )
 USER_PATHS = (
-    llama("decode, oldest token lost", OWN, caching(oldest_lost), "", case="decode", verdicts=PATH),
+    llama(
+        "decode, oldest token lost",
+        OWN,
+        caching(oldest_lost),
+        "between self_attn.v_proj, as in the prefill, and self_attn.o_proj",
+        case="decode",
+        verdicts=PATH,
+    ),
     llama(
         "decode, cache in bf16",
         OWN8,
         caching(lambda k, v: (k.bfloat16().float(), v.bfloat16().float())),
-        "",
+        "between self_attn.v_proj, as in the prefill, and self_attn.o_proj",
         case="decode",
         verdicts=PATH,
         layer=2,
     ),
-    llama("mask ignored", OWN, attending(uneven, unmasked_attention), "", case="padded", verdicts=PATH),
+    llama(
+        "mask ignored",
+        OWN,
+        attending(uneven, unmasked_attention),
+        "between self_attn.v_proj, as in the prefill, and self_attn.o_proj; only sequence 0",
+        case="padded",
+        verdicts=PATH,
+    ),
     small(
         "batch 1 in bf16",
         NET,
         submodule(
             "down", lambda real, module, x: in_dtype(torch.bfloat16)(real, module, x) if len(x) == 1 else real(x)
         ),
-        "",
+        "down; computed in bfloat16",
         case="batch_1",
         verdicts=PATH,
     ),

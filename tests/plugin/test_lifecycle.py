@@ -310,3 +310,26 @@ def test_a_moved_reference_updates_to_the_same_bytes_in_two_processes(project: R
     project("--update-baselines")
     assert project("--update-baselines", fault="float").ret == 0
     assert snapshot(pytester.path / "baselines") == parallel
+
+
+def test_a_path_on_which_the_model_crashes_is_told_and_stored_and_a_stored_case_of_it_fails(
+    project: Run, pytester: pytest.Pytester
+) -> None:
+    told = "paths not run: decode (*), batch_1 (RuntimeError: one row is no batch.), ragged (RuntimeError: one row*"
+    result = project("--update-baselines", fault="alone")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines([f"*{told}*"])
+    file = pytester.path / "baselines" / "network_make" / "cpu" / "coarse.json"
+    assert json.loads(file.read_text())["environment"]["not run.batch_1"] == "RuntimeError: one row is no batch."
+    result = project(fault="alone")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines([f"*{told}*"])
+    assert project().ret == pytest.ExitCode.TESTS_FAILED, "the paths run again, and have no baselines"
+
+    assert project("--update-baselines").ret == 0
+    before = snapshot(pytester.path / "baselines")
+    for options in ([], ["--update-baselines"]):
+        result = project(*options, fault="alone")
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        result.stdout.fnmatch_lines(["*batch_1 could not run: RuntimeError: one row is no batch. Fix that, or leave *"])
+        assert snapshot(pytester.path / "baselines") == before
