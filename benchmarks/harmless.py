@@ -1,6 +1,6 @@
 """The gate under changes that must fail nothing: 60 runs, each under another combination.
 
-python benchmarks/harmless.py [--runs 60] [--after N] [--whole 2] [--share 0.12] [--seed 0] [--baselines DIR] [--json FILE]
+python benchmarks/harmless.py [--runs 60] [--after N] [--whole 2] [--share 0.12] [--seed 0] [--baselines DIR] [--json F]
 
 threads 1 and 2; workers 0, 2 and 4; order of recipes as collected or shuffled; oneDNN on and off; instruction set
 (ATEN_CPU_CAPABILITY) of the machine, avx2 and default; batches of 8 and 3; the numba twin for large tensors, for none
