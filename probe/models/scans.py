@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from probe.numerics.compiled import numba_twin
+from probe.numerics.native import is_native
 
 Scanned = tuple[Tensor, Tensor]  # y and the last state
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Scanned]
@@ -47,7 +48,7 @@ def in_pieces(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: 
     Tensors that the numba loop cannot read, or that need a gradient, go to `sequential`.
     """
     given = (u, delta, A, B, C) if state is None else (u, delta, A, B, C, state)
-    twin = numba_twin("probe.models.scan_steps", "scans") if all(map(_is_plain, given)) else None
+    twin = numba_twin("probe.models.scan_steps", "scans") if is_native(*given) else None
     if twin is None:
         return sequential(u, delta, A, B, C, state)
     batch, time, channels = u.shape
@@ -67,13 +68,6 @@ def in_pieces(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: 
             twin.advance(piece.numpy(), *(x[here] for x in arrays), h[row].numpy())
             torch.sum(piece, -1, out=y[row, here])
     return y.to(u.dtype), h
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether numpy can read the tensor as it is: not traced, on the CPU, and outside of autograd."""
-    if torch.compiler.is_compiling() or not (isinstance(x, torch.nn.Parameter) or type(x) is Tensor):
-        return False
-    return x.device.type == "cpu" and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def fast(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None = None) -> Scanned:
