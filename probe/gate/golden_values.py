@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from probe.gate.tolerances import OF_PATHS
@@ -39,7 +41,7 @@ class Golden:
 
     def update(self, output: Tensor, reference: Tensor) -> None:
         """Append a batch."""
-        flat = output.detach().reshape(-1).cpu().double().numpy()
+        flat, other = (_flat(x) for x in (output, reference))
         end = self.seen + flat.size
         if end > self.count:
             raise ValueError(f"more than the {self.count} elements that were announced: {end}.")
@@ -49,7 +51,6 @@ class Golden:
         self.sample[here] = flat[places[here] - self.seen]
         shown = places_of(self.count, POINTS)
         shown = shown[(shown >= self.seen) & (shown < end)] - self.seen
-        other = reference.detach().reshape(-1).cpu().double().numpy()
         self.points = np.concatenate([self.points, np.stack([other[shown], flat[shown]])], axis=1)
         self.seen = end
 
@@ -60,6 +61,12 @@ class Golden:
     def coarse(self, buckets: int) -> tuple[float, ...]:
         """A sketch of fewer buckets, each the sum of as many of the fine ones; float32."""
         return tuple(float(x) for x in self.sketch.reshape(buckets, -1).sum(axis=1).astype(np.float32))
+
+
+def _flat(x: Tensor) -> npt.NDArray[np.floating]:
+    """The values in one row, in their own dtype where numpy has it, else in float32, which holds them exactly."""
+    flat = x.detach().reshape(-1).cpu()
+    return (flat if flat.dtype in (torch.float32, torch.float64) else flat.float()).numpy()
 
 
 #: Buckets of a sketch for each half of a path.
