@@ -32,7 +32,7 @@ AXES = {
     "onednn": ("", "off"),
     "capability": ("", "avx2", "default"),
     "batch": ("8", "3"),
-    "numba": ("", "off", "everywhere"),
+    "numba": ("", "off"),
 }
 
 
@@ -42,10 +42,6 @@ def pytest_configure(config: Any) -> None:
     if numba == "off":
         sys.modules["numba"] = None  # type: ignore[assignment]  # an import of it fails, as where it is not installed
         config.addinivalue_line("filterwarnings", "ignore:numba cannot be loaded:RuntimeWarning")
-    if numba == "everywhere":
-        import probe.metrics.comparison
-
-        probe.metrics.comparison.LARGE = 1
     if os.environ.get("HARMLESS_ONEDNN") == "off":
         import torch
 

@@ -14,6 +14,7 @@ from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from probe.gate.cases import Points
@@ -43,14 +44,13 @@ class Golden:
 
     def update(self, output: Tensor, reference: Tensor) -> None:
         """Append a batch."""
-        flat = output.detach().reshape(-1).cpu().double().numpy()
+        flat, other = (_flat(x) for x in (output, reference))
         end = self.seen + flat.size
         if end > self.count:
             raise ValueError(f"more than the {self.count} elements that were announced: {end}.")
         self.sketch += sketched(flat, self.seen)
         places = self._places()
         here = (places >= self.seen) & (places < end)
-        other = reference.detach().reshape(-1).cpu().double().numpy()
         self.drawn[:, here] = [values[places[here] - self.seen] for values in (other, flat)]
         self.sample[:] = self.drawn[1, POINTS:]
         self.seen, self.shape = end, tuple(output.shape[1:])
@@ -82,6 +82,12 @@ def with_golden(points: Points, golden: tuple[float, ...] | None) -> Points:
     if not sample or len(points.output) != POINTS + len(sample):
         return points
     return replace(points, golden=array("f", [*[math.nan] * POINTS, *sample]))
+
+
+def _flat(x: Tensor) -> npt.NDArray[np.floating]:
+    """The values in one row, in their own dtype where numpy has it, else in float32, which holds them exactly."""
+    flat = x.detach().reshape(-1).cpu()
+    return (flat if flat.dtype in (torch.float32, torch.float64) else flat.float()).numpy()
 
 
 #: Buckets of a sketch for each half of a path.

@@ -15,9 +15,6 @@ from probe.metrics.reference import CHUNK, double_copy, first_true
 from probe.metrics.tally import KEPT, Magnitudes, Tally, first_index
 from probe.numerics.compiled import numba_twin
 
-#: Batches of this many elements or more go to the fast twin; loading it takes some 0.5 s once in a process.
-LARGE = 2**20
-
 _Measure = Callable[[Tensor, Tensor, Magnitudes | None], Tally]
 
 
@@ -41,8 +38,7 @@ class Comparison:
     def update(self, output: Tensor, reference: Tensor) -> None:
         """Append a batch: tensors of one shape, of any float dtypes, on any devices. An empty one changes nothing."""
         check_pair(output, reference, names=("output", "reference"))
-        twin = numba_twin("probe.metrics.fast", "figures") if output.numel() >= LARGE else None
-        measure: _Measure = (twin or readable).measure
+        measure: _Measure = (numba_twin("probe.metrics.fast", "figures") or readable).measure
         flat, plain = (x.detach().reshape(-1) for x in (output, reference))
         self._tally = self._tally.then(measure(flat, plain, self._magnitudes if self.percentiles else None))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from probe.numerics.compiled import numba_twin
 from probe.numerics.histogram import Buckets, linear
 from probe.numerics.moments import NO_MOMENTS, Moments
 
@@ -140,8 +141,15 @@ class Magnitudes:
     def quantiles(self, shares: Sequence[float], *, largest: float) -> list[float]:
         """Quantiles of the values, of which there is one at least, as numpy's `linear` defines them."""
         if self._counts is None:
-            with np.errstate(invalid="ignore"):  # |d| beyond float64
-                return [float(x) for x in np.quantile(np.concatenate(self._kept), shares)]
+            kept = self._kept[0] if len(self._kept) == 1 else np.concatenate(self._kept)
+            twin = numba_twin("probe.numerics.selection", "percentiles") if math.isfinite(largest) else None
+            if twin is None:
+                with np.errstate(invalid="ignore"):  # |d| beyond float64
+                    return [float(x) for x in np.quantile(kept, shares)]
+            places = [share * (kept.size - 1) for share in shares]
+            ranks = sorted({min(int(place) + more, kept.size - 1) for place in places for more in (0, 1)})
+            found = dict(zip(ranks, twin.values_at(kept, ranks), strict=True))
+            return [linear(place, found.__getitem__) for place in places]
         ranked = BUCKETS.ranked(self._counts, zeros=self._count - int(self._counts.sum()))
         found = [linear(share * (self._count - 1), ranked) for share in shares]
         return [largest if value > largest else value for value in found]

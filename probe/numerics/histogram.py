@@ -15,6 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from probe.numerics.compiled import numba_twin
+from probe.numerics.native import is_native
+
 Whole = npt.NDArray[np.int64]
 Array = npt.NDArray[np.float64]
 
@@ -91,17 +94,32 @@ class Buckets:
             some = np.bincount(found - start)
             counts[start : start + some.size] += some
 
-    def count_tensor(self, magnitudes: Tensor) -> Tensor:
-        """Counts on the device of a tensor, as a table on the CPU; values below the buckets count in the first one.
+    def count_tensor(self, values: Tensor, *, tables: int = 1) -> Tensor:
+        """Counts of magnitudes as a table on the CPU; what lies below the buckets counts in the first one.
 
-        IndexError with the number of magnitudes beyond the last bucket, if there are any.
+        With two tables, negative values are counted in the second one. IndexError with the number of magnitudes beyond
+        the last bucket, if there are any.
         """
+        twin = numba_twin("probe.numerics.bucket_counts", "histograms") if is_native(values) else None
+        if twin is None or self.float_bits != 64:
+            return self._count_by_torch(values, tables)
+        flat = values.detach().reshape(-1)
+        flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+        counts = np.zeros((tables, self.size), np.int64)
+        count, bits = (twin.count_wide, np.int64) if flat.dtype == torch.float64 else (twin.count_narrow, np.int32)
+        if beyond := count(flat.contiguous().numpy().view(bits), self.mantissa_bits, self.first, counts):
+            raise IndexError(beyond)
+        return torch.from_numpy(counts.reshape(-1))
+
+    def _count_by_torch(self, values: Tensor, tables: int) -> Tensor:
+        """The readable twin, on the device of the values."""
         _, _, bits, floats, *_ = _LAYOUTS[self.float_bits]
-        bucket = (magnitudes.to(floats).view(bits) >> self.shift) - self.first
+        bucket = (values.flatten().abs().to(floats).view(bits) >> self.shift) - self.first
         beyond = int((bucket >= self.size).sum())
         if beyond:
             raise IndexError(beyond)
-        return torch.bincount(bucket.clamp(min=0), minlength=self.size).cpu()
+        table = (values.flatten() < 0) * (tables - 1)
+        return torch.bincount(bucket.clamp(min=0) + table * self.size, minlength=tables * self.size).cpu()
 
     def ranked(self, counts: Whole, *, zeros: int) -> Callable[[int], float]:
         """rank -> the middle of the bucket of the value of that rank, counted from 0; `zeros` values are 0."""

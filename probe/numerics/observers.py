@@ -13,6 +13,7 @@ from torch import Tensor
 
 from probe.formats import PERCENTILE
 from probe.numerics.blocks import resolve_axis
+from probe.numerics.compiled import numba_twin
 from probe.numerics.histogram import Buckets, linear
 from probe.numerics.integers import IntegerParameters, code_range, integer_parameters
 from probe.numerics.rounding import require_float
@@ -55,15 +56,18 @@ class Observer:
     def update(self, x: Tensor) -> None:
         """Observe one more batch. An empty one changes nothing; NaN and Inf are refused."""
         require_float(x, "Observers")
-        wrong = int((~x.isfinite()).sum())
-        if wrong:
+        if not x.numel():
+            return
+        x = x.detach()
+        ends = torch.stack(torch.aminmax(x))  # an Inf is one of them, and with a NaN both are NaN
+        if not bool(ends.isfinite().all()):
+            wrong = int((~x.isfinite()).sum())
             raise ValueError(
                 f"x has {wrong} NaN or Inf among {x.numel()} values, which belong to no range. "
                 "Find where they come from before calibrating."
             )
-        if x.numel():
-            self._take(x.detach())
-            self.count += x.numel()
+        self._take(x, *ends.double().cpu())
+        self.count += x.numel()
 
     def merge(self, other: "Observer") -> Self:
         """Add everything that `other` has observed, which stays as it is; returns itself."""
@@ -94,8 +98,9 @@ class Observer:
         options = "".join(f"{name}={value!r}, " for name, value in self.settings.items())
         return f"{type(self).__name__}({options}count={self.count})"
 
-    def _take(self, x: Tensor) -> None:
-        self._widen(x.min().double().cpu(), x.max().double().cpu())
+    def _take(self, x: Tensor, minimum: Tensor, maximum: Tensor) -> None:
+        """Observe values with these extremes."""
+        self._widen(minimum, maximum)
 
     def _take_from(self, other: Self) -> None:
         self._widen(other._minimum, other._maximum)
@@ -127,9 +132,9 @@ class MinMaxObserver(Observer):
         super().__init__()
         self.axis = axis
 
-    def _take(self, x: Tensor) -> None:
+    def _take(self, x: Tensor, minimum: Tensor, maximum: Tensor) -> None:
         if self.axis is None:
-            super()._take(x)
+            super()._take(x, minimum, maximum)
             return
         axis = resolve_axis(self.axis, x.ndim)
         rows = x.movedim(axis, 0).reshape(x.shape[axis], -1)
@@ -153,6 +158,10 @@ class _CountingObserver(Observer):
     def __init__(self) -> None:
         super().__init__()
         self._counts = torch.zeros(self._tables * BUCKETS.size, dtype=torch.int64)
+
+    def _take(self, x: Tensor, minimum: Tensor, maximum: Tensor) -> None:
+        self._counts += _count(x, self._tables)
+        super()._take(x, minimum, maximum)
 
     def _take_from(self, other: Self) -> None:
         super()._take_from(other)
@@ -194,22 +203,31 @@ class PercentileObserver(_CountingObserver):
     def amax(self) -> Tensor:
         """The quantile."""
         largest = float(super().amax)
-        top = self._top.sort().values
         counts = self._counts.numpy().copy()
         zeros, counts[0] = int(counts[0]), 0
         counted = BUCKETS.ranked(counts, zeros=zeros)
 
         def ranked(rank: int) -> float:
-            place = rank - (self.count - len(top))
-            return float(top[place]) if place >= 0 else min(counted(rank), largest)
+            place = rank - (self.count - len(self._top))
+            return kept[place] if place >= 0 else min(counted(rank), largest)
 
-        return torch.tensor(linear(self.alpha * (self.count - 1), ranked), dtype=torch.float64)
+        position = self.alpha * (self.count - 1)
+        places = [int(position) + more - (self.count - len(self._top)) for more in (0, 1)]
+        kept = self._kept_at([place for place in places if 0 <= place < len(self._top)])
+        return torch.tensor(linear(position, ranked), dtype=torch.float64)
 
-    def _take(self, x: Tensor) -> None:
-        magnitude = x.abs().flatten()
-        self._counts += _count(magnitude)
-        super()._take(x)
-        self._keep(magnitude)
+    def _kept_at(self, places: list[int]) -> dict[int, float]:
+        """The kept magnitudes that a sort would put at these places."""
+        if not places:
+            return {}
+        twin = numba_twin("probe.numerics.selection", "percentiles")
+        top = self._top
+        values = top.sort().values[places].tolist() if twin is None else twin.values_at(top.numpy(), places)
+        return dict(zip(places, values, strict=True))
+
+    def _take(self, x: Tensor, minimum: Tensor, maximum: Tensor) -> None:
+        super()._take(x, minimum, maximum)
+        self._keep(x.abs().flatten())
 
     def _take_from(self, other: Self) -> None:
         super()._take_from(other)
@@ -280,11 +298,6 @@ class MSEObserver(_CountingObserver):
             )
         return super().parameters(bits=self.bits)
 
-    def _take(self, x: Tensor) -> None:
-        flat = x.flatten()
-        self._counts += torch.cat([_count(flat[flat >= 0].abs()), _count(-flat[flat < 0])])
-        super()._take(x)
-
 
 #: name -> class; a new observer is a new row.
 OBSERVERS: dict[str, type[Observer]] = {
@@ -316,10 +329,10 @@ def from_state(state: Mapping[str, Any]) -> Observer:
     return observer
 
 
-def _count(magnitudes: Tensor) -> Tensor:
-    """How many of the magnitudes fall into each of BUCKETS."""
+def _count(x: Tensor, tables: int) -> Tensor:
+    """How many magnitudes fall into each of BUCKETS; with two tables, those of negative values into the second one."""
     try:
-        return BUCKETS.count_tensor(magnitudes)
+        return BUCKETS.count_tensor(x, tables=tables)
     except IndexError as beyond:
         raise ValueError(
             f"x has {beyond} values of magnitude 2^128 or more, which float32 cannot hold. "

@@ -11,21 +11,32 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from probe.numerics.compiled import numba_twin
+
 SKETCH = 64
 SAMPLE = 40
 #: Elements that are hashed at once.
 CHUNK = 2**17
 
+#: From a hash to its bucket.
+_SHIFT = 64 - SKETCH.bit_length() + 1
+
 Doubles = npt.NDArray[np.float64]
 
 
-def sketched(values: Doubles, start: int = 0) -> Doubles:
+def sketched(values: npt.NDArray[np.floating], start: int = 0) -> Doubles:
     """The sketch of a stretch of a stream that begins at its element `start`; stretches add up."""
+    twin = numba_twin("probe.numerics.sketch_sums", "sketches")
     sketch = np.zeros(SKETCH)
     for first in range(0, values.size, CHUNK):
-        part = values[first : first + CHUNK]
-        bucket, sign = hashed(start + first, part.size)
-        sketch += np.bincount(bucket, weights=sign * part, minlength=SKETCH)
+        part = np.ascontiguousarray(values[first : first + CHUNK])
+        if twin is None:
+            bucket, sign = hashed(start + first, part.size)
+            sketch += np.bincount(bucket, weights=sign * part, minlength=SKETCH)
+        else:
+            found = np.zeros(SKETCH)
+            twin.add(part, start + first, _SHIFT, found)
+            sketch += found
     return sketch
 
 
@@ -42,7 +53,7 @@ def places_of(count: int, wanted: int) -> npt.NDArray[np.int64]:
 def hashed(start: int, size: int) -> tuple[npt.NDArray[np.int64], Doubles]:
     """The bucket and the sign of each of `size` elements from `start` on."""
     mixed = _mix(np.arange(start, start + size, dtype=np.uint64))
-    bucket = (mixed >> np.uint64(64 - SKETCH.bit_length() + 1)).astype(np.int64)
+    bucket = (mixed >> np.uint64(_SHIFT)).astype(np.int64)
     sign = 1.0 - 2.0 * (mixed & np.uint64(1)).astype(np.float64)
     return bucket, sign
 

@@ -2,16 +2,24 @@
 
 import warnings
 from dataclasses import dataclass
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from probe.formats import Format
 from probe.numerics import fast
+from probe.numerics.compiled import numba_twin
+from probe.numerics.native import in_parts, is_native
 from probe.numerics.quantize import Job, check_job, on_grid
 
 #: Shares of the finite elements from which the severity is moderate or high; above the first there is a warning.
 MODERATE, HIGH = 0.001, 0.01
+
+
+#: The counts of an `Underflow`.
+COUNTS = ("zeros", "overflow", "subnormal", "underflow", "flushed", "nonfinite")
 
 
 class UnderflowWarning(UserWarning):
@@ -59,13 +67,10 @@ def analyze_underflow(
 def analyze_job(job: Job, *, stacklevel: int = 3) -> Underflow:
     """`analyze_underflow` of a checked request, which the quantizers call with check_underflow=True."""
     x, format = job.x, job.format.name
-    counts = dict.fromkeys(("zeros", "overflow", "subnormal", "underflow", "flushed", "nonfinite"), 0)
+    counts = dict.fromkeys(COUNTS, 0)
     if x.numel():
-        rows = max(1, fast.CHUNK // job.rows.shape[-1])
         scales = _scales(job)
-        for start in range(0, job.rows.shape[0], rows):
-            piece = slice(start, start + rows)
-            _count(job.rows[piece].to(scales.dtype).abs(), scales[piece], job.format, counts)
+        counts = _count_rows(job.rows, scales, job.format)
         spoiled = job.blocks.padding * int(scales.reshape(-1, job.blocks.count)[:, -1].isnan().sum())
         counts["nonfinite"] -= spoiled
         counts["zeros"] -= job.rows.numel() - x.numel() - spoiled
@@ -93,16 +98,52 @@ def _scales(job: Job) -> Tensor:
     return fast.scales_for(amax, job.plan) + (amax - amax)
 
 
-def _count(magnitude: Tensor, scale: Tensor, fmt: Format, counts: dict[str, int]) -> None:
-    """Add to the counts. Zeros are counted by the element, because the quotient may have underflowed."""
-    y = magnitude / scale
-    finite = y.isfinite()
-    some = finite & (magnitude > 0)
-    counts["nonfinite"] += int((~finite).sum())
-    counts["zeros"] += int((finite & (magnitude == 0)).sum())
+def _count_rows(rows: Tensor, scales: Tensor, fmt: Format) -> dict[str, int]:
+    """The counts of rows with one scale each, by name, in pieces that fit the cache."""
+    twin = numba_twin("probe.numerics.underflow_counts", "counts") if is_native(rows, scales) else None
+    step = max(1, fast.CHUNK // rows.shape[-1])
+
+    def count(start: int, stop: int) -> dict[str, int]:
+        found = dict.fromkeys(COUNTS, 0)
+        for first in range(start, stop, step):
+            here = slice(first, min(first + step, stop))
+            part = _count(rows[here], scales[here], fmt) if twin is None else _by_loop(twin, rows[here], scales[here], fmt)
+            found = {name: found[name] + part[name] for name in COUNTS}
+        return found
+
+    parts = in_parts(count, len(rows), rows.numel()) if twin is not None else [count(0, len(rows))]
+    return {name: sum(part[name] for part in parts) for name in COUNTS}
+
+
+def _by_loop(twin: ModuleType, rows: Tensor, scales: Tensor, fmt: Format) -> dict[str, int]:
+    """The counts by the loop of underflow_counts.py."""
+    rows = rows if rows.dtype in (torch.float32, torch.float64) else rows.to(scales.dtype)
+    given, scale = rows.detach().contiguous().numpy(), scales.detach().reshape(-1).contiguous().numpy()
+    counts = np.zeros(len(COUNTS), np.int64)
+    twin.count(given, scale, np.array(_ends(fmt), scale.dtype), counts)
+    return dict(zip(COUNTS, counts.tolist(), strict=True))
+
+
+def _ends(fmt: Format) -> tuple[float, float, float, float]:
+    """Above the first it overflows; below the others it is subnormal, underflows, and (or equal) becomes zero."""
     # a plain integer up to half a step beyond is the last code itself: amax / scale may be an ulp above max
     limit = fmt.max + 0.5 if fmt.scale == "float32" else fmt.max
-    counts["overflow"] += int((some & (y > limit)).sum())
-    counts["subnormal"] += int((some & (y < (fmt.min_normal or 0.0))).sum())
-    counts["underflow"] += int((some & (y < fmt.min_subnormal)).sum())
-    counts["flushed"] += int((some & (y <= fmt.min_subnormal / 2)).sum())
+    return limit, fmt.min_normal or 0.0, fmt.min_subnormal, fmt.min_subnormal / 2
+
+
+def _count(rows: Tensor, scales: Tensor, fmt: Format) -> dict[str, int]:
+    """The readable twin. Zeros are counted by the element, because the quotient may have underflowed."""
+    magnitude = rows.to(scales.dtype).abs()
+    y = magnitude / scales
+    finite = y.isfinite()
+    some = finite & (magnitude > 0)
+    limit, normal, smallest, half = _ends(fmt)
+    found = (
+        finite & (magnitude == 0),
+        some & (y > limit),
+        some & (y < normal),
+        some & (y < smallest),
+        some & (y <= half),
+        ~finite,
+    )
+    return {name: int(mask.sum()) for name, mask in zip(COUNTS, found, strict=True)}

@@ -114,37 +114,27 @@ class _Group:
     def __init__(self, fmt: Format, distances: set[int]) -> None:
         self._format = fmt
         self._plan = plan_for(fmt, torch.float32, "floor")
-        self._sums = {k: np.array([getattr(Sums(), name) for name in SUMMED]) for k in sorted(distances)}
+        self._distances = sorted(distances)
+        self._sums = np.tile([getattr(Sums(), name) for name in SUMMED], (len(distances), 1))
         self._exponents: _Whole = np.zeros(3 * 256, dtype=np.int64)
         self._counted = fmt.bits <= COUNTED_BITS
         self._width = round(fmt.max / fmt.min_subnormal) if self._counted else 0
         room = 2 * self._width + 1 if self._counted else 0
-        self._steps: dict[int, _Whole] = {k: np.zeros(room, dtype=np.int64) for k in distances}
+        self._steps: _Whole = np.zeros((len(distances), room), dtype=np.int64)
         self._negative = 0
 
     def add(self, rows: Tensor, base: Tensor) -> None:
         """Add rows and their floor exponents, [rows, 1]."""
-        scale = power(base)
-        z = rows * scale.reciprocal().to(torch.float32)
-        self._count(z)
-        self._negative += int(torch.signbit(z).sum()) if self._counted else 0
-        plan, flat, scales, size = self._plan, z.reshape(-1).numpy(), scale.reshape(-1).numpy(), rows.shape[-1]
-        signed, inverse = not self._format.is_integer, 1 / self._format.min_subnormal
-        for k, sums in self._sums.items():
-            steps = self._steps[k]
-            add_level(flat, scales, size, k, plan.magic, plan.min_exponent, plan.max, signed, inverse, sums, steps)
-
-    def _count(self, z: Tensor) -> None:
-        """Count |z| by exponent field, and in each: powers of two, up to the mantissa of max, and above it."""
-        bits = z.reshape(-1).view(torch.int32) & 0x7FFFFFFF
-        mantissa = bits & 0x7FFFFF
-        above = (mantissa > (self._plan.max & 0x7FFFFF)).to(torch.int32)
-        place = (bits >> 23).mul_(3).add_((mantissa > 0).to(torch.int32)).add_(above)
-        self._exponents += np.bincount(place.numpy(), minlength=3 * 256)[: 3 * 256]
+        scale, plan = power(base), self._plan
+        z = (rows * scale.reciprocal().to(torch.float32)).reshape(-1).numpy()
+        self._negative += count_exponents(z.view(np.int32), plan.max & 0x7FFFFF, self._exponents)
+        grid = (plan.magic, plan.min_exponent, plan.max, not self._format.is_integer, 1 / self._format.min_subnormal)
+        scales, size = scale.reshape(-1).numpy(), rows.shape[-1]
+        add_levels(z, scales, size, np.array(self._distances), grid, self._sums, self._steps)
 
     def sums_at(self, k: int) -> Sums:
         """The sums at distance k, with the counts."""
-        fmt = self._format
+        fmt, place = self._format, self._distances.index(k)
         table = self._exponents.reshape(256, 3)
 
         def below(exponent: int) -> int:
@@ -154,19 +144,19 @@ class _Group:
         lowest = fmt.min_exponent - fmt.mantissa_bits + k
         top = fmt.max_exponent + k + 127
         return Sums(
-            **dict(zip(SUMMED, self._sums[k].tolist(), strict=True)),
+            **dict(zip(SUMMED, self._sums[place].tolist(), strict=True)),
             overflow=int(table[top + 1 :].sum() + table[top, 2]),
             underflow=below(lowest),
             flushed=below(lowest - 1) + int(table[lowest - 1 + 127, 0]),
             subnormal=0 if fmt.min_normal is None else below(fmt.min_exponent + k),
-            codes=self._codes(k),
+            codes=self._codes(self._steps[place]),
         )
 
-    def _codes(self, k: int) -> tuple[int, ...] | None:
+    def _codes(self, steps: _Whole) -> tuple[int, ...] | None:
         """From counts of signed steps; a negative value that became zero has the code of -0."""
         if not self._counted:
             return None
-        steps, magnitudes = self._steps[k], code_steps(self._format)
+        magnitudes = code_steps(self._format)
         codes = [int(steps[self._width + sign * magnitude]) for sign in (1, -1) for magnitude in magnitudes]
         negative_zeros = self._negative - int(steps[: self._width].sum())
         half = len(magnitudes)
@@ -178,41 +168,55 @@ class _Group:
 
 
 @numba.njit(cache=True, nogil=True)
-def add_level(
+def count_exponents(bits: npt.NDArray[np.int32], mantissa_of_max: int, counts: _Whole) -> int:
+    """Count magnitudes by exponent field, and in each: powers of two, up to the mantissa of max, and above it.
+
+    Returns how many have their sign set.
+    """
+    negative = 0
+    for i in range(bits.size):
+        raw = bits[i]
+        mantissa = raw & 0x7FFFFF
+        counts[((raw >> 23) & 0xFF) * 3 + (mantissa > 0) + (mantissa > mantissa_of_max)] += 1
+        negative += raw < 0
+    return negative
+
+
+@numba.njit(cache=True, nogil=True)
+def add_levels(
     z: _Singles,
     scale: _Doubles,
     size: int,
-    distance: int,
-    magic: float,
-    min_exponent: int,
-    largest: int,
-    has_negative_zero: bool,
-    steps_in_one: float,
+    distances: _Whole,
+    grid: tuple[float, int, int, bool, float],
     sums: _Doubles,
     steps: _Whole,
 ) -> None:
-    """Add the sums of blocks of `size` values z at 2^distance; each block has its own scale.
+    """Add the sums of blocks of `size` values z at 2^distance for every distance; each block has its own scale.
 
-    `magic`, `min_exponent` and `largest` are those of a `Plan`. With room in `steps`, outputs are counted there by
-    their signed number of steps.
+    `grid`: magic, min_exponent and max of a `Plan`, whether there is a negative zero, and the steps in one. `sums` and
+    `steps` are [distance, ...]; with room in `steps`, outputs are counted there by their signed number of steps.
     """
+    magic, min_exponent, largest, has_negative_zero, steps_in_one = grid
+    constants = (np.float32(magic), np.int32(min_exponent), np.int32(largest))
     stretch = max(size, STRETCH // size * size)
     y, power = np.empty(stretch, np.float32), np.empty(stretch, np.float32)
-    constants = (np.float32(2.0**-distance), np.float32(magic), np.int32(min_exponent), np.int32(largest))
+    middle = steps.shape[1] // 2
     for start in range(0, z.size, stretch):
         here = z[start : start + stretch]
         q = y[: here.size]
-        _round(here, q, power, *constants)
-        if not has_negative_zero:
-            for i in range(q.size):
-                q[i] += np.float32(0)
-        if steps.size:
-            middle = steps.size // 2
-            for i in range(q.size):
-                steps[int(q[i] * steps_in_one) + middle] += 1
-        for row in range(here.size // size):
-            part = slice(row * size, (row + 1) * size)
-            _add_row(here[part], q[part], 2.0**distance, scale[start // size + row], sums)
+        for level in range(distances.size):
+            unit = 2.0 ** distances[level]
+            _round(here, q, power, np.float32(1 / unit), *constants)
+            if not has_negative_zero:
+                for i in range(q.size):
+                    q[i] += np.float32(0)
+            if steps.shape[1]:
+                for i in range(q.size):
+                    steps[level, int(q[i] * steps_in_one) + middle] += 1
+            for row in range(here.size // size):
+                part = slice(row * size, (row + 1) * size)
+                _add_row(here[part], q[part], unit, scale[start // size + row], sums[level])
 
 
 @numba.njit(cache=True, nogil=True)

@@ -2,16 +2,16 @@
 
 import math
 import sys
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from probe.metrics import Comparison, comparison, fast, reference as readable
+from probe.metrics import Comparison, fast, reference as readable
 from probe.metrics.figures import QUANTILES
 from probe.metrics.tally import Magnitudes, Tally
+from probe.numerics import selection  # noqa: F401  # loaded, so that a test can unload it
 from probe.numerics.compiled import numba_twin
 from tests.metrics.oracles import assert_agrees, pair, seen
 
@@ -148,33 +148,24 @@ def test_nan_of_other_bits_has_moved_but_for_the_quiet_bit() -> None:
     assert quick.moved == slow.moved == 2
 
 
-def test_large_batches_go_to_the_fast_twin_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    went: list[str] = []
-
-    def spy(name: str, measure: Any) -> Any:
-        def spied(*pair: Any) -> Any:
-            went.append(name)
-            return measure(*pair)
-
-        return spied
-
-    monkeypatch.setattr(comparison, "LARGE", 1000)
-    monkeypatch.setattr(readable, "measure", spy("readable", readable.measure))
-    monkeypatch.setattr(fast, "measure", spy("fast", fast.measure))
-    seen(pair(999), pair(1000))
-    assert went == ["readable", "fast"]
+@pytest.mark.parametrize("size", [1, 2**12])
+def test_batches_of_every_size_go_to_the_fast_twin(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readable, "measure", None)
+    seen(pair(size))
 
 
 def test_without_numba_all_goes_on_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "LARGE", 0)
-    monkeypatch.delitem(sys.modules, "probe.metrics.fast")
-    monkeypatch.delattr("probe.metrics.fast")
+    for module in ("probe.metrics.fast", "probe.numerics.selection"):
+        monkeypatch.delitem(sys.modules, module)
+        monkeypatch.delattr(module)
     monkeypatch.setitem(sys.modules, "numba", None)
     numba_twin.cache_clear()
     output, reference = pair(50)
     try:
         with pytest.warns(RuntimeWarning, match=r"numba cannot be loaded .*the same figures, but slower\.$"):
-            assert_agrees(seen((output, reference)).metrics(), output, reference)
+            compared = seen((output, reference))
+        with pytest.warns(RuntimeWarning, match=r"numba cannot be loaded .*the same percentiles, but slower\.$"):
+            assert_agrees(compared.metrics(), output, reference)
         assert_agrees(seen((output, reference)).metrics(), output, reference)
     finally:
         numba_twin.cache_clear()

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from probe.numerics.histogram import Buckets, linear, spread_evenly
+from probe.numerics.observers import BUCKETS
 
 ALL_FLOAT32 = Buckets(float_bits=32, mantissa_bits=6, lowest=-127, octaves=256)
 ALL_FLOAT64 = Buckets(float_bits=64, mantissa_bits=8, lowest=-1023, octaves=2048)
@@ -90,3 +91,40 @@ def test_quantiles_with_zeros_and_at_the_ends() -> None:
     assert quantile(some, 2.5 / 4) == 0.5, "between the last zero and the first one"
     largest = float(np.finfo(np.float32).max)
     assert quantile([largest], 0.5, high=largest) == pytest.approx(largest, rel=0.01)
+
+
+def every_kind() -> dict[str, torch.Tensor]:
+    """All finite float16 and bfloat16, corner values and random ones of the wide dtypes, empty, and a view."""
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    found = {str(dtype): words.view(dtype) for dtype in (torch.float16, torch.bfloat16)}
+    found = {name: x[x.isfinite()] for name, x in found.items()}
+    subnormal = torch.arange(2**12, dtype=torch.int32) * 2053
+    found["subnormal float32"] = torch.cat([subnormal, subnormal - 2**31]).view(torch.float32)
+    found["float32"] = torch.randint(-(2**31), 2**31, (5000,), dtype=torch.int32).view(torch.float32)
+    found["float32"] = found["float32"][found["float32"].isfinite()]
+    found["float64"] = torch.exp2(torch.linspace(-1074, 127.9, 5000, dtype=torch.float64)).repeat(2)
+    found["float64"][::2] *= -1
+    found["zeros"], found["empty"] = torch.tensor([0.0, -0.0]), torch.empty(0, 3)
+    found["a view"] = torch.randn(64, 33).T[::2, 1:]
+    return found
+
+
+KINDS = every_kind()
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("values", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("buckets", [BUCKETS, ALL_FLOAT64], ids=("of observers", "float64"))
+def test_the_loop_counts_what_torch_counts(buckets: Buckets, values: torch.Tensor, tables: int) -> None:
+    expected = buckets._count_by_torch(values, tables)
+    assert torch.equal(buckets.count_tensor(values, tables=tables), expected)
+    assert int(expected.sum()) == values.numel()
+
+
+def test_the_loop_counts_what_lies_beyond_the_buckets() -> None:
+    buckets = Buckets(float_bits=64, mantissa_bits=3, lowest=-24, octaves=40)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([1.0, 2.0**16, -(2.0**20), 2.0**-60], dtype=dtype)
+        for count in (buckets.count_tensor, buckets._count_by_torch):
+            with pytest.raises(IndexError, match=r"^2$"):
+                count(x, tables=1)

@@ -2,6 +2,8 @@
 
 import math
 import warnings
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from probe import (
     fake_quantize,
     quantize,
 )
-from probe.numerics import fast
+from probe.numerics import fast, underflow
+from probe.numerics.underflow import Underflow
 from tests.numerics.tensors import MX, adversarial_blocks, scales_of
 from tests.numerics.test_quantize import fresh_policy  # noqa: F401
 
@@ -50,8 +53,6 @@ def test_underflow_of_an_empty_tensor_is_nothing() -> None:
 
 
 def test_severity() -> None:
-    from probe.numerics.underflow import Underflow
-
     def severity(**counts: int) -> str:
         full = dict.fromkeys(("zeros", "overflow", "subnormal", "underflow", "flushed", "nonfinite"), 0)
         return Underflow("fp8_e4m3", 10_000, **(full | counts)).severity
@@ -107,3 +108,29 @@ def test_underflow_is_silent_where_nothing_is_lost_and_warns_where_much_is() -> 
     wide = torch.cat([torch.full((99,), 1e-6), torch.ones(1)])
     with pytest.warns(UnderflowWarning, match="lie below the smallest number"):
         assert analyze_underflow(wide, "fp4_e2m1", block_size=100).severity == "high"
+
+
+def by_torch(x: torch.Tensor, name: str, **options: Any) -> Underflow:
+    """The readable twin."""
+    with mock.patch.object(underflow, "is_native", lambda *_: False):
+        return analyze_underflow(x, name, **options)
+
+
+@pytest.mark.filterwarnings("ignore::probe.UnderflowWarning")
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_loop_counts_what_torch_counts(name: str, dtype: torch.dtype) -> None:
+    x = adversarial_blocks(64, seed=3).to(dtype)
+    for given in (x, x[:, :29], x.T, x[:, ::3], x[:0], torch.zeros(3, 32, dtype=dtype)):
+        assert analyze_underflow(given, name) == by_torch(given, name)
+
+
+@pytest.mark.filterwarnings("ignore::probe.UnderflowWarning")
+@pytest.mark.usefixtures("torch_threads")
+def test_threads_share_the_rows_of_the_loop() -> None:
+    x = torch.randn(2**14 + 1, 40) * torch.logspace(-30, 30, 40)
+    x[7, 3], x[-1, -1] = math.nan, math.inf
+    for name in ("fp8_e4m3", "nvfp4", "int8"):
+        assert analyze_underflow(x, name) == by_torch(x, name)
+    assert analyze_underflow(x, "fp4_e2m1", axis=0, block_size=16) == by_torch(x, "fp4_e2m1", axis=0, block_size=16)
