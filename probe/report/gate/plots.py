@@ -259,7 +259,7 @@ def _changes(shown: Outcome, golden: Sequence[Element]) -> Panel:
     def draw(axes: Any) -> None:
         axes.set_title(f"output - golden values of {figure.label(shown.case.layer, most=20)}", y=1.02)
         changes = [one.change or 0.0 for one in golden]
-        _histogram(axes, changes)
+        _histogram(axes, changes, all_values=True)
         rms = math.sqrt(sum(x * x for x in changes) / len(changes))
         own = shown.figures.get("injected.mse")
         of_recipe = f"; own error {math.sqrt(own.old):.1e}" if own and own.old is not None and own.old > 0 else ""
@@ -284,14 +284,15 @@ def _values(found: Sequence[Element]) -> Panel:
     return Panel(draw)
 
 
-def _histogram(axes: Any, values: Sequence[float]) -> None:
-    """A histogram of what is within FAR times the 90th percentile of |x|; how many values are beyond is said."""
+def _histogram(axes: Any, values: Sequence[float], *, all_values: bool = False) -> None:
+    """A histogram that includes 0; unless of all values, those beyond FAR times the 90th percentile are counted."""
     import numpy as np
 
     sizes = sorted(map(abs, values))
-    far = FAR * sizes[int(0.9 * (len(sizes) - 1))] or sizes[-1]
+    far = sizes[-1] if all_values else FAR * sizes[int(0.9 * (len(sizes) - 1))] or sizes[-1]
     near = [x for x in values if abs(x) <= far]
-    counts, edges = np.histogram(near, bins=min(40, max(8, 2 * round(len(near) ** 0.5))))
+    ends = min(0.0, *near), max(0.0, *near)  # equal differences have a bar beside 0, not one of no width
+    counts, edges = np.histogram(near, bins=min(40, max(8, 2 * round(len(near) ** 0.5))), range=ends)
     axes.stairs(counts, edges, fill=True, color=figure.BLUE)
     axes.axvline(0, color=figure.GREY, linewidth=1)
     axes.set_ylim(0, 1.1 * max(counts))
@@ -310,9 +311,8 @@ def _note_lost(axes: Any, shown: Outcome, drawn: int) -> None:
 
 
 def _few_ticks(axis: Any) -> None:
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+    """At most five ticks, each a whole number of its own: a factor at the end of an axis would be in the way."""
+    from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-    form = ScalarFormatter(useMathText=False)
-    form.set_powerlimits((-3, 4))
-    axis.set_major_formatter(form)
+    axis.set_major_formatter(lambda value, _: f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e"))

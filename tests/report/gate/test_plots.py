@@ -14,7 +14,8 @@ import pytest
 from PIL import Image, ImageColor
 
 from probe.gate.cases import Case, Figure, Outcome, Points
-from probe.report.gate.plots import BAND, FIRST, HEIGHT, OTHER, recipe_picture
+from probe.report.figure import BLUE
+from probe.report.gate.plots import BAND, BETWEEN, BOTTOM, FIRST, HEIGHT, OTHER, RIGHT, recipe_picture
 from tests.report.gate.examples import failing, logits, nasty, outside, path, points, recipe
 
 BIG = 1e308
@@ -127,6 +128,33 @@ def test_what_the_baseline_has_is_drawn_beside_what_is_now() -> None:
     assert changed[FIRST + OTHER :].any(), "output - golden values instead of output against reference"
     old = [replace(o, figures={n: replace(f, old=None) for n, f in o.figures.items()}) for o in found]
     assert (pixels(old, old[1])[:, :FIRST] != with_baseline[:, :FIRST]).any(), "the dashed curves of the baseline"
+
+
+def blue(found: list[Outcome], chosen: Outcome, panel: int) -> int:
+    """Pixels of the bars of a panel, counted from the right."""
+    drawn = pixels(found, chosen)[50 : HEIGHT - 60]
+    end = drawn.shape[1] - panel * OTHER
+    inside = drawn[:, end - OTHER + 62 : end - 16]
+    return int((np.abs(inside - np.array(ImageColor.getrgb(BLUE))) <= 12).all(2).sum())
+
+
+def test_a_difference_that_all_elements_share_is_a_bar_that_can_be_seen() -> None:
+    reference = [0.01 * n for n in range(60)]
+    shifted = failing("not float", points=given(reference, [x + 0.001 for x in reference]))
+    assert blue([shifted], shifted, 1) > 500
+
+
+def test_one_golden_value_that_moved_far_is_drawn() -> None:
+    """All others moved by noise, so most are nothing beside it."""
+    found = recipe(faulty=1)
+    moved = found[1].points
+    golden = [math.nan] * (len(moved.output) - 40) + [x + 1e-7 * (n % 7 - 3) for n, x in enumerate(moved.output[-40:])]
+    one_far = replace(found[1], points=replace(moved, golden=[*golden[:-1], golden[-1] + 0.1]))
+    inside = pixels([one_far], one_far)[50 : HEIGHT - BOTTOM - 2, FIRST + OTHER + BETWEEN : -RIGHT]
+    bars = (np.abs(inside - np.array(ImageColor.getrgb(BLUE))) <= 12).all(2).any(0)
+    assert bars[: len(bars) // 4].any(), "the one at -0.1, at the left end"
+    assert bars[-len(bars) // 4 :].any(), "the others, at 0"
+    assert not bars[len(bars) // 3 : len(bars) // 2].any()
 
 
 def pixels(found: list[Outcome], chosen: Outcome) -> Any:
