@@ -49,3 +49,14 @@ def pytest_make_collect_report(
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 1, f"Skipped: needs {name}, which is not installed")
     return report
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def torch_threads(request: pytest.FixtureRequest) -> Generator[int]:
+    """The threads that torch may use, one and then two, for tests of twins that divide the work among threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

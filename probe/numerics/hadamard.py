@@ -5,19 +5,24 @@ Sizes n = base * 2^k with base 1, 12 or 20 (40 * 2^k is 20 * 2^(k+1)), and H_n =
 
 import math
 from functools import cache
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from probe.numerics.blocks import resolve_axis
+from probe.numerics.compiled import numba_twin
+from probe.numerics.native import check_out, in_parts, is_native
 from probe.numerics.rounding import require_float
 
 #: order of the base -> (p, degree) of the finite field of q = p^degree elements, order = 2 (q + 1).
 BASES: dict[int, tuple[int, int]] = {12: (5, 1), 20: (3, 2)}
 
 
-def hadamard_transform(x: Tensor, *, axis: int = -1) -> Tensor:
-    """`x` times the orthonormal Hadamard matrix along `axis`.
+def hadamard_transform(x: Tensor, *, axis: int = -1, out: Tensor | None = None) -> Tensor:
+    """`x` times the orthonormal Hadamard matrix along `axis`; `out`, which may be `x`, receives the result.
 
         y = H x / sqrt(n),  n = x.shape[axis],  H = hadamard_matrix(n)
 
@@ -28,29 +33,72 @@ def hadamard_transform(x: Tensor, *, axis: int = -1) -> Tensor:
     whole vector; a result beyond the range of the dtype is Inf.
     """
     require_float(x, "Hadamard transforms")
+    if out is not None:
+        check_out(out, x)
     place = resolve_axis(axis, x.ndim)
-    n = x.shape[place]
-    base, power = _split(n)
+    base, power = _split(x.shape[place])
     y = x.movedim(place, -1).to(torch.promote_types(x.dtype, torch.float32))
-    shape, head_room = y.shape, _head_room(y, n)
+    twin = numba_twin("probe.numerics.butterflies", "rotations") if is_native(x) else None
+    if twin is None:
+        y = _by_torch(y, base, power)
+    else:
+        room = y if out is None else out.detach().movedim(place, -1)
+        if out is not None and room.is_contiguous() and room.dtype == y.dtype:
+            _by_loops(twin, y.detach(), base, room)
+            return out
+        y = _by_loops(twin, y.detach(), base, torch.empty(y.shape, dtype=y.dtype))
+    y = y.to(x.dtype).movedim(-1, place)
+    return y if out is None else out.copy_(y)
+
+
+def _by_torch(y: Tensor, base: int, power: int) -> Tensor:
+    """The transform along the last axis in operations of torch: the readable twin, on any device."""
+    shape, head_room = y.shape, _head_room(y)
     if head_room is not None:
         y = y * head_room
     y = y.reshape(*shape[:-1], base, power)
     if base > 1:
         y = _times_base(y, base)
-    y = _butterfly(y).reshape(shape) * (1 / math.sqrt(n))
-    if head_room is not None:
-        y = y / head_room
-    return y.to(x.dtype).movedim(-1, place)
+    y = _butterfly(y).reshape(shape) * (1 / math.sqrt(base * power))
+    return y if head_room is None else y / head_room
 
 
-def _head_room(y: Tensor, n: int) -> Tensor | None:
+def _by_loops(twin: ModuleType, y: Tensor, base: int, out: Tensor) -> Tensor:
+    """The same into `out` by the loops of butterflies.py."""
+    n = y.shape[-1]
+    given, made = y.reshape(-1, n).contiguous().numpy(), out.view(-1, n).numpy()
+    bits = given.view(f"i{given.itemsize}")
+    scalars = _scalars(given.dtype.type, n, base)
+
+    def transform(start: int, stop: int) -> None:
+        here = slice(start, stop)
+        twin.transform(given[here], bits[here], made[here], *scalars)
+
+    in_parts(transform, len(given), given.size)
+    return out
+
+
+@cache
+def _scalars(number: type[np.floating], n: int, base: int) -> tuple[Any, ...]:
+    """What the loops need to know about vectors of n numbers: H_base, 1 / sqrt(n), head room, and when it is needed."""
+    ends = np.array([float(np.finfo(number).max) / n, math.inf], number)
+    low, high = (int(end) for end in ends.view(f"i{ends.itemsize}"))
+    return np.array(_base_matrix(base), np.int8), number(1 / math.sqrt(n)), number(_room(n)), (low, high)
+
+
+def _head_room(y: Tensor) -> Tensor | None:
     """A power of two for each vector whose sums could overflow on the way to a result that does not; else None."""
+    n = y.shape[-1]
     peak = y.detach().abs().amax(-1, keepdim=True) if y.numel() else y.detach()
     crowded = (peak > torch.finfo(y.dtype).max / n) & peak.isfinite()
     if not bool(crowded.any()):
         return None
-    return torch.where(crowded, 2.0 ** -n.bit_length(), 1.0).to(y.dtype)
+    return torch.where(crowded, _room(n), 1.0).to(y.dtype)
+
+
+def _room(n: int) -> float:
+    """A power of two that makes room for sums of n numbers."""
+    return 2.0 ** -n.bit_length()
 
 
 def hadamard_matrix(n: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.models.mamba import REFERENCE_SCAN, SCANS, SiteMixer
+from probe.models.mamba import SiteMixer
 from probe.models.offload import at_hand
+from probe.models.scans import REFERENCE_SCAN, SCANS
 
 #: Steps, channels and states of the slice on which scans are compared; the last chunk is not full.
 SCANNED = (40, 8, 4)

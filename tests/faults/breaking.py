@@ -14,7 +14,8 @@ from torch.nn import functional
 import probe.running.recipes
 import probe.running.traces  # now: the gate would load it inside of a fault, and it would keep the broken `apply`
 from probe.models import mamba
-from probe.models.mamba import SCANS, Grid, Scan, SiteMixer
+from probe.models.mamba import Grid, SiteMixer
+from probe.models.scans import SCANS, Scan
 from probe.running.calibration import Calibration
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from probe.models import mamba
-from probe.models.mamba import CHUNK, SiteMixer
+from probe.models.mamba import SiteMixer
+from probe.models.scans import CHUNK
 from probe.numerics.grids import BlockGrid
 from probe.numerics.quantize import fake_quantize
 from tests.faults.breaking import Damage, Functional, Patient, holding, scanning, submodule

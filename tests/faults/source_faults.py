@@ -23,7 +23,7 @@ import probe.running.reference
 from probe.data.samples import TextSamples
 from probe.formats import FORMATS
 from probe.models.loading import EMBEDDED
-from probe.models.mamba import SCANS
+from probe.models.scans import SCANS
 from probe.numerics.fast import FLOAT32, FLOAT64, PLANS, Plan
 from probe.numerics.observers import MinMaxObserver, PercentileObserver
 from probe.running.modes import find_mode

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probe.gate.definitions import ExactLayer, differing_sites, exact_changes
-from probe.models import mamba
+from probe.models import scans
 from probe.models.loading import load_model
 from probe.numerics import integers
 from probe.numerics.quantize import fake_quantize
@@ -81,7 +81,7 @@ def tanh(patient: Patient) -> None:
 
 
 def cut_scan(u: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    y, h = mamba.fast(u, *rest)
+    y, h = scans.fast(u, *rest)
     y[:, u.shape[1] // 32 * 32 :] = 0
     return y, h
 
@@ -130,7 +130,7 @@ BREAKS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], tuple[st
         "functions.error",
         "function mixer.activation at ",
     ),
-    "end of the scan": (DYNAMIC, lambda: mock.patch.dict(mamba.SCANS, {"fast": cut_scan}), OWN, "functions.scan", ""),
+    "end of the scan": (DYNAMIC, lambda: mock.patch.dict(scans.SCANS, {"fast": cut_scan}), OWN, "functions.scan", ""),
 }
 
 

@@ -1,10 +1,13 @@
 """The two scans: against a float64 loop of their own formula, with each other, and carried on in pieces."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
-from probe.models.mamba import CHUNK, SCANS
+from probe.models import scans
+from probe.models.scans import CHUNK, SCANS, in_pieces, sequential
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 SCAN = pytest.mark.parametrize("name", ["sequential", "fast"], ids=["reference", "fast"])
@@ -74,3 +77,69 @@ def test_a_sample_does_not_depend_on_its_batch(name: str) -> None:
     whole = SCANS[name](u, delta, rates, into, out, None)[0]
     alone = SCANS[name](u[2:3], delta[2:3], rates, into[2:3], out[2:3], None)[0]
     assert torch.equal(whole[2:3], alone)
+
+
+def same(made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    """Whether outputs and states have the same bits, and NaN in the same places."""
+    pairs = zip(made, expected, strict=True)
+    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) and a.dtype == b.dtype for a, b in pairs)
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize(
+    "shape",
+    [(8, 64, 256, 16), (2, 40, 256, 16), (1, 93, 256, 16), (1, 1, 256, 16), (3, 70, 12, 5), (1, 9, 6000, 16)]
+    + [(2, 5, 1, 1), (0, 5, 4, 4), (2, 0, 4, 4), (1, 50, 33, 8), (1, 300, 40, 24)],
+    ids=str,
+)
+def test_the_scan_in_pieces_has_the_bits_of_the_sequential_one(shape: tuple[int, int, int, int]) -> None:
+    given = inputs(*shape)
+    made, expected = in_pieces(*given), sequential(*given)
+    assert same(made, expected)
+    assert same(in_pieces(*given, made[1]), sequential(*given, expected[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_scan_in_pieces_has_the_bits_of_the_sequential_one_in_every_dtype(dtype: torch.dtype) -> None:
+    given = tuple(x.to(dtype) for x in inputs())
+    state = torch.randn(2, 12, 5, dtype=dtype)
+    assert same(in_pieces(*given, state), sequential(*given, state))
+
+
+def test_the_scan_in_pieces_has_the_bits_of_the_sequential_one_for_hostile_values() -> None:
+    u, delta, rates, into, out = inputs(4, 70, 256, 16)
+    u[0, 3, :7] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-45, -0.0, 3e38, -3e38])
+    delta[1, 5, :6] = torch.tensor([0.0, 1e38, -1e30, torch.nan, 1e-45, torch.inf])
+    into[2, 9, :3] = torch.tensor([torch.nan, 3e38, 1e-40])
+    out[3, 9, :3] = torch.tensor([torch.inf, 0.0, -1e-42])
+    rates[0], rates[1], rates[2] = 0.0, -torch.inf, 90.0
+    given = (u, delta, rates, into, out)
+    assert same(in_pieces(*given), sequential(*given))
+
+
+def test_the_scan_in_pieces_reads_tensors_of_any_layout() -> None:
+    """B and C are parts of x_proj's output, and a state may be any view."""
+    u, delta, rates, *_ = inputs(2, 40, 12, 5)
+    both = torch.randn(2, 40, 16)
+    turned = (x.mT.contiguous().mT for x in (u, delta, rates))
+    given = (*turned, both[..., 3:8], both[..., ::3][..., :5])
+    state = torch.randn(12, 5, 2).permute(2, 0, 1)
+    kept = state.clone()
+    assert same(in_pieces(*given, state), sequential(*given, state))
+    assert torch.equal(state, kept)
+
+
+def test_a_scan_that_needs_a_gradient_has_one() -> None:
+    u, *rest = inputs(time=5)
+    u.requires_grad_()
+    y, _ = in_pieces(u, *rest)
+    y.sum().backward()
+    assert u.grad is not None
+    assert float(u.grad.abs().sum()) > 0
+
+
+def test_without_numba_the_scan_is_the_sequential_one() -> None:
+    given = inputs()
+    with mock.patch.object(scans, "numba_twin", lambda *_: None):
+        made = in_pieces(*given)
+    assert same(made, sequential(*given))

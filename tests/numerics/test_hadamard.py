@@ -1,8 +1,10 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
 
+from probe.numerics import hadamard
 from probe.numerics.hadamard import hadamard_matrix, hadamard_transform
 
 SIZES = sorted({base << k for base in (1, 12, 20, 40) for k in range(13) if base << k <= 5120})
@@ -162,3 +164,67 @@ def test_large_values_do_not_overflow_on_the_way(dtype: torch.dtype) -> None:
     assert torch.allclose(got[0, [0, 2]].double(), torch.tensor([big, big], dtype=torch.float64), rtol=0.01)
     assert torch.equal(got[1], hadamard_transform(x[1]))
     assert hadamard_transform(torch.full((4,), big, dtype=dtype)).tolist() == [float("inf"), 0, 0, 0]
+
+
+def by_torch(x: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    """The readable twin."""
+    with mock.patch.object(hadamard, "is_native", lambda *_: False):
+        return hadamard_transform(x, axis=axis)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bits, but for those of NaN, which may be any."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return torch.where(x.isnan(), -1, x.contiguous().view(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", SIZES)
+def test_the_loops_have_the_bits_of_the_readable_twin(n: int, dtype: torch.dtype) -> None:
+    x = randn(9, n, dtype=dtype)
+    assert torch.equal(bits(hadamard_transform(x)), bits(by_torch(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 4, 12, 64, 160, 1024])
+def test_the_loops_have_the_bits_of_the_readable_twin_for_hostile_values(n: int, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    hostile = [math.nan, math.inf, -math.inf, -0.0, info.max, -info.max, info.tiny, info.smallest_normal / 4]
+    hostile += [info.max / n, -info.max / n * (1 - info.eps), info.max / 2]
+    x = randn(3 * len(hostile), n, dtype=dtype)
+    for row, value in enumerate(hostile):
+        x[row, row % n], x[row + len(hostile)] = value, value
+        x[row + 2 * len(hostile)] *= value
+    assert torch.equal(bits(hadamard_transform(x)), bits(by_torch(x)))
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize("shape", [(2049, 512), (3, 2**19), (0, 64), (2, 0, 8), (8,), (5, 7, 96)], ids=str)
+def test_the_loops_have_the_bits_of_the_readable_twin_on_any_number_of_threads(shape: tuple[int, ...]) -> None:
+    x = randn(*shape, dtype=torch.float32)
+    assert torch.equal(hadamard_transform(x), by_torch(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_out_receives_the_result_and_may_be_the_input(axis: int, dtype: torch.dtype) -> None:
+    x = randn(24, 64, dtype=dtype)
+    expected, out = hadamard_transform(x, axis=axis), torch.empty_like(x)
+    assert hadamard_transform(x, axis=axis, out=out) is out
+    assert torch.equal(out, expected)
+    turned = torch.empty(64, 24, dtype=dtype).T
+    assert torch.equal(hadamard_transform(x, axis=axis, out=turned), expected)
+    assert hadamard_transform(x, axis=axis, out=x) is x
+    assert torch.equal(x, expected)
+
+
+def test_out_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"out is torch.float32 of shape \(3, 8\) .* Pass torch.empty_like\(x\)"):
+        hadamard_transform(torch.ones(4, 8), out=torch.ones(3, 8))
+
+
+def test_a_gradient_goes_through() -> None:
+    x = randn(3, 12).requires_grad_()
+    hadamard_transform(x).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * x.detach())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from probe.gate.tolerances import RULES
-from probe.models import mamba
+from probe.models import scans
 from probe.models.loading import load_model
 from probe.running.functions import function_errors, scan_error
 from probe.running.recipes import Recipe, apply
@@ -128,13 +128,13 @@ def test_a_layer_without_functions_has_no_errors() -> None:
 
 
 def late(u: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    y, h = mamba.fast(u, *rest)
+    y, h = scans.fast(u, *rest)
     y[:, u.shape[1] // 32 * 32 :] = 0
     return y, h
 
 
 def forgetful(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None = None) -> Any:
-    return mamba.fast(u, delta, A, B, C, None)
+    return scans.fast(u, delta, A, B, C, None)
 
 
 def test_the_fast_scan_is_the_sequential_one_up_to_sums() -> None:
@@ -143,7 +143,7 @@ def test_the_fast_scan_is_the_sequential_one_up_to_sums() -> None:
     assert healthy is not None
     assert healthy < 1e-6
     for broken in (late, forgetful):
-        with mock.patch.dict(mamba.SCANS, {"fast": broken}):
+        with mock.patch.dict(scans.SCANS, {"fast": broken}):
             assert (scan_error(layer) or 0) > 0.01
     sequential, _ = layers("tiny-mamba", Recipe("2-1", "fp8_e4m3"))
     assert scan_error(sequential) is None
