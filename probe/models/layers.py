@@ -7,7 +7,6 @@ from torch import nn
 
 from probe.words import near_or_first
 
-
 #: A list of modules is a stack of layers of its own if it has this share of the parameters of the largest stack.
 STACK_SHARE = 1 / 8
 
@@ -17,8 +16,8 @@ def labelled_blocks(model: nn.Module) -> dict[str, str]:
 
     A stack is an nn.ModuleList that does not lie inside a member of another one, so experts are none, and holds the
     most parameters of the lists beside it. The main stack holds the most of all; one elsewhere in the model that holds
-    STACK_SHARE of that many is a stack too. Layers of one stack are `layer_0`, `layer_1`, ...; of several, `encoder.layer_0`, `decoder.layer_0`, ... by the part of their
-    names in which the stacks differ.
+    STACK_SHARE of that many is a stack too. Layers of one stack are `layer_0`, `layer_1`, ...; of several,
+    `encoder.layer_0`, `decoder.layer_0`, ... by the part of their names in which the stacks differ.
     """
     lists = {name: one for name, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one)}
     outer = {name: one for name, one in lists.items() if not any(_inside(name, other) for other in lists)}

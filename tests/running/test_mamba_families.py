@@ -1,4 +1,4 @@
-"""Mamba-1 blocks beside those of Mamba itself: FalconMamba and Jamba have norms of dt, B and C, Jamba also attention."""
+"""Mamba-1 blocks beside those of Mamba itself: FalconMamba, and Jamba, which has attention too."""
 
 from collections.abc import Callable
 from typing import Any
@@ -120,9 +120,7 @@ def test_bit_identical(outputs: dict[tuple[str, str], Tensor], format: str, one:
 
 
 @FORMAT
-def test_must_differ(
-    loaded: Loaded, tokens: Tensor, outputs: dict[tuple[str, str], Tensor], format: str
-) -> None:
+def test_must_differ(loaded: Loaded, tokens: Tensor, outputs: dict[tuple[str, str], Tensor], format: str) -> None:
     reference = logits_of(apply(loaded.model, Recipe("fp32")), tokens)
     assert all(not torch.equal(reference, outputs[mode, format]) for mode in GROUPS["all"])
     assert not torch.equal(outputs["2-4", format], outputs["2-2", format])
@@ -143,7 +141,10 @@ def test_every_weight_and_site_is_on_its_grid_and_everything_else_is_float(
             if value is not None and format != "nvfp4":
                 assert torch.equal(weight_on_grid(value, format), value), name
         inside |= {f"{block.norm_name}.weight"}  # folded into in_proj
-        assert {site for site in SITES if block.sites.site(site).grid is not None} >= {"conv1d.output", "out_proj.input"}
+        assert {site for site in SITES if block.sites.site(site).grid is not None} >= {
+            "conv1d.output",
+            "out_proj.input",
+        }
     plain = dict(loaded.model.named_parameters())
     for name, value in twin.named_parameters():
         assert name in inside or torch.equal(value, plain[name]), name
