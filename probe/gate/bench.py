@@ -24,7 +24,7 @@ from probe.gate.configuration import Settings
 from probe.gate.observations import Observation, observe, observe_recording, uncovered_path
 from probe.models.layers import select
 from probe.models.loading import Loaded, configuration_of, load_model
-from probe.models.mamba import is_mamba
+from probe.models.mamba import is_all_mamba
 from probe.models.offload import brought_in, is_offloaded
 from probe.models.outside import outside_modules
 from probe.models.positions import position_limit
@@ -87,7 +87,7 @@ class Bench:
     def recipes(self) -> tuple[Recipe, ...]:
         """The recipes of the matrix."""
         declared = self._declared_modes()
-        fitting = MAMBA_MODES if is_mamba(self.loaded.model) else OTHER_MODES
+        fitting = MAMBA_MODES if is_all_mamba(self.loaded.model) else OTHER_MODES
         modes = self.settings.modes or (*fitting, *declared)
         named = [mode for mode in expand_modes(list(modes)) if not mode.is_reference]
         if not named:

@@ -146,13 +146,13 @@ class ExactLayer:
         trace = self.trace
         layer = trace.model.get_submodule(trace.module)
         left = float_blocks(trace.model, trace.mode)
-        for block, _ in mamba_blocks(layer):
-            path, start = (f"{trace.module}.{block}", f"{block}.") if block else (trace.module, "")
+        for block in mamba_blocks(layer):
+            path = f"{trace.module}.{block.name}" if block.name else trace.module
             if path in left:
                 continue
-            gamma, prefix = self._stock[f"{start}norm.weight"].detach(), f"{start}mixer."
-            yield f"{start}norm.weight", torch.ones_like(gamma)
-            gridded = gridded_weights(trace.mode, f"{path}.mixer")
+            gamma, prefix = self._stock[f"{block.norm_name}.weight"].detach(), f"{block.mixer_name}."
+            yield f"{block.norm_name}.weight", torch.ones_like(gamma)
+            gridded = gridded_weights(trace.mode, f"{trace.module}.{block.mixer_name}")
             for name, plain in self._stock.items():
                 weight = name.removeprefix(prefix)
                 if not name.startswith(prefix):

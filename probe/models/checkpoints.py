@@ -107,9 +107,8 @@ def _pretrained(
     with quietly():
         import transformers
 
-        auto: Any = transformers.AutoModelForCausalLM if _is_causal(folder) else transformers.AutoModel
         try:
-            found: tuple[nn.Module, dict[str, Any]] = auto.from_pretrained(
+            found: tuple[nn.Module, dict[str, Any]] = _class_of(folder).from_pretrained(
                 str(folder),
                 dtype="auto" if dtype is None else dtype,
                 local_files_only=True,
@@ -156,8 +155,22 @@ def _unfit_on_disk(model: nn.Module) -> list[str]:
     return wrong
 
 
-def _is_causal(folder: Path) -> bool:
-    """Whether to load with the language-model head: one exists for the type, and the checkpoint is not headless."""
+#: The classes of transformers that load a model with code of its own, the most telling first.
+AUTO_CLASSES = (
+    *("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForSequenceClassification"),
+    *("AutoModelForTokenClassification", "AutoModelForQuestionAnswering", "AutoModelForImageClassification"),
+    *("AutoModelForAudioClassification", "AutoModelForSpeechSeq2Seq", "AutoModelForCTC", "AutoModel"),
+)
+
+
+def _class_of(folder: Path) -> Any:
+    """The class that loads the folder.
+
+    A model with code of its own (`auto_map`): the first of AUTO_CLASSES that it has. Else the class that
+    `architectures` names, if transformers has it for this type of model. Else the one with a language-model head where
+    there is one for the type and the checkpoint has that head, and AutoModel as the last resort.
+    """
+    import transformers
     from transformers.models.auto import modeling_auto
 
     config = _read_json(folder / "config.json")
@@ -167,7 +180,12 @@ def _is_causal(folder: Path) -> bool:
         expected = "an object" if wrong == "auto_map" else "a list of names"
         raise ValueError(f"{str(folder / 'config.json')!r}: {wrong} is {config[wrong]!r}; expected {expected}.")
     if auto_map:
-        return "AutoModelForCausalLM" in auto_map
-    base = modeling_auto.MODEL_MAPPING_NAMES.get(config["model_type"])
-    headless = base in architectures
-    return config["model_type"] in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not headless
+        return getattr(transformers, next((name for name in AUTO_CLASSES if name in auto_map), "AutoModel"))
+    for name in architectures:
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        stated = getattr(getattr(found, "config_class", None), "model_type", None)
+        if stated == config["model_type"] and hasattr(found, "from_pretrained"):
+            return found
+    has_head = config["model_type"] in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_headless = modeling_auto.MODEL_MAPPING_NAMES.get(config["model_type"]) in architectures
+    return transformers.AutoModelForCausalLM if has_head and not is_headless else transformers.AutoModel

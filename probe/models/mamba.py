@@ -8,6 +8,7 @@ each site is a module of its own: a forward hook on `layers.0.mixer.sites.scan.u
     x --> [conv1d.input] -- conv1d, SiLU --> F --> [conv1d.output]
     conv1d.output --> [x_proj.input] -- x_proj --> [x_proj.output] --> dt | B | C
     conv1d.output --> [scan.u]
+    FalconMamba and Jamba: RMSNorm of dt, of B and of C
     dt -- dt_proj --> [dt_proj.output];  delta = softplus(dt + dt_bias)
     scan(u, delta, A, B, C) --> [scan.y];  (y + D u) SiLU(z), rotation --> [out_proj.input] -- out_proj --> out
 
@@ -16,12 +17,14 @@ The selective scan, of which there are two, is in scans.py.
 
 import copy
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from probe.models.layers import blocks_of
 from probe.models.offload import at_hand
 from probe.models.scans import REFERENCE_SCAN, SCANS
 from probe.numerics.hadamard import hadamard_transform
@@ -40,6 +43,14 @@ WEIGHTS = (
 )
 
 
+#: The mixers that SiteMixer stands in for, by the names of their classes.
+MIXERS = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
+#: What a block calls its mixer and the norm before it.
+NAMES = (("mixer", "norm"), ("mamba", "input_layernorm"))
+#: The norms of dt, B and C that some mixers have.
+NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
+
+
 class Site(nn.Module):
     """A named tensor: the identity, or a grid. Hooks on it see the value that flows on."""
 
@@ -53,7 +64,7 @@ class Site(nn.Module):
 
 
 class SiteMixer(nn.Module):
-    """A stand-in for transformers' MambaMixer over copies of its weights.
+    """A stand-in for a Mamba-1 mixer of transformers (MIXERS) over copies of its weights.
 
     In float, unrotated, it equals the stock mixer up to the order of sums. `rotate` turns the input of in_proj and
     of out_proj by a Hadamard matrix, which `fold` undoes in their weights, so that the output keeps its basis.
@@ -71,6 +82,9 @@ class SiteMixer(nn.Module):
         super().__init__()
         source: Any = stock
         for name in ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj", "A_log", "D"):
+            setattr(self, name, copy.deepcopy(getattr(source, name)))
+        self.norms = tuple(name for name in NORMS if hasattr(source, name))
+        for name in self.norms:
             setattr(self, name, copy.deepcopy(getattr(source, name)))
         self.layer_idx: int = source.layer_idx
         self.intermediate_size: int = source.intermediate_size
@@ -132,7 +146,7 @@ class SiteMixer(nn.Module):
         u = self.site("scan.u")(convolved)
 
         parameters = self.site("x_proj.output")(self.x_proj(self.site("x_proj.input")(convolved)))
-        dt, B, C = parameters.split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
+        dt, B, C = self.normed(*parameters.split([self.time_step_rank, self.state_size, self.state_size], dim=-1))
         step = self.site("dt_proj.output")(functional.linear(dt, self.dt_proj.weight))
         y, last = SCANS[self.scan_name](u, self.delta(step), self.rates(), B, C, state)
         y = self.site("scan.y")(y)
@@ -143,6 +157,12 @@ class SiteMixer(nn.Module):
             y = hadamard_transform(y)
         out: Tensor = self.out_proj(self.site("out_proj.input")(y))
         return out
+
+    def normed(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """dt, B and C, each after its norm, in a mixer that has norms."""
+        if not self.norms:
+            return parameters
+        return tuple(self.get_submodule(name)(x) for name, x in zip(NORMS, parameters, strict=True))
 
     def delta(self, step: Tensor) -> Tensor:
         """softplus(step + dt_bias), the time steps of the scan, in float32."""
@@ -179,12 +199,45 @@ def _masked(x: Tensor, attention_mask: Tensor | None) -> Tensor:
     return x * attention_mask[:, : x.shape[1], None].to(x.dtype)
 
 
-def mamba_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, block) of every Mamba-1 block of a transformers model, in order."""
+@dataclass(frozen=True, eq=False)
+class MambaBlock:
+    """A module of a model that has a Mamba-1 mixer and the norm before it, with the names of the three."""
+
+    name: str
+    module: nn.Module
+    mixer_name: str  # in the model: backbone.layers.0.mixer
+    norm_name: str
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The mixer: that of transformers, or the SiteMixer in its place."""
+        return self.module.get_submodule(self.mixer_name.rpartition(".")[2])
+
+    @property
+    def sites(self) -> SiteMixer:
+        """The mixer of a copy with sites."""
+        mixer = self.mixer
+        assert isinstance(mixer, SiteMixer)
+        return mixer
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm before the mixer."""
+        return self.module.get_submodule(self.norm_name.rpartition(".")[2])
+
+    @property
+    def gamma(self) -> nn.Parameter:
+        """The gain of that norm."""
+        return self.norm.get_parameter("weight")
+
+
+def mamba_blocks(model: nn.Module) -> Iterator[MambaBlock]:
+    """Every Mamba-1 block of a transformers model, in order."""
     for name, module in model.named_modules():
-        mixer = getattr(module, "mixer", None)
-        if type(mixer).__name__ in ("MambaMixer", "SiteMixer") and hasattr(module, "norm"):
-            yield name, module
+        start = f"{name}." if name else ""
+        for mixer, norm in NAMES:
+            if type(getattr(module, mixer, None)).__name__ in (*MIXERS, "SiteMixer") and hasattr(module, norm):
+                yield MambaBlock(name, module, f"{start}{mixer}", f"{start}{norm}")
 
 
 def is_mamba(model: nn.Module) -> bool:
@@ -192,19 +245,25 @@ def is_mamba(model: nn.Module) -> bool:
     return any(True for _ in mamba_blocks(model))
 
 
+def is_all_mamba(model: nn.Module) -> bool:
+    """Whether every layer has a Mamba-1 block, unlike those of a hybrid with attention."""
+    mixers = [block.mixer_name for block in mamba_blocks(model)]
+    return bool(mixers) and all(any(one.startswith(f"{name}.") for one in mixers) for name in blocks_of(model))
+
+
 def with_sites(model: nn.Module, *, scan: str = REFERENCE_SCAN) -> nn.Module:
     """A copy of `model` in which every Mamba mixer is a SiteMixer over the same weights."""
     if any(isinstance(module, SiteMixer) for module in model.modules()):
         raise ValueError("this model is already a copy made by a mode. Pass the float model that it was made from.")
     twin = copy.deepcopy(model)
-    blocks = [block for _, block in mamba_blocks(twin)]
+    blocks = list(mamba_blocks(twin))
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no Mamba-1 blocks, which the modes 0 to 3 quantize. "
             "For other models use the modes linear_w or linear_wa."
         )
     for block in blocks:
-        block.mixer = SiteMixer(block.get_submodule("mixer"), scan=scan)
+        setattr(block.module, block.mixer_name.rpartition(".")[2], SiteMixer(block.mixer, scan=scan))
     return twin.eval()
 
 
@@ -214,13 +273,11 @@ def rotated_twin(model: nn.Module, *, scan: str, unrotated: Collection[str] = ()
     The blocks of the names in `unrotated` stay as `with_sites` makes them: they give the bits of the reference.
     """
     twin = with_sites(model, scan=scan)
-    for name, block in mamba_blocks(twin):
-        mixer, gamma = block.mixer, block.get_parameter("norm.weight")
-        assert isinstance(mixer, SiteMixer)
-        if name in unrotated:
-            mixer.scan_name = REFERENCE_SCAN
+    for block in mamba_blocks(twin):
+        if block.name in unrotated:
+            block.sites.scan_name = REFERENCE_SCAN
             continue
-        mixer.fold(gamma, rotate=True)
+        block.sites.fold(block.gamma, rotate=True)
         with torch.no_grad():
-            gamma.fill_(1.0)
+            block.gamma.fill_(1.0)
     return twin

@@ -18,7 +18,7 @@ from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, load_model, weight_fingerprint
-from probe.models.mamba import is_mamba
+from probe.models.mamba import is_all_mamba
 from probe.models.offload import device_of
 from probe.models.positions import check_positions
 from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
@@ -252,7 +252,7 @@ def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
             )
         return recipes
     default = request.defaults.modes
-    fitting = default if is_mamba(model.loaded.model) or default == ("fp_only",) else PLAIN
+    fitting = default if is_all_mamba(model.loaded.model) or default == ("fp_only",) else PLAIN
     names = [one for name in request.modes or fitting for one in (ALL if name == "all" else (name,))]
     recipes = recipes_of(names, list(request.formats))
     check_recipes(model.loaded, recipes)

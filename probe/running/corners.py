@@ -51,13 +51,12 @@ _Site = tuple[str, SiteGrid, nn.Module, int, torch.device]
 
 
 def _mixer_sites(twin: nn.Module, mode: Mode, format: Format, calibration: Calibration | None) -> Iterator[_Site]:
-    for name, block in mamba_blocks(twin):
-        mixer = block.mixer
-        assert isinstance(mixer, SiteMixer)
-        amax = amax_lookup(calibration, f"{name}.mixer.")
-        for site in gridded_sites(mode, format, f"{name}.mixer"):
+    for block in mamba_blocks(twin):
+        mixer, name = block.sites, block.mixer_name
+        amax = amax_lookup(calibration, f"{name}.")
+        for site in gridded_sites(mode, format, name):
             grid = site_grid(format, site, amax)
-            yield f"{name}.mixer.{site}", grid, mixer.site(site), _width(mixer, site), mixer.D.device
+            yield f"{name}.{site}", grid, mixer.site(site), _width(mixer, site), mixer.D.device
 
 
 def _linear_inputs(twin: nn.Module, mode: Mode, format: Format, calibration: Calibration | None) -> Iterator[_Site]:

@@ -21,10 +21,17 @@ def keeps(mode: Mode) -> Callable[[str], bool]:
 def float_layers(model: nn.Module, mode: Mode, modules: Mapping[str, str]) -> frozenset[str]:
     """The labels of the layers all of whose weights the mode keeps float; `modules` has the names by label.
 
-    A layer without weights is one if its own name matches.
+    A layer without weights is one if its own name matches. Under an SSM mode so is a layer without a Mamba mixer: those
+    of a hybrid with attention stay as they are.
     """
+    mixers = [f"{block.mixer_name}." for block in mamba_blocks(model)] if mode.kind == "ssm" else []
+    apart = frozenset(
+        label
+        for label, module in modules.items()
+        if mixers and not any(one.startswith(f"{module}.") or f"{module}.".startswith(one) for one in mixers)
+    )
     if not mode.keep_float:
-        return frozenset()
+        return apart
     kept = keeps(mode)
     weights = [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
@@ -32,14 +39,15 @@ def float_layers(model: nn.Module, mode: Mode, modules: Mapping[str, str]) -> fr
         inside = [name for name in weights if name.startswith(f"{module}.")]
         return all(map(_keeps_parameter(kept), inside)) if inside else kept(module)
 
-    return frozenset(label for label, module in modules.items() if is_float(module))
+    return apart | {label for label, module in modules.items() if is_float(module)}
 
 
 def float_names(model: nn.Module) -> list[str]:
     """Everything that a pattern may name: modules, and the sites and parameters of Mamba mixers."""
     found = dict.fromkeys(name for name, _ in model.named_modules() if name)
-    for name, _ in mamba_blocks(model):
-        found |= dict.fromkeys(f"{name}.mixer.{part}" for part in (*(f"sites.{site}" for site in SITES), "A_log", "D"))
+    for block in mamba_blocks(model):
+        parts = (*(f"sites.{site}" for site in SITES), "A_log", "D")
+        found |= dict.fromkeys(f"{block.mixer_name}.{part}" for part in parts)
     return list(found)
 
 

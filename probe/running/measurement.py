@@ -17,7 +17,7 @@ from probe.formats import PERCENTILE
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
 from probe.models.layers import select
 from probe.models.loading import load_model
-from probe.models.mamba import is_mamba
+from probe.models.mamba import is_all_mamba
 from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.kept_float import changed_weights, float_layers
@@ -239,7 +239,7 @@ def measure_all(
     recipes = recipes_of(modes or (), formats)
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:
-        recipes = recipes_of(["all"] if is_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
+        recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
     check_recipes(loaded, recipes)
     check_positions(loaded.model, evaluated.seqlen, key="seqlen")
     select(loaded.model, layers, model_name=model)

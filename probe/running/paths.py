@@ -285,7 +285,9 @@ def keeps_prefill(model: nn.Module, recipe: Recipe, path: Path, modules: Mapping
     assert recipe.format is not None
     left, format = float_blocks(model, mode), FORMATS[recipe.format]
     gridded = [
-        (name, gridded_sites(mode, format, f"{name}.mixer")) for name, _ in mamba_blocks(model) if name not in left
+        (block.name, gridded_sites(mode, format, block.mixer_name))
+        for block in mamba_blocks(model)
+        if block.name not in left
     ]
     found: dict[str, bool | None] = {}
     for label, module in modules.items():

@@ -130,19 +130,18 @@ def _float_twin(model: nn.Module) -> nn.Module:
 def _ssm(model: nn.Module, mode: Mode, format: str, calibration: Calibration | None) -> nn.Module:
     left = float_blocks(model, mode)
     twin = rotated_twin(model, scan=mode.scan, unrotated=left)
-    for name, block in mamba_blocks(twin):
-        mixer = block.mixer
-        assert isinstance(mixer, SiteMixer)
-        if name not in left:
-            _put_weights_on_grid(mixer, mode, format, f"{name}.mixer")
-            _put_sites_on_grid(mixer, mode, format, f"{name}.mixer", amax_lookup(calibration, f"{name}.mixer."))
+    for block in mamba_blocks(twin):
+        if block.name not in left:
+            name = block.mixer_name
+            _put_weights_on_grid(block.sites, mode, format, name)
+            _put_sites_on_grid(block.sites, mode, format, name, amax_lookup(calibration, f"{name}."))
     return twin
 
 
 def float_blocks(model: nn.Module, mode: Mode) -> list[str]:
     """The names of the Mamba blocks that an SSM mode leaves as they are in the reference."""
     kept = keeps(mode)
-    return [name for name, _ in mamba_blocks(model) if kept(f"{name}.mixer")]
+    return [block.name for block in mamba_blocks(model) if kept(block.mixer_name)]
 
 
 @torch.no_grad()

@@ -212,11 +212,11 @@ def _recording(
 def _watched(layer: nn.Module, mode: Mode) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     """The parts of a layer by name, for each of its Mamba blocks or quantized linear layers."""
     if mode.kind == "ssm":
-        for name, block in mamba_blocks(layer):
-            modules = {"block": block, "norm": block.get_submodule("norm"), "mixer": block.get_submodule("mixer")}
+        for block in mamba_blocks(layer):
+            modules = {"block": block.module, "norm": block.norm, "mixer": block.mixer}
             if isinstance(block.mixer, SiteMixer):
                 modules |= {site: block.mixer.site(site) for site in SITES}
-            yield name, modules
+            yield block.name, modules
     elif mode.kind == "linear":
         for name, linear in linear_layers(layer).items():
             if linear.has_sites:

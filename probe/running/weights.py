@@ -199,7 +199,7 @@ def _claimed(model: nn.Module, mode: Mode) -> set[str]:
     """The parameters that one of probe's modes quantizes, without those that it keeps float."""
     found: list[str] = list(linear_weights(model)) if mode.kind == "linear" else []
     if mode.kind == "ssm":
-        found = [f"{name}.mixer.{weight}" for name, _ in mamba_blocks(model) for weight in WEIGHTS]
+        found = [f"{block.mixer_name}.{weight}" for block in mamba_blocks(model) for weight in WEIGHTS]
     kept = keeps(mode)
     return {name for name in found if not kept(name) and not kept(name.rpartition(".")[0])}
 

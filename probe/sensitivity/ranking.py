@@ -13,7 +13,7 @@ from probe.formats import PERCENTILE
 from probe.metrics import Comparison, LogitComparison
 from probe.models.layers import blocks_of, select
 from probe.models.loading import load_model, weight_fingerprint
-from probe.models.mamba import is_mamba
+from probe.models.mamba import is_all_mamba
 from probe.models.offload import device_of
 from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
@@ -252,7 +252,7 @@ def rank_model(
     for samples in (TextSamples(*data), TextSamples(*calibration_data)):
         samples.check()
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    recipe = Recipe("2-1", format) if mode is None and is_mamba(loaded.model) else early
+    recipe = Recipe("2-1", format) if mode is None and is_all_mamba(loaded.model) else early
     check_recipes(loaded, [recipe])
     select(loaded.model, layers, model_name=model)  # before a minute of calibration
     check_positions(loaded.model, data[2], key="seqlen")

@@ -11,7 +11,7 @@ from torch import nn
 
 from probe.models.layers import select
 from probe.models.linear import linear_layers
-from probe.models.mamba import SITES, SiteMixer, mamba_blocks, rotated_twin
+from probe.models.mamba import SITES, mamba_blocks, rotated_twin
 from probe.running.calibration import Calibration
 from probe.running.modes import Mode, find_mode
 from probe.running.recipes import Recipe, apply, as_it_is, float_blocks, gridded_weights
@@ -65,14 +65,10 @@ def _mark_sites(floating: nn.Module, quantized: nn.Module) -> None:
 
     Otherwise conv1d would read the grid of in_proj.output once its own dynamic grid (mode 3) is exchanged.
     """
-    theirs = dict(mamba_blocks(quantized))
-    for name, block in mamba_blocks(floating):
-        mine, other = block.mixer, theirs[name].mixer
-        assert isinstance(mine, SiteMixer)
-        assert isinstance(other, SiteMixer)
+    for mine, other in zip(mamba_blocks(floating), mamba_blocks(quantized), strict=True):
         for site in SITES:
-            if other.site(site).grid is not None:
-                mine.site(site).grid = as_it_is
+            if other.sites.site(site).grid is not None:
+                mine.sites.site(site).grid = as_it_is
 
 
 def layer_units(twins: Twins, layers: Sequence[str | int]) -> list[Unit]:
@@ -112,17 +108,15 @@ def site_units(twins: Twins, recipe: Recipe, layers: Sequence[str | int], *, acr
 def _mamba_sites(twins: Twins, layer: str, mode: Mode) -> dict[str, str]:
     """Sites on a grid and weights, by their short name. A convolution or projection goes with its bias."""
     found: dict[str, str] = {}
-    for name, block in mamba_blocks(twins.quantized):
-        if name != layer and not name.startswith(f"{layer}."):
+    for block in mamba_blocks(twins.quantized):
+        if not f"{block.name}.".startswith(f"{layer}."):
             continue
-        mixer = block.mixer
-        assert isinstance(mixer, SiteMixer)
         for site in SITES:
-            if mixer.site(site).grid not in (None, as_it_is) and site not in UNSEEN:
-                found[site] = f"{name}.mixer.sites.{site}"
-        for weight in gridded_weights(mode, f"{name}.mixer"):
+            if block.sites.site(site).grid not in (None, as_it_is) and site not in UNSEEN:
+                found[site] = f"{block.mixer_name}.sites.{site}"
+        for weight in gridded_weights(mode, block.mixer_name):
             module = weight.rpartition(".")[0]
-            found.setdefault(f"{module}.weight" if module else weight, f"{name}.mixer.{module or weight}")
+            found.setdefault(f"{module}.weight" if module else weight, f"{block.mixer_name}.{module or weight}")
     return found
 
 

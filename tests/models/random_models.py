@@ -58,6 +58,11 @@ def make_jamba() -> nn.Module:
     )
 
 
+def make_falcon_mamba() -> nn.Module:
+    """Mamba-1 with norms, without gains, of dt, B and C."""
+    return _built("FalconMamba", vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4)
+
+
 def make_qwen3_next() -> nn.Module:
     """Linear attention with a convolution, attention, and experts beside a shared one."""
     return _built(

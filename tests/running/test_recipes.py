@@ -34,9 +34,8 @@ def test_every_weight_and_site_lies_on_its_grid(
     loaded: Loaded, tokens: Tensor, calibration: Calibration, format: str
 ) -> None:
     twin = apply(loaded.model, Recipe("2-1", format), calibration)
-    for name, block in mamba_blocks(twin):
-        mixer = block.mixer
-        assert isinstance(mixer, SiteMixer)
+    for block in mamba_blocks(twin):
+        name, mixer = block.name, block.sites
         linears = [f"{module}.weight" for module in ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj")]
         for weight in (*linears, "conv1d.bias", "dt_proj.bias", "A_log", "D"):
             value = mixer.get_parameter(weight)

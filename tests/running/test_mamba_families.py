@@ -1,0 +1,162 @@
+"""Mamba-1 blocks beside those of Mamba itself: FalconMamba, and Jamba, which has attention too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from probe.data.library_logs import quietly
+from probe.data.samples import token_batches
+from probe.data.texts import text_of
+from probe.data.tokenizers import ByteTokenizer
+from probe.formats import GATE_FORMATS
+from probe.models.loading import Loaded, weight_fingerprint
+from probe.models.mamba import MIXERS, SITES, SiteMixer, is_all_mamba, mamba_blocks, rotated_twin, with_sites
+from probe.numerics.grids import weight_on_grid
+from probe.running.calibration import Calibration, calibrate_on
+from probe.running.capture import capture
+from probe.running.kept_float import float_layers
+from probe.running.measurement import check_applied
+from probe.running.modes import GROUPS, find_mode
+from probe.running.recipes import Recipe, apply, gridded_weights
+from probe.running.reference import logits_of, run_reference
+from tests.models.random_models import make_falcon_mamba, make_jamba
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {"falcon_mamba": make_falcon_mamba, "jamba": make_jamba}
+FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    model = FAMILIES[request.param]().requires_grad_(False)
+    with torch.no_grad():  # norms without a gain of 1 everywhere, so that one that is left out shows
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return Loaded(request.param, model, ByteTokenizer(), weight_fingerprint(model))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return token_batches(text_of("evaluation"), ByteTokenizer(), samples=2, seqlen=40, batch_size=2)[0]
+
+
+@pytest.fixture(scope="module")
+def calibration(loaded: Loaded) -> Calibration:
+    return calibrate_on(loaded, "calibration", 2, 64)
+
+
+@pytest.fixture(scope="module")
+def outputs(loaded: Loaded, tokens: Tensor, calibration: Calibration) -> dict[tuple[str, str], Tensor]:
+    return {
+        (mode, format): logits_of(apply(loaded.model, Recipe(mode, format), calibration), tokens)
+        for format in GATE_FORMATS
+        for mode in GROUPS["all"]
+    }
+
+
+def logits(model: nn.Module, tokens: Tensor, **options: object) -> Tensor:
+    with torch.no_grad(), quietly():
+        found: Tensor = model(tokens, use_cache=False, **options).logits
+    return found
+
+
+def test_the_blocks_are_found_by_their_mixers(loaded: Loaded) -> None:
+    blocks = list(mamba_blocks(loaded.model))
+    assert [type(block.mixer).__name__ in MIXERS for block in blocks] == [True] * len(blocks)
+    assert [block.mixer_name for block in blocks] == {
+        "falcon_mamba": ["backbone.layers.0.mixer", "backbone.layers.1.mixer"],
+        "jamba": ["model.layers.0.mamba"],
+    }[loaded.name]
+    assert is_all_mamba(loaded.model) == (loaded.name == "falcon_mamba")
+
+
+@pytest.mark.parametrize("scan", ["sequential", "fast"])
+@pytest.mark.parametrize("twin", [with_sites, rotated_twin], ids=["plain", "rotated"])
+def test_in_float_they_equal_the_stock_forward(
+    loaded: Loaded, tokens: Tensor, scan: str, twin: Callable[..., nn.Module]
+) -> None:
+    stock = logits(loaded.model, tokens)
+    made = logits(twin(loaded.model, scan=scan), tokens)
+    assert (made - stock).abs().max() <= 2e-5 * stock.abs().max()
+
+
+def test_padding_is_masked_as_in_the_stock_forward(loaded: Loaded, tokens: Tensor) -> None:
+    mask = torch.ones_like(tokens)
+    mask[0, :9] = 0
+    stock = logits(loaded.model, tokens, attention_mask=mask)
+    made = logits(with_sites(loaded.model), tokens, attention_mask=mask)
+    assert (made - stock).abs().max() <= 2e-5 * stock.abs().max()
+
+
+@pytest.mark.parametrize("scan", ["sequential", "fast"])
+def test_decode_continues_what_prefill_began(loaded: Loaded, tokens: Tensor, scan: str) -> None:
+    twin: Any = with_sites(loaded.model, scan=scan)
+    carried = "cache_params" if loaded.name == "falcon_mamba" else "past_key_values"
+    whole = logits(loaded.model, tokens[:, :30])
+    with torch.no_grad(), quietly():
+        step = twin(tokens[:, :20], use_cache=True)
+        last = [step.logits[:, -1]]
+        for t in range(20, 29):
+            step = twin(tokens[:, t : t + 1], use_cache=True, **{carried: getattr(step, carried)})
+            last.append(step.logits[:, -1])
+    assert (torch.stack(last, 1) - whole[:, 19:29]).abs().max() <= 2e-5 * whole.abs().max()
+
+
+def test_the_norms_of_dt_b_and_c_matter(loaded: Loaded, tokens: Tensor) -> None:
+    for name in ("dt_layernorm", "b_layernorm", "c_layernorm"):
+        twin = with_sites(loaded.model)
+        next(mamba_blocks(twin)).sites.register_module(name, nn.Identity())
+        assert not torch.allclose(logits(twin, tokens), logits(loaded.model, tokens), rtol=1e-3, atol=1e-4), name
+
+
+@FORMAT
+@pytest.mark.parametrize(("one", "other"), [("0", "2-0"), ("2-1", "2-2"), ("2-3", "2-1")])
+def test_bit_identical(outputs: dict[tuple[str, str], Tensor], format: str, one: str, other: str) -> None:
+    assert torch.equal(outputs[one, format], outputs[other, format])
+
+
+@FORMAT
+def test_must_differ(loaded: Loaded, tokens: Tensor, outputs: dict[tuple[str, str], Tensor], format: str) -> None:
+    reference = logits_of(apply(loaded.model, Recipe("fp32")), tokens)
+    assert all(not torch.equal(reference, outputs[mode, format]) for mode in GROUPS["all"])
+    assert not torch.equal(outputs["2-4", format], outputs["2-2", format])
+    assert not torch.equal(outputs["3", format], outputs["2-4", format])
+
+
+@FORMAT
+def test_every_weight_and_site_is_on_its_grid_and_everything_else_is_float(
+    loaded: Loaded, tokens: Tensor, calibration: Calibration, format: str
+) -> None:
+    recipe = Recipe("2-1", format)
+    twin = apply(loaded.model, recipe, calibration)
+    inside = set()
+    for block in mamba_blocks(twin):
+        for name in gridded_weights(find_mode("2-1"), block.mixer_name):
+            value = dict(block.sites.named_parameters()).get(name)
+            inside |= {f"{block.mixer_name}.{name}"}
+            if value is not None and format != "nvfp4":
+                assert torch.equal(weight_on_grid(value, format), value), name
+        inside |= {f"{block.norm_name}.weight"}  # folded into in_proj
+        assert {site for site in SITES if block.sites.site(site).grid is not None} >= {
+            "conv1d.output",
+            "out_proj.input",
+        }
+    plain = dict(loaded.model.named_parameters())
+    for name, value in twin.named_parameters():
+        assert name in inside or torch.equal(value, plain[name]), name
+    reference = run_reference(loaded.model, [tokens])
+    declared = float_layers(loaded.model, find_mode("2-1"), reference.modules)
+    assert declared == ({"layer_1"} if loaded.name == "jamba" else set())
+    check_applied(loaded.model, recipe, reference, calibration)
+    assert any(isinstance(module, SiteMixer) for module in twin.modules())
+
+
+def test_every_site_fires(loaded: Loaded, tokens: Tensor) -> None:
+    twin: Any = with_sites(loaded.model)
+    with capture(twin, [r"sites\.\w+\.\w+$"]) as captured, torch.no_grad(), quietly():
+        twin(tokens, use_cache=True)
+    assert {name.split(".sites.")[1].removesuffix(".output") for name in captured.tensors} == set(SITES)
