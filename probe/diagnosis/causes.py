@@ -29,6 +29,7 @@ from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import Step, rms
 from probe.formats import FORMATS
 from probe.models.linear import linear_weights
+from probe.models.mamba import mamba_blocks
 from probe.running.calibration import PERCENTILE_SITES
 from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
@@ -165,10 +166,11 @@ def _changed_outside(trace: LayerTrace) -> str:
         return ""
     inside = tuple(f"{layer}." for layer in trace.reference.modules.values())
     on_grid = set(linear_weights(trace.model)) if mode.kind == "linear" else set()
+    blocks = list(mamba_blocks(trace.model))
+    of_blocks = tuple(f"{name}." for block in blocks for name in (block.mixer_name, block.norm_name))
     for step in kept_weights(trace.model, trace.twin, mode.dtype if mode.kind == "float" else None):
         name = step.name.removeprefix("weight ")
-        of_a_block = ".mixer." in name or name.endswith(".norm.weight")  # which may not be selected
-        if name in on_grid or name.startswith(inside) or of_a_block:
+        if name in on_grid or name.startswith((*inside, *of_blocks)):  # a block may not be selected
             continue
         if explanation := explain(step):
             return f"{step.name}; {explanation}"
@@ -281,8 +283,9 @@ def _odd_calibration(trace: LayerTrace, conv_outputs: dict[str, list[Tensor]], s
     if calibration is None or format is None or not FORMATS[format].needs_calibration:
         return ""
     site = PERCENTILE_SITES[0]
+    blocks = {block.name: block for block in mamba_blocks(trace.model.get_submodule(trace.module))}
     for name, tensors in conv_outputs.items():
-        mixer = f"{trace.module}.{name}.mixer".replace("..", ".")
+        mixer = f"{trace.module}.{blocks[name].mixer_name}" if name in blocks else name
         amax, largest = calibration.amax.get(f"{mixer}.{site}"), calibration.amax.get(f"{mixer}.scan.u")
         values = torch.cat([tensor.reshape(-1).abs() for tensor in tensors])
         if amax is None or not values.numel():

@@ -8,6 +8,7 @@ from probe.diagnosis.mamba_block import Block
 from probe.diagnosis.mamba_steps import mamba_steps
 from probe.diagnosis.signatures import Step
 from probe.formats import FORMATS
+from probe.models.mamba import mamba_blocks
 from probe.running.calibration import amax_lookup
 from probe.running.traces import LayerTrace, Parts, PathTrace
 
@@ -21,11 +22,13 @@ def layer_steps(trace: LayerTrace, parts: Parts, on_path: PathTrace | None = Non
         yield from linear_steps(trace, parts)
     elif mode.kind == "ssm":
         assert trace.recipe.format is not None
+        quantized, floating = (
+            {block.name: block for block in mamba_blocks(side.get_submodule(layer))} for side in (twin, model)
+        )
         for name, tensors in parts.items():
-            path = f"{layer}.{name}" if name else layer
-            amax = amax_lookup(trace.calibration, f"{path}.mixer.")
-            blocks = twin.get_submodule(path), model.get_submodule(path)
-            block = Block(tensors, *blocks, mode, FORMATS[trace.recipe.format], amax, f"{path}.mixer")
+            mixer = f"{layer}.{floating[name].mixer_name}"
+            amax, format = amax_lookup(trace.calibration, f"{mixer}."), FORMATS[trace.recipe.format]
+            block = Block(tensors, quantized[name], floating[name], mode, format, amax, mixer)
             if on_path is not None:
                 block = replace(
                     block,

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from probe.formats import Format
-from probe.models.mamba import SITES, SiteMixer
+from probe.models.mamba import NORMS, SITES, MambaBlock, SiteMixer
 from probe.running.calibration import Amax
 from probe.running.modes import Mode
 
@@ -21,8 +21,8 @@ class Block:
     """A block that ran, with the tensors of its sites (`conv1d.output.given`, `conv1d.output.made`)."""
 
     tensors: Mapping[str, Tensor]
-    twin: Any  # the quantized block
-    stock: Any  # the float block
+    twin: MambaBlock  # the quantized block
+    stock: MambaBlock  # the float block
     mode: Mode
     format: Format
     amax: Amax  # calibrated, by site
@@ -56,6 +56,22 @@ class Block:
     def weight(self, name: str) -> Tensor:
         """A weight of the quantized mixer in float64."""
         return self.mixer.get_parameter(name).detach().double()
+
+    def scan_parameters(self, x_proj_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dt, B and C in an output of x_proj, each after the norm of the float mixer, if that has norms."""
+        mixer, stock = self.mixer, self.stock.mixer
+        dt, B, C = x_proj_output.split([mixer.time_step_rank, mixer.state_size, mixer.state_size], dim=-1)
+        if not all(hasattr(stock, name) for name in NORMS):
+            return dt, B, C
+        with torch.no_grad():
+            dt, B, C = (stock.get_submodule(name)(x) for name, x in zip(NORMS, (dt, B, C), strict=True))
+        return dt, B, C
+
+    @property
+    def ends_with_mixer(self) -> bool:
+        """Whether the output is that of the mixer plus the residual; other blocks go on with a feed-forward part."""
+        parts = {self.stock.mixer, self.stock.norm}
+        return all(child in parts or not list(child.parameters()) for child in self.stock.module.children())
 
     def without_padding(self, x: Tensor) -> Tensor:
         """The real tokens of a tensor [sequence, token, channel] that has padding."""

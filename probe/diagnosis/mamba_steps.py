@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ def mamba_steps(block: Block) -> Iterator[Step]:
 
 
 def _to_in_proj(block: Block) -> Iterator[Step]:
-    h, eps = block.given("block").double(), float(block.stock.norm.variance_epsilon)
+    h, eps = block.given("block").double(), float(cast(Any, block.stock.norm).variance_epsilon)
     n = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    gamma = block.stock.norm.weight.double()
+    gamma = block.stock.gamma.double()
     twice: Suspects = {"gamma is applied, and folded too": lambda: n * gamma, "the norm is left out": lambda: h}
     yield norm_step("the norm", h, block.given("mixer"), eps, None, twice)
     normed = block.given("mixer").double()
@@ -68,7 +69,7 @@ def _to_conv1d(block: Block) -> Iterator[Step]:
     if not static:
         yield _site(block, "conv1d.input")
     yield _weight(block, "conv1d.weight")
-    if block.mixer.conv1d.bias is not None or block.stock.mixer.conv1d.bias is not None:
+    if "conv1d.bias" in {name for one in (block.mixer, block.stock.mixer) for name, _ in one.named_parameters()}:
         yield _weight(block, "conv1d.bias")
     x, taps = block.made("conv1d.input").double(), block.weight("conv1d.weight").squeeze(1)
     bias = None if block.mixer.conv1d.bias is None else block.weight("conv1d.bias")
@@ -144,7 +145,7 @@ def _to_scan(block: Block) -> Iterator[Step]:
     yield _weight(block, "x_proj.weight")
     yield _linear(block, "x_proj", block.made("x_proj.input"), block.given("x_proj.output"))
     yield _site(block, "x_proj.output")
-    dt = block.made("x_proj.output")[..., : block.mixer.time_step_rank]
+    dt = block.scan_parameters(block.made("x_proj.output"))[0]
     yield _weight(block, "dt_proj.weight")
     bias = block.weight("dt_proj.bias")
     weight = block.weight("dt_proj.weight")
@@ -190,6 +191,8 @@ def _to_output(block: Block) -> Iterator[Step]:
     yield _site(block, "out_proj.input")
     yield _weight(block, "out_proj.weight")
     yield _linear(block, "out_proj", block.made("out_proj.input"), block.made("mixer"))
+    if not block.ends_with_mixer:
+        return
     h, added = block.given("block").double(), block.made("mixer").double()
     skipped: Suspects = {
         "the residual is left out": lambda: added,
@@ -260,7 +263,7 @@ def _folded(block: Block, name: str) -> tuple[Tensor, Tensor]:
     """A float weight as it is put on the grid, and without its rotation."""
     unrotated = plain = block.stock.mixer.get_parameter(name).detach()
     if name == "in_proj.weight":
-        unrotated = (plain.double() * block.stock.norm.weight.detach().double()).to(plain.dtype)
+        unrotated = (plain.double() * block.stock.gamma.detach().double()).to(plain.dtype)
     return rotated(unrotated).to(plain.dtype) if name in ROTATED else unrotated, unrotated
 
 

@@ -19,9 +19,7 @@ from probe.diagnosis.signatures import Replay, Step
 
 def scan_steps(block: Block) -> Iterator[Step]:
     """h = exp(delta A) h + delta B u, y = C h, from the tensors that the scan was given, and the states it leaves."""
-    mixer = block.mixer
-    sizes = [mixer.time_step_rank, mixer.state_size, mixer.state_size]
-    _, *B_and_C = torch.split(block.made("x_proj.output"), sizes, dim=-1)
+    _, *B_and_C = block.scan_parameters(block.made("x_proj.output"))
     whole = partial(scan, lengths=block.lengths, begin=[made for _, made in block.states])
     sources = (block.made("scan.u"), block.made("dt_proj.output"), block.weight("dt_proj.bias"), block.weight("A_log"))
 
@@ -125,10 +123,8 @@ def _carried_states(block: Block, run: Callable[..., Tensor]) -> dict[str, Repla
 
 def _over_padding(block: Block) -> Tensor:
     """The scan over all tokens, those of the padding too."""
-    mixer, tensors = block.mixer, {name: x.float() for name, x in block.padded.items()}
-    _, B, C = torch.split(
-        tensors["x_proj.output.made"], [mixer.time_step_rank, mixer.state_size, mixer.state_size], dim=-1
-    )
+    tensors = {name: x.float() for name, x in block.padded.items()}
+    _, B, C = block.scan_parameters(tensors["x_proj.output.made"])
     delta = softplus(tensors["dt_proj.output.made"] + block.weight("dt_proj.bias").float())
     made = scan(tensors["scan.u.made"], delta, -torch.exp(block.weight("A_log").float()), B, C)
     return block.without_padding(made)
