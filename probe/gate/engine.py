@@ -14,7 +14,7 @@ from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
 from probe.gate.definitions import exact_changes
-from probe.gate.observations import Flaw, Observation
+from probe.gate.measured_layers import Flaw, Observation
 from probe.gate.path_causes import path_cause, token_profile, wrong_layers
 from probe.gate.sources import differing
 from probe.gate.tolerances import RULES, Rule

@@ -14,7 +14,7 @@ from probe.diagnosis.path_steps import diagnose_path
 from probe.gate.baselines.format import Entry
 from probe.gate.cases import Outcome, TokenProfile
 from probe.gate.golden_values import HALF, gap, group_of, parted
-from probe.gate.observations import Observation
+from probe.gate.measured_layers import Observation
 from probe.gate.path_figures import CLOSE, PathFigures, differing, where
 from probe.gate.tolerances import OF_PATHS
 from probe.running.traces import LayerTrace

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from probe.gate.baselines.format import Entry, Stored
 from probe.gate.cases import NEXT, Case, Figure, Outcome, Verdict
 from probe.gate.golden_values import flat, gap, group_of, parted, with_golden
-from probe.gate.observations import Flaw, Observation
+from probe.gate.measured_layers import Flaw, Observation
 from probe.gate.tolerances import (
     ALWAYS_ZERO,
     OF_FLOAT,

@@ -16,7 +16,7 @@ from probe.activations.settings import Settings as AnalysisSettings, full_key, r
 from probe.activations.statistics import Kind
 from probe.gate.cases import Case
 from probe.gate.engine import GoldenFigures, Judged
-from probe.gate.observations import Flaw
+from probe.gate.measured_layers import Flaw
 from probe.gate.session import CaseRequest, Session
 from probe.gate.tolerances import Rule
 from probe.numerics.quantize import SCALE_RULES

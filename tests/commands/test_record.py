@@ -11,7 +11,8 @@ import torch
 import probe
 from probe.commands import main, parse
 from probe.commands.output import Progress
-from probe.gate.observations import observe, observe_recording
+from probe.gate.observations import observe
+from probe.gate.recorded_observations import observe_recording
 from probe.recordings import read_recording
 from probe.running.recipes import Recipe
 from probe.running.reference import run_reference

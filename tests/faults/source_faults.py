@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import probe.gate.bench
+import probe.gate.matrix
 import probe.models.loading
 import probe.numerics.compiled
 import probe.running.calibration
@@ -56,9 +56,9 @@ def changed_folder(model: str, change: Callable[[Path], None]) -> Iterator[None]
         folder = Path(name) / model
         shutil.copytree(row.folder, folder)
         change(folder)
-        undo.callback(probe.gate.bench._load.cache_clear)
+        undo.callback(probe.gate.matrix._load.cache_clear)
         undo.enter_context(mock.patch.dict(EMBEDDED, {model: replace(row, folder=folder)}))
-        probe.gate.bench._load.cache_clear()
+        probe.gate.matrix._load.cache_clear()
         yield
 
 

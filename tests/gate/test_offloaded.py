@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from probe.gate.bench import BROUGHT_IN
+from probe.gate.matrix import BROUGHT_IN
 from probe.models.loading import load_model
 from probe.models.offload import Room, brought_in, is_offloaded, offload, size_of
 from probe.running.recipes import Recipe, apply

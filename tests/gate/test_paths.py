@@ -10,7 +10,8 @@ from probe.data.samples import TextSamples
 from probe.formats import GATE_FORMATS
 from probe.gate.cases import Case, Figure, Outcome
 from probe.gate.golden_values import HALF, flat, parted, sketch_of
-from probe.gate.observations import Observation, observe
+from probe.gate.measured_layers import Observation
+from probe.gate.observations import observe
 from probe.gate.path_causes import token_profile
 from probe.gate.path_figures import CLOSE, PrefillRows, path_figures
 from probe.gate.tolerances import RULES, is_of_values, rule_of

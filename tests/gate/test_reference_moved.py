@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from probe.diagnosis.causes import WIDTH
 from probe.formats import FORMATS
-from probe.gate import bench as bench_module
+from probe.gate import bench as bench_module, matrix as matrix_module
 from probe.gate.bench import Bench
 from probe.gate.cases import Outcome
 from probe.gate.engine import Gate
@@ -99,9 +99,9 @@ def configured(tmp_path: Path, model: str, **changed: object) -> Iterator[None]:
     assert set(changed) <= set(config)
     (folder / "config.json").write_text(json.dumps({**config, **changed}))
     with mock.patch.dict(loading.EMBEDDED, {model: replace(row, folder=folder)}):
-        bench_module._load.cache_clear()
+        matrix_module._load.cache_clear()
         yield
-    bench_module._load.cache_clear()
+    matrix_module._load.cache_clear()
 
 
 def check_moved(outcomes: dict[str, Outcome], start: str, *causes: str) -> None:

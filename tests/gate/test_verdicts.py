@@ -8,7 +8,7 @@ import pytest
 from probe.gate.baselines.format import Entry, Stored
 from probe.gate.cases import Case, Figure
 from probe.gate.golden_values import KEPT, flat
-from probe.gate.observations import FIGURES, Flaw, Observation
+from probe.gate.measured_layers import FIGURES, Flaw, Observation
 from probe.gate.tolerances import FLOAT_FACTOR, MOST, RULES, Rule, tolerance
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
 from probe.running.digests import VARIES

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from probe.gate import bench
+from probe.gate import matrix
 from probe.running.modes import MODES
 from tests.plugin.project import LAYERS_ONLY, files
 from tests.plugin.warm_workers import Nursery, warm_workers
@@ -87,7 +87,7 @@ def project(
         for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", "")).startswith(str(pytester.path)):
                 del sys.modules[name]
-        bench._load.cache_clear()
+        matrix._load.cache_clear()
 
     yield run
     forget()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from probe.data.samples import token_fingerprint
-from probe.gate.observations import Observation, observe_recording
+from probe.gate.measured_layers import Observation
+from probe.gate.recorded_observations import observe_recording
 from probe.models.loading import Loaded
 from probe.recordings import Recording, RecordingError, read_recording, write_recording
 from probe.running.calibration import Calibration
