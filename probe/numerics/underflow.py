@@ -107,7 +107,9 @@ def _count_rows(rows: Tensor, scales: Tensor, fmt: Format) -> dict[str, int]:
         found = dict.fromkeys(COUNTS, 0)
         for first in range(start, stop, step):
             here = slice(first, min(first + step, stop))
-            part = _count(rows[here], scales[here], fmt) if twin is None else _by_loop(twin, rows[here], scales[here], fmt)
+            part = (
+                _count(rows[here], scales[here], fmt) if twin is None else _by_loop(twin, rows[here], scales[here], fmt)
+            )
             found = {name: found[name] + part[name] for name in COUNTS}
         return found
 
