@@ -3,8 +3,8 @@
 python benchmarks/harmless.py [--runs 60] [--after N] [--whole 2] [--share 0.12] [--seed 0] [--baselines DIR] [--json F]
 
 threads 1 and 2; workers 0, 2 and 4; order of recipes as collected or shuffled; oneDNN on and off; instruction set
-(ATEN_CPU_CAPABILITY) of the machine, avx2 and default; batches of 8 and 3; the numba twin for large tensors, for none
-or for all. A whole run takes all cases, a slice a share of the recipes, chosen by its seed: together the slices take
+(ATEN_CPU_CAPABILITY) of the machine, avx2 and default; batches of 8 and 3; the numba twins, or torch and numpy alone.
+A whole run takes all cases, a slice a share of the recipes, chosen by its seed: together the slices take
 every recipe several times. Prints a line for each run and a table by change; exits with 1 if a single case fails.
 """
 

@@ -119,7 +119,7 @@ class Gate:
 
     def _reference_moved(self, bench: Bench, recipe: Recipe, device: str) -> dict[str, Outcome]:
         """The outcome of every case of a recipe where no verdict on the recipe would mean anything."""
-        cases = [one for one in bench.cases if one.recipe == str(recipe) and one.device == device]
+        cases = _cases(bench, recipe, device)
         message = f"the float reference is not that of the baselines, {bench.moved}. The recipe was not run."
         model, sources = bench.settings.model, differing(bench, recipe, cases[0])[1:]
         found = sources or [why_moved(bench.loaded.model, bench.reference(), bench.moved_tensors)]
@@ -145,7 +145,7 @@ class Gate:
             for name, rule in RULES.items()
         }
         standards = Standards(rules, bench.settings.limits)
-        cases = [one for one in bench.cases if one.recipe == str(recipe) and one.device == device]
+        cases = _cases(bench, recipe, device)
         outcomes = {case.layer: self._judge(bench, case, seen[case.layer], standards) for case in cases}
         if not is_recorded(device):
             outcomes = {label: replace(one, not_run=bench.paths_not_run) for label, one in outcomes.items()}
@@ -261,6 +261,12 @@ class Gate:
             for layer, one in judged.items()
         }
         return Judged(outcomes, entries)
+
+
+def _cases(bench: Bench, recipe: Recipe, device: str) -> list[Case]:
+    """The cases of a recipe on a device."""
+    name = str(recipe)
+    return [case for case in bench.cases if case.device == device and case.recipe == name]
 
 
 def _changed_settings(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -148,10 +148,10 @@ class Magnitudes:
                     return [float(x) for x in np.quantile(kept, shares)]
             places = [share * (kept.size - 1) for share in shares]
             ranks = sorted({min(int(place) + more, kept.size - 1) for place in places for more in (0, 1)})
-            found = dict(zip(ranks, twin.values_at(kept, ranks), strict=True))
-            return [linear(place, found.__getitem__) for place in places]
-        ranked = BUCKETS.ranked(self._counts, zeros=self._count - int(self._counts.sum()))
-        found = [linear(share * (self._count - 1), ranked) for share in shares]
+            ranked = dict(zip(ranks, twin.values_at(kept, ranks), strict=True)).__getitem__
+            return [linear(place, ranked) for place in places]
+        counted = BUCKETS.ranked(self._counts, zeros=self._count - int(self._counts.sum()))
+        found = [linear(share * (self._count - 1), counted) for share in shares]
         return [largest if value > largest else value for value in found]
 
     def _fold(self) -> None:

@@ -101,7 +101,8 @@ class SiteMixer(nn.Module):
 
     def site(self, name: str) -> Site:
         """The site of that name, e.g. `conv1d.output`."""
-        return cast(Site, self.get_submodule(f"sites.{name}"))
+        module, _, tensor = name.partition(".")
+        return cast(Site, cast(nn.ModuleDict, self.sites[module])[tensor])
 
     @torch.no_grad()
     def fold(self, gamma: Tensor | None, *, rotate: bool) -> None:
@@ -255,16 +256,15 @@ def with_sites(model: nn.Module, *, scan: str = REFERENCE_SCAN) -> nn.Module:
     """A copy of `model` in which every Mamba mixer is a SiteMixer over the same weights."""
     if any(isinstance(module, SiteMixer) for module in model.modules()):
         raise ValueError("this model is already a copy made by a mode. Pass the float model that it was made from.")
-    twin = copy.deepcopy(model)
-    blocks = list(mamba_blocks(twin))
+    blocks = list(mamba_blocks(model))
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no Mamba-1 blocks, which the modes 0 to 3 quantize. "
             "For other models use the modes linear_w or linear_wa."
         )
-    for block in blocks:
-        setattr(block.module, block.mixer_name.rpartition(".")[2], SiteMixer(block.mixer, scan=scan))
-    return twin.eval()
+    # with these in place of their mixers, no weight is copied twice
+    made: dict[int, Any] = {id(block.mixer): SiteMixer(block.mixer, scan=scan) for block in blocks}
+    return copy.deepcopy(model, made).eval()
 
 
 def rotated_twin(model: nn.Module, *, scan: str, unrotated: Collection[str] = ()) -> nn.Module:

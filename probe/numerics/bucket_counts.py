@@ -21,7 +21,7 @@ def count_narrow(bits: npt.NDArray[np.int32], mantissa_bits: int, first: int, co
     shift, moved = 23 - mantissa_bits, (1023 - 127) << mantissa_bits
     beyond = 0
     for i in range(bits.size):
-        raw = np.int64(bits[i])
+        raw = int(bits[i])
         magnitude = raw & 0x7FFFFFFF
         if magnitude >= 0x00800000:
             bucket = (magnitude >> shift) + moved - first
@@ -53,7 +53,7 @@ def count_wide(bits: _Whole, mantissa_bits: int, first: int, counts: _Whole) -> 
     shift, beyond = 52 - mantissa_bits, 0
     for i in range(bits.size):
         magnitude = bits[i] & 0x7FFFFFFFFFFFFFFF
-        bucket = (magnitude >> shift) - first
+        bucket = int(magnitude >> shift) - first
         if bucket >= size:
             beyond += 1
         else:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 _Floats = npt.NDArray[np.floating]
 _Bits = npt.NDArray[np.signedinteger]
 _Signs = npt.NDArray[np.int8]
+_Number = float | np.floating
 
 
 @numba.njit(cache=True, nogil=True)
@@ -140,7 +141,7 @@ def _two_rounds(v: _Floats, step: int) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def _round(v: _Floats, step: int, factor: float) -> None:
+def _round(v: _Floats, step: int, factor: _Number) -> None:
     """The round over neighbours `step` apart, times `factor`."""
     for start in range(0, v.size, 2 * step):
         p0, p1 = v[start : start + step], v[start + step : start + 2 * step]

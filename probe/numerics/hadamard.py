@@ -68,7 +68,7 @@ def _by_loops(twin: ModuleType, y: Tensor, base: int, out: Tensor) -> Tensor:
     n = y.shape[-1]
     given, made = y.reshape(-1, n).contiguous().numpy(), out.view(-1, n).numpy()
     bits = given.view(f"i{given.itemsize}")
-    scalars = _scalars(given.dtype.type, n, base)
+    scalars = _scalars(given.dtype.name, n, base)
 
     def transform(start: int, stop: int) -> None:
         here = slice(start, stop)
@@ -79,9 +79,10 @@ def _by_loops(twin: ModuleType, y: Tensor, base: int, out: Tensor) -> Tensor:
 
 
 @cache
-def _scalars(number: type[np.floating], n: int, base: int) -> tuple[Any, ...]:
+def _scalars(dtype: str, n: int, base: int) -> tuple[Any, ...]:
     """What the loops need to know about vectors of n numbers: H_base, 1 / sqrt(n), head room, and when it is needed."""
-    ends = np.array([float(np.finfo(number).max) / n, math.inf], number)
+    number = np.dtype(dtype).type
+    ends = np.array([float(np.finfo(dtype).max) / n, math.inf], dtype)
     low, high = (int(end) for end in ends.view(f"i{ends.itemsize}"))
     return np.array(_base_matrix(base), np.int8), number(1 / math.sqrt(n)), number(_room(n)), (low, high)
 

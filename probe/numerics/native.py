@@ -17,7 +17,7 @@ LEAST = 2**18
 
 def is_native(*tensors: Tensor) -> bool:
     """Whether numpy can read all of them as they are: on the CPU, outside of autograd, and not being traced."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     return all(map(_is_plain, tensors))
 

@@ -227,17 +227,22 @@ class PercentileObserver(_CountingObserver):
 
     def _take(self, x: Tensor, minimum: Tensor, maximum: Tensor) -> None:
         super()._take(x, minimum, maximum)
-        self._keep(x.abs().flatten())
+        magnitude = x.abs().flatten()
+        if self.count + magnitude.numel() > KEPT:
+            magnitude = magnitude[magnitude >= self._least_kept()]
+        self._keep(magnitude)
 
     def _take_from(self, other: Self) -> None:
         super()._take_from(other)
         self._keep(other._top)
 
+    def _least_kept(self) -> float:
+        """The start of the bucket of the last value to keep: at least KEPT of those counted are no smaller."""
+        from_above = self._counts.flip(0).cumsum(0)
+        bucket = BUCKETS.size - 1 - int(torch.searchsorted(from_above, KEPT))
+        return float(BUCKETS.edges[bucket]) if bucket > 0 else 0.0
+
     def _keep(self, magnitude: Tensor) -> None:
-        if self._top.numel() == KEPT:
-            magnitude = magnitude[magnitude > self._top.min().to(magnitude.device)]
-        if magnitude.numel() > KEPT:
-            magnitude = magnitude.topk(KEPT, sorted=False).values
         merged = torch.cat([self._top, magnitude.double().cpu()])
         self._top = merged.topk(KEPT, sorted=False).values if merged.numel() > KEPT else merged
 

@@ -107,6 +107,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 def find_mode(name: str) -> Mode:
     """The row of a mode in either spelling, `2-1` or `mode_2_1`."""
+    if isinstance(name, str) and name in MODES:
+        return MODES[name]
     plain = name.removeprefix("mode_") if isinstance(name, str) else name
     named = next((mode.name for mode in MODES.values() if mode.id == name), plain)
     return look_up("mode", named if named in MODES else name, MODES, see="List them with: probe modes")

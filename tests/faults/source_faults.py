@@ -166,8 +166,8 @@ class MovingAverage(MinMaxObserver):
         super().__init__()
         self.average = torch.tensor(0.0, dtype=torch.float64)
 
-    def _take(self, x: Tensor) -> None:
-        super()._take(x)
+    def _take(self, x: Tensor, minimum: Tensor, maximum: Tensor) -> None:
+        super()._take(x, minimum, maximum)
         for sample in x.double().abs().flatten(1).amax(1):
             self.average = torch.lerp(self.average, sample, 0.1) if self.average else sample
 

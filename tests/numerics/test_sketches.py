@@ -26,7 +26,7 @@ STREAMS = {
 @pytest.mark.parametrize("values", STREAMS.values(), ids=STREAMS.keys())
 def test_the_loop_has_the_bits_of_the_readable_twin(values: npt.NDArray[np.floating], start: int) -> None:
     made = sketched(values, start)
-    with mock.patch.object(sketches, "numba_twin", lambda *_: None), np.errstate(invalid="ignore"):
+    with mock.patch.object(sketches, "numba_twin", return_value=None), np.errstate(invalid="ignore"):
         expected = sketched(values, start)
     assert made.shape == (SKETCH,)
     assert np.array_equal(made, expected, equal_nan=True)

@@ -112,7 +112,7 @@ def test_underflow_is_silent_where_nothing_is_lost_and_warns_where_much_is() -> 
 
 def by_torch(x: torch.Tensor, name: str, **options: Any) -> Underflow:
     """The readable twin."""
-    with mock.patch.object(underflow, "is_native", lambda *_: False):
+    with mock.patch.object(underflow, "is_native", return_value=False):
         return analyze_underflow(x, name, **options)
 
 
