@@ -23,7 +23,7 @@ from probe.diagnosis.explanations import (
 )
 from probe.diagnosis.inner_modules import other_settings
 from probe.diagnosis.layer_steps import layer_steps
-from probe.diagnosis.linear_steps import grid_step, kept_weights, other_tokens, outside_step
+from probe.diagnosis.linear_steps import grid_of_weight, grid_step, kept_weights, other_tokens, outside_step
 from probe.diagnosis.mamba_block import NeverRanError
 from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import Step, rms
@@ -184,7 +184,8 @@ def _outside_cause(trace: LayerTrace) -> str:
     dtype = trace.mode.dtype if trace.mode.kind == "float" else None
     for step in kept_weights(stock, twin, dtype):
         if explanation := explain(step):
-            return f"{label}; weight: {explanation}"
+            grid = grid_of_weight(step) if UNKNOWN in explanation else ""
+            return f"{label}; weight: {f'put on the grid of {grid}' if grid else explanation}"
     for batch in trace.batches():
         if batch.output is None:
             return f"{label} is never called as a module, so its hooks do not fire: compiled, fused or skipped"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from probe.diagnosis.explanations import EXPLAINED
 from probe.diagnosis.plain_grids import PlainGrid, other_scales, suspects
 from probe.diagnosis.signatures import AXES_OF_WEIGHTS, SUMS, Replay, Step
 from probe.formats import FORMATS, Format
@@ -163,14 +164,15 @@ def kept_weights(stock: nn.Module, twin: nn.Module, dtype: torch.dtype | None = 
     for name, parameter in stock.named_parameters():
         if name in found:
             plain = parameter.detach().to(dtype or parameter.dtype)
-            yield Step(f"weight {name}", found[name].detach(), plain, suspects=partial(_on_grids, plain), noise=0.0)
+            yield Step(f"weight {name}", found[name].detach(), plain, noise=0.0)
 
 
-def _on_grids(plain: Tensor) -> Iterator[tuple[str, Replay]]:
-    """A weight that should stay float, on the grid of each format."""
-    for fmt in FORMATS.values():
-        if fmt.scale is not None:
-            yield f"put on the grid of {fmt.name}", partial(PlainGrid(fmt), plain)
+def grid_of_weight(step: Step) -> str:
+    """The format on whose grid a weight was put that should have stayed float; empty if there is none."""
+    grids = {fmt.name: PlainGrid(fmt) for fmt in FORMATS.values() if fmt.scale is not None}
+    left = {name: step.left_by(grid(step.expected)) for name, grid in grids.items()}
+    best = min(left, key=left.__getitem__)
+    return best if left[best] <= 1 - EXPLAINED else ""
 
 
 def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:

@@ -76,6 +76,10 @@ class Gate:
             self.benches[settings.key] = Bench(settings, root=self.root, folder=self._folder)
         return self.benches[settings.key]
 
+    def forget(self) -> None:
+        """Judge every recipe anew from here on; what was read and run for all of them is kept."""
+        self._judged.clear()
+
     def judge_recipe(self, settings: Settings, case: Case) -> Judged:
         """All layers of the recipe of a case; the recipe runs once, with the first of its cases."""
         key = (settings.key, case.device, case.recipe)

@@ -36,6 +36,7 @@ class SmallGate:
     root: Path
     settings: dict[str, Settings]
     healthy: dict[tuple[str, str], dict[str, Outcome]] = field(default_factory=dict)
+    gate: Gate | None = None  # of all runs that share reference and scales: what they read is read once
 
     @property
     def shared(self) -> Path:
@@ -56,6 +57,7 @@ class SmallGate:
         assert bench.anchors is not None
         store = Store(self.root / BASELINES)
         store.write(model, entries, environment=bench.facts, anchors=bench.anchors.to_bytes())
+        self.gate = None  # it may have read the old ones
 
     def judge(
         self, model: str, recipe: str, *, shared: bool = True, batch_size: int | None = None
@@ -64,8 +66,14 @@ class SmallGate:
         settings = self.settings[model]
         if batch_size is not None:
             settings = replace(settings, batch_size=batch_size)
-        gate = Gate(self.root, folder=self.shared if shared else None)
+        gate = self._shared_gate() if shared else Gate(self.root)
         return gate.judge_recipe(settings, self.case(gate, model, recipe, settings)).outcomes
+
+    def _shared_gate(self) -> Gate:
+        """The gate with what it has read, and without what it has judged."""
+        self.gate = self.gate or Gate(self.root, folder=self.shared)
+        self.gate.forget()
+        return self.gate
 
     def judge_healthy(self, model: str, recipe: str) -> dict[str, Outcome]:
         """Without any fault."""
