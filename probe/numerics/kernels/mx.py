@@ -69,9 +69,9 @@ def _find_scales(amax: Bits, blocks: int, constants: Constants, scales: Bits, in
 @numba.njit(cache=True, nogil=True)
 def nearest(whole, bits, inverse, sizes, exponents, least, most, ceiling, magic):  # type: ignore[no-untyped-def]
     """The bits of the element's magnitude for a value with these bits: nearest, ties to even, saturated."""
-    y = as_float(whole(bits & sizes)) * inverse
-    y = y if y < ceiling else ceiling
-    power = whole(as_bits(y) & exponents)
+    quotient = as_bits(as_float(whole(bits & sizes)) * inverse)
+    quotient = quotient if quotient < ceiling else ceiling
+    power, y = whole(quotient & exponents), as_float(quotient)
     shift = as_float(power if power > least else least) * magic
     found = as_bits((y + shift) - shift)
     return found if found < most else most
@@ -105,35 +105,51 @@ def rounded(bits, inverse, constants, rounding, noise):  # type: ignore[no-untyp
 
 
 @numba.njit(cache=True, nogil=True)
-def _value(whole, bits, magnitude, scale, limit, sizes, unsigned):  # type: ignore[no-untyped-def]
-    """The bits of element times scale, with the sign of the value; integer grids have no -0."""
-    value = as_float(magnitude) * scale
-    value = limit if value > limit else value  # only a scale above that of floor can carry a value beyond its dtype
-    sign = whole(bits & ~sizes)
-    return whole(as_bits(value) | (sign if magnitude > unsigned else whole(0)))
+def _value(whole, bits, magnitude, scale, limit, sizes, spoilt):  # type: ignore[no-untyped-def]
+    """The bits of element times scale with the sign of the value; NaN if `spoilt` has all bits but the sign, not 0.
+
+    Only a scale above that of floor can carry a value beyond the limit of its dtype.
+    """
+    value = as_bits(as_float(magnitude) * scale)
+    value = value if value < limit else limit
+    return whole(whole(value | spoilt) | whole(bits & ~sizes))
+
+
+@numba.njit(cache=True, nogil=True)
+def _without_sign(whole, bits, magnitude, unsigned, sizes):  # type: ignore[no-untyped-def]
+    """The bits of a value; without its sign where an integer grid, which has no -0, makes it zero."""
+    return bits if magnitude > unsigned else whole(bits & sizes)
 
 
 @numba.njit(cache=True, nogil=True)
 def _write_nearest(x: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits, inverses: Bits) -> None:
     """Values, rounded half to even."""
     whole = x.dtype.type
-    sizes, exponents = whole(constants[SIZES]), whole(constants[EXPONENTS])
+    sizes, exponents, limit = whole(constants[SIZES]), whole(constants[EXPONENTS]), whole(constants[LIMIT])
     least, most, unsigned = whole(constants[MIN_EXPONENT]), whole(constants[MAX]), whole(constants[UNSIGNED])
-    ceiling, magic = as_float(whole(constants[CEILING])), as_float(whole(constants[MAGIC]))
-    limit = as_float(whole(constants[LIMIT]))
+    ceiling, magic = whole(constants[CEILING]), as_float(whole(constants[MAGIC]))
     if tile.apart == 1:
         for b in range(tile.blocks):
             block, result = x[b * tile.size : (b + 1) * tile.size], out[b * tile.size : (b + 1) * tile.size]
             scale, inverse = as_float(scales[b]), as_float(inverses[b])
-            for i in range(block.size):
-                found = nearest(whole, block[i], inverse, sizes, exponents, least, most, ceiling, magic)
-                result[i] = _value(whole, block[i], found, scale, limit, sizes, unsigned)
+            spoilt = sizes if scales[b] >= exponents else whole(0)
+            if unsigned < 0:
+                for i in range(block.size):
+                    found = nearest(whole, block[i], inverse, sizes, exponents, least, most, ceiling, magic)
+                    result[i] = _value(whole, block[i], found, scale, limit, sizes, spoilt)
+            else:
+                for i in range(block.size):
+                    found = nearest(whole, block[i], inverse, sizes, exponents, least, most, ceiling, magic)
+                    bits = _without_sign(whole, block[i], found, unsigned, sizes)
+                    result[i] = _value(whole, bits, found, scale, limit, sizes, spoilt)
         return
     for i in range(tile.size):
         row, result = x[i * tile.apart : (i + 1) * tile.apart], out[i * tile.apart : (i + 1) * tile.apart]
         for b in range(row.size):
             found = nearest(whole, row[b], as_float(inverses[b]), sizes, exponents, least, most, ceiling, magic)
-            result[b] = _value(whole, row[b], found, as_float(scales[b]), limit, sizes, unsigned)
+            bits = _without_sign(whole, row[b], found, unsigned, sizes)
+            spoilt = sizes if scales[b] >= exponents else whole(0)
+            result[b] = _value(whole, bits, found, as_float(scales[b]), limit, sizes, spoilt)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -142,7 +158,7 @@ def find_elements(x, magnitudes, tile, constants, inverses, rounding, noise):  #
     whole = x.dtype.type
     sizes, exponents = whole(constants[SIZES]), whole(constants[EXPONENTS])
     least, most = whole(constants[MIN_EXPONENT]), whole(constants[MAX])
-    ceiling, magic = as_float(whole(constants[CEILING])), as_float(whole(constants[MAGIC]))
+    ceiling, magic = whole(constants[CEILING]), as_float(whole(constants[MAGIC]))
     if tile.apart == 1:
         for b in range(tile.blocks):
             begin, end, inverse = b * tile.size, (b + 1) * tile.size, as_float(inverses[b])
@@ -177,20 +193,24 @@ def find_elements(x, magnitudes, tile, constants, inverses, rounding, noise):  #
 def _write_values(x: Bits, magnitudes: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits) -> None:
     """Elements times scales."""
     whole = x.dtype.type
-    sizes, unsigned = whole(constants[SIZES]), whole(constants[UNSIGNED])
-    limit = as_float(whole(constants[LIMIT]))
+    sizes, exponents, limit = whole(constants[SIZES]), whole(constants[EXPONENTS]), whole(constants[LIMIT])
+    unsigned = whole(constants[UNSIGNED])
     if tile.apart == 1:
         for b in range(tile.blocks):
             begin, end, scale = b * tile.size, (b + 1) * tile.size, as_float(scales[b])
             block, found, result = x[begin:end], magnitudes[begin:end], out[begin:end]
+            spoilt = sizes if scales[b] >= exponents else whole(0)
             for i in range(block.size):
-                result[i] = _value(whole, block[i], found[i], scale, limit, sizes, unsigned)
+                bits = _without_sign(whole, block[i], found[i], unsigned, sizes)
+                result[i] = _value(whole, bits, found[i], scale, limit, sizes, spoilt)
         return
     for i in range(tile.size):
         begin, end = i * tile.apart, (i + 1) * tile.apart
         row, found, result = x[begin:end], magnitudes[begin:end], out[begin:end]
         for b in range(row.size):
-            result[b] = _value(whole, row[b], found[b], as_float(scales[b]), limit, sizes, unsigned)
+            bits = _without_sign(whole, row[b], found[b], unsigned, sizes)
+            spoilt = sizes if scales[b] >= exponents else whole(0)
+            result[b] = _value(whole, bits, found[b], as_float(scales[b]), limit, sizes, spoilt)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -225,7 +245,7 @@ def _choose_scales(  # type: ignore[no-untyped-def]
     whole = x.dtype.type
     sizes, exponents = whole(constants[SIZES]), whole(constants[EXPONENTS])
     least_exponent, most = whole(constants[MIN_EXPONENT]), whole(constants[MAX])
-    ceiling, magic = as_float(whole(constants[CEILING])), as_float(whole(constants[MAGIC]))
+    ceiling, magic = whole(constants[CEILING]), as_float(whole(constants[MAGIC]))
     lowest, highest = as_float(whole(constants[LOWEST])), as_float(whole(constants[HIGHEST]))
     between, apart = (tile.size, 1) if tile.apart == 1 else (1, tile.apart)
     for b in range(tile.blocks):
@@ -253,7 +273,8 @@ def _choose_scales(  # type: ignore[no-untyped-def]
                     found = rounded(block[i], inverse, constants, rounding, drawn)
                 off = np.float64(as_float(whole(block[i] & sizes))) * unit - np.float64(as_float(found)) * ratio
                 errors[i] = off * off
-            errors[block.size : size + 1] = 0.0
+            if block.size < size:
+                errors[block.size : size] = 0.0
             total = _tree_sum(errors, size)
             if total < least:
                 best, least = scale, total
@@ -264,6 +285,9 @@ def _choose_scales(  # type: ignore[no-untyped-def]
 def _tree_sum(values: Doubles, size: int) -> float:
     """As `tree_sum` of blocks.py, in place; there is room for one zero behind the values."""
     while size > 1:
+        if size == 8:
+            left = (values[0] + values[4]) + (values[2] + values[6])
+            return float(left + ((values[1] + values[5]) + (values[3] + values[7])))
         if size % 2:
             values[size] = 0.0
         size = (size + 1) // 2

@@ -25,7 +25,7 @@ def _find_scales(  # type: ignore[no-untyped-def]
     """
     sizes, exponents = constants[mx.SIZES], constants[mx.EXPONENTS]
     least, most = constants[mx.MIN_EXPONENT], constants[mx.MAX]
-    ceiling, magic = as_float(constants[mx.CEILING]), as_float(constants[mx.MAGIC])
+    ceiling, magic = constants[mx.CEILING], as_float(constants[mx.MAGIC])
     for b in range(blocks):
         wanted = np.float64(as_float(amax[b])) / (largest * np.float64(tensor_scale))
         found = as_float(nearest(np.int64, as_bits(wanted), 1.0, sizes, exponents, least, most, ceiling, magic))
