@@ -49,10 +49,10 @@ def layout_of(shape: tuple[int, ...], axis: int, size: int) -> tuple[Layout, int
         if line % size == 0:
             outer, line = 1, outer * line
         count = -(-line // size)
-        return Layout(line, 1, size, count, max(1, TILE // size)), outer * count
+        return np.array([line, 1, size, count, max(1, TILE // size)]), outer * count
     count = -(-line // size)
     width = min(inner, max(BESIDE, TILE // size))
-    return Layout(line, inner, size, count, width), outer * count * -(-inner // width)
+    return np.array([line, inner, size, count, width]), outer * count * -(-inner // width)
 
 
 @cache

@@ -5,7 +5,7 @@ import numpy as np
 
 from probe.numerics.kernels.bits import as_float, narrow
 from probe.numerics.kernels.mx import HALF_AWAY, TOWARD_ZERO, find_largest
-from probe.numerics.kernels.tiles import load, place, store, tile_at
+from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, load, place, store, tile_at
 
 #: Quotients are clipped here: far beyond all codes.
 _FAR = 1024.0
@@ -101,7 +101,7 @@ def write_values(  # type: ignore[no-untyped-def]
     rounding  None for half_even
     noise     for stochastic rounding, as bits in the order of x; else None
     """
-    width, size, inner = layout.width, layout.size, layout.inner
+    width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
     length = width * size if inner > 1 or x.itemsize == 2 else 0
     wide, values = np.empty(length, machine.dtype), np.empty(length, machine.dtype)
     drawn, steps = np.empty(width * size, np.int32), np.empty(width * size)
@@ -133,7 +133,7 @@ def write_codes(  # type: ignore[no-untyped-def]
     x, codes, machine, kind, layout, first, last, scales, zero_points, sharing, limits, rounding, noise
 ):
     """As `write_values`: the codes. They are 0 where the scale is NaN; elsewhere there must be no NaN."""
-    width, size, inner = layout.width, layout.size, layout.inner
+    width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
     wide, short = np.empty(width * size, machine.dtype), np.empty(width * size, np.uint8)
     drawn, steps = np.empty(width * size, np.int32), np.empty(width * size)
     factors, zeros = np.empty(width), np.empty(width)
@@ -157,10 +157,10 @@ def write_codes(  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True)
 def largest(x, amax, machine, kind, layout, first, last):  # type: ignore[no-untyped-def]
     """The bits of the largest magnitude of every block."""
-    length = layout.width * layout.size
+    length = layout[WIDTH] * layout[SIZE]
     wide = np.empty(length, machine.dtype)
     unit = first
     while unit < last:
         tile, units = tile_at(unit, last, layout)
         unit += units
-        find_largest(load(x, wide, tile, layout.inner, kind), tile, amax[tile.block : tile.block + tile.blocks])
+        find_largest(load(x, wide, tile, layout[INNER], kind), tile, amax[tile.block : tile.block + tile.blocks])

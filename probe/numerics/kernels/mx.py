@@ -9,9 +9,10 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.extending import overload
 
-from probe.numerics.kernels.bits import Bits, as_bits, as_float
-from probe.numerics.kernels.tiles import Tile, load, place, store, tile_at
+from probe.numerics.kernels.bits import Bits, as_bits, as_float, widen
+from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, Tile, load, place, store, tile_at
 
 #: The indices of the constants of a plan: integers, and bits of floats of the plan's machine.
 SIZES, EXPONENTS, MAX_EXPONENT, MIN_EXPONENT, MAX, CEILING, MAGIC, STEP = range(8)
@@ -20,6 +21,8 @@ CODE_SHIFT, CODE_OFFSET, CODE_STEPS, CODE_SIGN, BYTE_SHIFT, BYTE_OFFSET, CONSTAN
 #: The roundings by number; None is half_even.
 HALF_AWAY, TOWARD_ZERO, FLOOR, STOCHASTIC = range(1, 5)
 _NAN_BYTE = 255
+#: The block size that a loop is unrolled for.
+_USUAL = 32
 
 Constants = npt.NDArray[np.int64]
 Noise = npt.NDArray[np.float32]
@@ -47,6 +50,26 @@ def find_largest(x: Bits, tile: Tile, amax: Bits) -> None:
         for b in range(row.size):
             size = whole(row[b] & sizes)
             amax[b] = size if size > amax[b] else amax[b]
+
+
+def largest_of(x: Bits, here: Bits, tile: Tile, inner: int, kind: int, room: Bits, amax: Bits) -> None:
+    """`find_largest` of the tile `here` of `x`: from the 16 bits if it has no more, twice as many at a time."""
+    raise NotImplementedError("for kernels")
+
+
+@overload(largest_of)
+def _largest_of(x: Any, here: Any, tile: Any, inner: Any, kind: Any, room: Any, amax: Any) -> Any:
+    def wide(x: Any, here: Any, tile: Any, inner: Any, kind: Any, room: Any, amax: Any) -> Any:
+        find_largest(here, tile, amax)
+
+    def short(x: Any, here: Any, tile: Any, inner: Any, kind: Any, room: Any, amax: Any) -> Any:
+        if inner == 1:
+            find_largest(x[tile.start : tile.start + here.size], tile, room)
+            widen(room[: tile.blocks], amax[: tile.blocks], kind)
+        else:
+            find_largest(here, tile, amax)
+
+    return wide if x.dtype == here.dtype else short
 
 
 @numba.njit(cache=True, nogil=True)
@@ -123,25 +146,29 @@ def _without_sign(whole, bits, magnitude, unsigned, sizes):  # type: ignore[no-u
 
 @numba.njit(cache=True, nogil=True)
 def _write_nearest(x: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits, inverses: Bits) -> None:
-    """Values, rounded half to even."""
+    """Values, rounded half to even. The first loop does what the second does, for what is usual."""
     whole = x.dtype.type
     sizes, exponents, limit = whole(constants[SIZES]), whole(constants[EXPONENTS]), whole(constants[LIMIT])
     least, most, unsigned = whole(constants[MIN_EXPONENT]), whole(constants[MAX]), whole(constants[UNSIGNED])
     ceiling, magic = whole(constants[CEILING]), as_float(whole(constants[MAGIC]))
+    if tile.apart == 1 and tile.size == _USUAL and unsigned < 0:
+        for b in range(tile.blocks):
+            begin, end = b * _USUAL, (b + 1) * _USUAL
+            block, result, scale, inverse = x[begin:end], out[begin:end], as_float(scales[b]), as_float(inverses[b])
+            spoilt = sizes if scales[b] >= exponents else whole(0)
+            for i in range(_USUAL):
+                found = nearest(whole, block[i], inverse, sizes, exponents, least, most, ceiling, magic)
+                result[i] = _value(whole, block[i], found, scale, limit, sizes, spoilt)
+        return
     if tile.apart == 1:
         for b in range(tile.blocks):
-            block, result = x[b * tile.size : (b + 1) * tile.size], out[b * tile.size : (b + 1) * tile.size]
-            scale, inverse = as_float(scales[b]), as_float(inverses[b])
+            begin, end = b * tile.size, (b + 1) * tile.size
+            block, result, scale, inverse = x[begin:end], out[begin:end], as_float(scales[b]), as_float(inverses[b])
             spoilt = sizes if scales[b] >= exponents else whole(0)
-            if unsigned < 0:
-                for i in range(block.size):
-                    found = nearest(whole, block[i], inverse, sizes, exponents, least, most, ceiling, magic)
-                    result[i] = _value(whole, block[i], found, scale, limit, sizes, spoilt)
-            else:
-                for i in range(block.size):
-                    found = nearest(whole, block[i], inverse, sizes, exponents, least, most, ceiling, magic)
-                    bits = _without_sign(whole, block[i], found, unsigned, sizes)
-                    result[i] = _value(whole, bits, found, scale, limit, sizes, spoilt)
+            for i in range(block.size):
+                found = nearest(whole, block[i], inverse, sizes, exponents, least, most, ceiling, magic)
+                bits = _without_sign(whole, block[i], found, unsigned, sizes)
+                result[i] = _value(whole, bits, found, scale, limit, sizes, spoilt)
         return
     for i in range(tile.size):
         row, result = x[i * tile.apart : (i + 1) * tile.apart], out[i * tile.apart : (i + 1) * tile.apart]
@@ -247,11 +274,14 @@ def _choose_scales(  # type: ignore[no-untyped-def]
     least_exponent, most = whole(constants[MIN_EXPONENT]), whole(constants[MAX])
     ceiling, magic = whole(constants[CEILING]), as_float(whole(constants[MAGIC]))
     lowest, highest = as_float(whole(constants[LOWEST])), as_float(whole(constants[HIGHEST]))
-    between, apart = (tile.size, 1) if tile.apart == 1 else (1, tile.apart)
+    room = np.empty(0 if tile.apart == 1 else tile.size, x.dtype)
     for b in range(tile.blocks):
         if scales[b] >= exponents:
             continue
-        block = x[b * between : b * between + (tile.size - 1) * apart + 1 : apart]
+        block = x[b * tile.size : (b + 1) * tile.size] if tile.apart == 1 else room[: tile.size]
+        if tile.apart > 1:
+            for i in range(tile.size):
+                block[i] = x[b + i * tile.apart]
         first = as_float(scales[b])
         unit = 1.0 / np.float64(first)
         best, least = first, np.inf
@@ -301,8 +331,7 @@ def _tree_sum(values: Doubles, size: int) -> float:
 def _scale_tile(  # type: ignore[no-untyped-def]
     x, tile, size, constants, least_squares, rounding, noise, amax, scales, inverses, errors
 ):
-    """The scales of a tile and their inverses."""
-    find_largest(x, tile, amax)
+    """The scales of a tile and their inverses, from its largest magnitudes."""
     _find_scales(amax, tile.blocks, constants, scales, inverses)
     if least_squares is not None:
         _choose_scales(x, tile, size, constants, rounding, noise, amax, scales, inverses, errors)
@@ -320,9 +349,9 @@ def write_values(  # type: ignore[no-untyped-def]
     rounding       None for half_even
     noise          for stochastic rounding, in rows of one block each; else None
     """
-    width, size, inner = layout.width, layout.size, layout.inner
+    width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
     amax, scales = np.empty(width, machine.dtype), np.empty(width, machine.dtype)
-    inverses = np.empty(width, machine.dtype)
+    inverses, short_amax = np.empty(width, machine.dtype), np.empty(width, x.dtype)
     length = width * size if inner > 1 or x.itemsize == 2 else 0
     wide, values = np.empty(length, machine.dtype), np.empty(length, machine.dtype)
     elements = np.empty(0 if rounding is None else width * size, machine.dtype)
@@ -332,6 +361,7 @@ def write_values(  # type: ignore[no-untyped-def]
         tile, units = tile_at(unit, last, layout)
         unit += units
         here = load(x, wide, tile, inner, kind)
+        largest_of(x, here, tile, inner, kind, short_amax, amax)
         _scale_tile(here, tile, size, constants, least_squares, rounding, noise, amax, scales, inverses, errors)
         results = place(out, values, tile, inner)
         if rounding is None:
@@ -348,9 +378,9 @@ def write_codes(  # type: ignore[no-untyped-def]
     x, codes, scale_bytes, machine, kind, layout, first, last, constants, least_squares, rounding, noise
 ):
     """As `write_values`: the codes of the elements, and the bytes of the scales."""
-    width, size, inner = layout.width, layout.size, layout.inner
+    width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
     amax, scales = np.empty(width, machine.dtype), np.empty(width, machine.dtype)
-    inverses = np.empty(width, machine.dtype)
+    inverses, short_amax = np.empty(width, machine.dtype), np.empty(width, x.dtype)
     length = width * size if inner > 1 or x.itemsize == 2 else 0
     wide, short = np.empty(length, machine.dtype), np.empty(length, np.uint8)
     elements = np.empty(width * size, machine.dtype)
@@ -360,6 +390,7 @@ def write_codes(  # type: ignore[no-untyped-def]
         tile, units = tile_at(unit, last, layout)
         unit += units
         here = load(x, wide, tile, inner, kind)
+        largest_of(x, here, tile, inner, kind, short_amax, amax)
         _scale_tile(here, tile, size, constants, least_squares, rounding, noise, amax, scales, inverses, errors)
         found = elements[: here.size]
         results: Any = place(codes, short, tile, inner)

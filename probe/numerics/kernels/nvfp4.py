@@ -8,7 +8,7 @@ import numpy as np
 from probe.numerics.kernels import mx
 from probe.numerics.kernels.bits import as_bits, as_float, narrow
 from probe.numerics.kernels.mx import encode, find_elements, find_largest, nearest
-from probe.numerics.kernels.tiles import Tile, load, place, store, tile_at
+from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, Tile, load, place, store, tile_at
 
 #: The code of a scale that is NaN.
 _NAN_CODE = 0x7F
@@ -72,7 +72,7 @@ def quantize(  # type: ignore[no-untyped-def]
     constants        of the elements in float64
     scale_constants  of e4m3 in float64
     """
-    width, size, inner = layout.width, layout.size, layout.inner
+    width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
     tensor_scale, infinite, largest, smallest, limit = numbers
     amax, scales, factors = np.empty(width, machine.dtype), np.empty(width, np.int64), np.empty(width, np.int64)
     ones = np.full(width, as_bits(1.0))

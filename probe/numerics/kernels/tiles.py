@@ -8,6 +8,8 @@ tensor are often a multiple of 4 KB apart, which only few lines of the cache can
 from typing import Any, NamedTuple
 
 import numba
+import numpy as np
+import numpy.typing as npt
 from numba.extending import overload
 
 from probe.numerics.kernels.bits import Bits, shorten, widen
@@ -18,14 +20,10 @@ TILE = 2048
 BESIDE = 64
 
 
-class Layout(NamedTuple):
-    """Where blocks of `size` elements lie; a line has `per_line`, the last may be short, and a tile up to `width`."""
-
-    line: int
-    inner: int
-    size: int
-    per_line: int
-    width: int
+#: Where blocks lie, as an array, which kernels take faster than a tuple: the length of a line, the inner axis, the size of
+#: a block, the blocks of a line (the last may be short), and the blocks of a tile.
+LINE, INNER, SIZE, PER_LINE, WIDTH = range(5)
+Layout = npt.NDArray[np.int64]
 
 
 class Tile(NamedTuple):
@@ -43,7 +41,8 @@ class Tile(NamedTuple):
 @numba.njit(cache=True, nogil=True)
 def tile_at(unit: int, last: int, layout: Layout) -> tuple[Tile, int]:
     """The tile that begins with a unit, and how many units it is: blocks, or tiles of blocks beside each other."""
-    line, inner, size, count, width = layout
+    line, inner, size = layout[LINE], layout[INNER], layout[SIZE]
+    count, width = layout[PER_LINE], layout[WIDTH]
     if inner == 1:
         place = unit % count
         full = count - place if line % size == 0 else count - place - 1
