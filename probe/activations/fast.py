@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from probe.activations.reference import BLOCK, DEPTHS, SIDE, SIGNED_SIZES, SIZES, empty
-from probe.numerics.compiled import ANY_ORDER
 from probe.numerics.moments import Moments
+from probe.numerics.native import ANY_ORDER
 
 #: The indices into the array of sums and into that of counts.
 MEAN, SECOND, THIRD, FOURTH, MINIMUM, MAXIMUM, SMALLEST = range(7)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from probe.activations import reference as readable
 from probe.activations.reference import MERGED, SIDE, SIGNED_SIZES, SIZES, TABLES
-from probe.numerics.compiled import numba_twin
 from probe.numerics.histogram import Trimmed, spread_evenly
 from probe.numerics.moments import Moments
+from probe.numerics.native import numba_twin
 
 Kind = Literal["input", "output", "weight"]
 KINDS: tuple[Kind, ...] = ("input", "output", "weight")

@@ -60,7 +60,7 @@ class Block:
     def scan_parameters(self, x_proj_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dt, B and C in an output of x_proj, each after the norm of the float mixer, if that has norms."""
         mixer, stock = self.mixer, self.stock.mixer
-        dt, B, C = x_proj_output.split([mixer.time_step_rank, mixer.state_size, mixer.state_size], dim=-1)
+        dt, B, C = torch.split(x_proj_output, [mixer.time_step_rank, mixer.state_size, mixer.state_size], dim=-1)
         if not all(hasattr(stock, name) for name in NORMS):
             return dt, B, C
         with torch.no_grad():

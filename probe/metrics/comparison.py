@@ -13,7 +13,7 @@ from probe.metrics import reference as readable
 from probe.metrics.figures import QUANTILES, Measured, Metrics
 from probe.metrics.reference import CHUNK, double_copy, first_true
 from probe.metrics.tally import KEPT, Magnitudes, Tally, first_index
-from probe.numerics.compiled import numba_twin
+from probe.numerics.native import numba_twin
 
 _Measure = Callable[[Tensor, Tensor, Magnitudes | None], Tally]
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from probe.metrics import reference as readable
 from probe.metrics.tally import BUCKETS, SIDES, Magnitudes, Spread, Tally
-from probe.numerics.compiled import ANY_ORDER
 from probe.numerics.moments import Moments
+from probe.numerics.native import ANY_ORDER
 
 #: Elements of other dtypes than float32 and float64 that are converted at a time; also the least work for a thread.
 STRETCH = 2**18

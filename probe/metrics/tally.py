@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from probe.numerics.compiled import numba_twin
 from probe.numerics.histogram import Buckets, linear
 from probe.numerics.moments import NO_MOMENTS, Moments
+from probe.numerics.native import numba_twin
 
 #: How many magnitudes |d| a Comparison keeps, as float64, for exact percentiles (32 MB).
 KEPT = 2**22

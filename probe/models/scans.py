@@ -15,8 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from probe.numerics.compiled import numba_twin
-from probe.numerics.native import is_native
+from probe.numerics.native import is_native, numba_twin
 
 Scanned = tuple[Tensor, Tensor]  # y and the last state
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Scanned]

@@ -1,6 +1,7 @@
 """Blocks: a tensor cut into rows along one axis and joined again; sums in a fixed order; axes from the front."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -37,6 +38,17 @@ class Blocks:
     def padding(self) -> int:
         """Zeros that complete the last block of a line."""
         return self.count * self.size - self.shape[self.axis]
+
+    @property
+    def rows_shape(self) -> tuple[int, int]:
+        """The shape of the rows that `split` makes."""
+        lines = prod(self.shape[: self.axis]) * prod(self.shape[self.axis + 1 :])
+        return lines * self.count, self.size
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        """The shape of one number per block: `shape` with the axis replaced by the count of blocks."""
+        return *self.shape[: self.axis], self.count, *self.shape[self.axis + 1 :]
 
     @property
     def in_rows(self) -> bool:

@@ -1,17 +1,12 @@
-"""How the fast twins are compiled: by torch.compile, which makes one pass over memory (C++ or Triton), or by numba.
+"""The torch operations of `fast.py` through torch.compile, which makes one pass over memory: for accelerators.
 
-A compiler takes seconds, and small jobs never pay for it: a kernel is compiled once the eager code has worked about as
-long on the same kind of tensors as the compiler will take. So no job takes more than about twice its best time.
+On the CPU the numba kernels do it (`native.py`), which need no compiler; there it is used on request only.
 """
 
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -21,30 +16,14 @@ from probe.numerics import fast
 from probe.numerics.corners import mx_corner_blocks
 from probe.numerics.fast import mx_values, plan_for
 
-#: `fastmath` of numba loops: sums may be added in any order, and there is no NaN among the values.
-ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
-#: Tensors below this many elements always run eagerly.
+#: Tensors below this many elements are not compiled for unless asked.
 LARGE = 2**20
-#: Elements of large tensors that run eagerly, per kernel, before that kernel is compiled: some 5 s of work.
-COMPILE_AFTER = 2**31
-
-
-@cache
-def numba_twin(module: str, results: str) -> ModuleType | None:
-    """The fast twin `module`; None, after one warning, where numba cannot be loaded: the `results` stay the same."""
-    try:
-        return import_module(module)
-    except ImportError as problem:
-        text = f"numba cannot be loaded ({problem}). Going on without it: the same {results}, but slower."
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
-        return None
-
 
 Kernel = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class WrongKernelError(RuntimeError):
-    """A compiled kernel that does not give the bits of the eager code."""
+    """A compiled kernel that does not give the bits of torch's operations."""
 
 
 @dataclass(frozen=True)
@@ -60,29 +39,14 @@ class KernelKey:
 
 
 _kernels: dict[KernelKey, Kernel | Exception] = {}
-_eager_elements: Counter[KernelKey] = Counter()
 _lock = threading.Lock()
-
-
-def worth_compiling(key: KernelKey, elements: int) -> bool:
-    """Whether a large tensor goes to the compiled kernel, counting its elements if it does not yet."""
-    if key.dtype == torch.float64:  # torch 2.13 miscompiles the 64-bit integer steps
-        return False
-    kernel = _kernels.get(key)
-    if isinstance(kernel, Exception) and not isinstance(kernel, WrongKernelError):
-        return False
-    if kernel is not None:
-        return True
-    with _lock:
-        _eager_elements[key] += elements
-        return _eager_elements[key] > COMPILE_AFTER
 
 
 def run(key: KernelKey, x: Tensor, out: Tensor, noise: Tensor | None, *, required: bool) -> bool:
     """Run the compiled kernel over rows; False, after one warning, where it cannot be had.
 
     With `required` (the caller asked for it by name) that is a RuntimeError instead. A kernel that does not give the
-    bits of the eager code at corner values, which is tried before its first use, is a WrongKernelError.
+    bits of torch's operations at corner values, which is tried before its first use, is a WrongKernelError.
     """
     if x.shape[0] < 2:  # torch.compile specialises sizes 0 and 1
         pad = torch.zeros(2 - x.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
@@ -103,7 +67,7 @@ def run(key: KernelKey, x: Tensor, out: Tensor, noise: Tensor | None, *, require
     if isinstance(kernel, WrongKernelError):
         raise kernel
     if required:
-        raise RuntimeError(_no_compiler(kernel, "Use implementation='eager' or 'auto'")) from kernel
+        raise RuntimeError(_no_compiler(kernel, "Use implementation='torch' or 'auto'")) from kernel
     if first:
         advice = "Going on without it: the same bits, slower"
         warnings.warn(_no_compiler(kernel, advice), RuntimeWarning, stacklevel=4)
@@ -120,7 +84,7 @@ def _call(kernel: Kernel, x: Tensor, out: Tensor, noise: Tensor | None) -> None:
 
 
 def _build(key: KernelKey) -> Kernel | Exception:
-    """Compile for `key` and compare it with the eager code at corner values; or the reason why it is not to be used."""
+    """Compile for `key` and compare with torch's operations at corner values; or the reason why not to use it."""
     plan, rounding = plan_for(key.format, key.dtype, key.rule), key.rounding
 
     def kernel(x: Tensor, out: Tensor, noise: Tensor | None) -> None:
@@ -161,8 +125,9 @@ def _wrong(key: KernelKey, x: Tensor, made: Tensor, expected: Tensor) -> WrongKe
     first, got, wanted = (float(values[wrong][0]) for values in (x, made, expected))
     return WrongKernelError(
         f"the compiled kernel of {key.format.name} ({key.rule}, {key.rounding}, blocks of {key.block_size}, "
-        f"{key.dtype}, {key.device}) does not give the bits of the eager code: {count} of {x.numel()} corner values "
-        f"differ, the first at {first:g}: {got:g} instead of {wanted:g}. Use implementation='eager', and report it."
+        f"{key.dtype}, {key.device}) does not give the bits of torch's operations: {count} of {x.numel()} corner "
+        f"values differ, the first at {first:g}: {got:g} instead of {wanted:g}. Use implementation='torch', and report "
+        "it."
     )
 
 

@@ -67,7 +67,7 @@ FLOAT32 = Machine(torch.float32, torch.int32, 23, 127, 0xFF << 23, -(1 << 31), (
 FLOAT64 = Machine(torch.float64, torch.int64, 52, 1023, 0x7FF << 52, -(1 << 63), ("<d", "<q"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The constants of one format, machine and scale rule.
 
@@ -227,16 +227,16 @@ def _least_squares(
 ) -> tuple[Tensor, Tensor]:
     """(magnitudes, scales): of the floor scale, twice that and half of it, the first with the least squared error.
 
-    Errors are in float64, as in the reference: a float32 difference loses the small part of a value rounded up to a
-    step.
+    Errors are in float64 and in units of the floor scale, as in the reference: a float32 difference loses the small
+    part of a value rounded up to a step, and a float32 quotient may underflow.
     """
     smallest, largest = 2.0**-BYTE_BIAS, 2.0**BYTE_BIAS
     best, best_scale, least = magnitude, first, None
+    exact = magnitude.to(torch.float64) * first.to(torch.float64).reciprocal()
     for factor in (1.0, 2.0, 0.5):
         scale = (first * factor).clamp_(smallest, largest)
-        y = magnitude * scale.reciprocal()
-        element = _saturated_(y.clone(), x, plan, rounding, noise)
-        difference = (y.to(torch.float64) - element) * (scale * first.reciprocal())
+        element = _saturated_(magnitude * scale.reciprocal(), x, plan, rounding, noise)
+        difference = exact - element.to(torch.float64) * (scale * first.reciprocal())
         error = tree_sum(difference * difference)
         if least is None:
             best, best_scale, least = element, scale, error

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from probe.numerics.blocks import resolve_axis
-from probe.numerics.compiled import numba_twin
-from probe.numerics.native import check_out, in_parts, is_native
+from probe.numerics.native import check_out, in_threads, is_native, numba_twin
 from probe.numerics.rounding import require_float
 
 #: order of the base -> (p, degree) of the finite field of q = p^degree elements, order = 2 (q + 1).
@@ -74,7 +73,7 @@ def _by_loops(twin: ModuleType, y: Tensor, base: int, out: Tensor) -> Tensor:
         here = slice(start, stop)
         twin.transform(given[here], bits[here], made[here], *scalars)
 
-    in_parts(transform, len(given), given.size)
+    in_threads(transform, len(given), given.size)
     return out
 
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from probe.numerics.compiled import numba_twin
-from probe.numerics.native import is_native
+from probe.numerics.native import is_native, numba_twin
 
 Whole = npt.NDArray[np.int64]
 Array = npt.NDArray[np.float64]

@@ -2,17 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict, Unpack, cast
+from typing import Literal, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from probe.numerics.blocks import Blocks, resolve_axis
+from probe.numerics.native import can_read, numba_twin
 from probe.numerics.rounding import draw_noise, narrow, require_float, require_tensor, round_integer
 from probe.words import look_up
 
 #: No scale taken from data is below this (the float32 nearest to it).
 SMALLEST_SCALE = 1e-6
+
+IntegerImplementation = Literal["auto", "reference"]
+INTEGER_IMPLEMENTATIONS: dict[str, str] = {
+    "auto": "the kernel on the CPU, else the definition",
+    "reference": "the readable definition",
+}
 
 
 def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
@@ -112,7 +119,12 @@ def _scale(extent: Tensor, steps: int) -> Tensor:
 
 
 def quantize_integer(
-    x: Tensor, parameters: IntegerParameters, *, rounding: str = "half_even", generator: torch.Generator | None = None
+    x: Tensor,
+    parameters: IntegerParameters,
+    *,
+    rounding: str = "half_even",
+    generator: torch.Generator | None = None,
+    implementation: IntegerImplementation = "auto",
 ) -> Tensor:
     """The codes of `x`, int8 if symmetric and uint8 if not.
 
@@ -123,26 +135,57 @@ def quantize_integer(
     `x` has 53 bits and can come closer; `_off_false_ties` corrects a quotient that became a tie by rounding.
 
     Inf becomes the last code, -Inf the first. -0.0 and 0.0 share one code. NaN has none: ValueError.
+
+    `implementation` is a name of INTEGER_IMPLEMENTATIONS.
     """
     require_float(x, "Integer grids")
+    _check_parameters(x, parameters, implementation)
     missing = int(x.isnan().sum())
     if missing:
         raise ValueError(
             f"x has {missing} NaN among {x.numel()} values and integer codes cannot hold NaN. "
             "Find where they come from, or replace them with torch.nan_to_num first."
         )
-    return _codes(x, parameters, rounding, generator).to(parameters.code_dtype)
+    noise = draw_noise(x.shape, x.device, rounding, generator)
+    kernel = _kernel(x, parameters, implementation)
+    if kernel is None:
+        return _codes(x, parameters, rounding, noise).to(parameters.code_dtype)
+    codes = torch.empty(x.shape, dtype=parameters.code_dtype)
+    kernel(x, codes, rounding, noise)
+    return codes
 
 
-def _codes(x: Tensor, parameters: IntegerParameters, rounding: str, generator: torch.Generator | None) -> Tensor:
-    """The codes as float64 numbers; NaN stays NaN."""
+def _check_parameters(x: Tensor, parameters: IntegerParameters, implementation: str) -> None:
     if not isinstance(parameters, IntegerParameters):
         raise TypeError(
             f"parameters is a {type(parameters).__name__}, expected IntegerParameters. "
             "Make them with integer_parameters, dynamic_parameters or an observer."
         )
+    look_up("implementation", implementation, INTEGER_IMPLEMENTATIONS)
     _check_broadcast(parameters.scale, x)
-    noise = draw_noise(x, rounding, generator)
+
+
+def _kernel(
+    x: Tensor, parameters: IntegerParameters, implementation: str
+) -> Callable[[Tensor, Tensor, str, Tensor | None], None] | None:
+    """What writes the values of `x`, or its codes, to a tensor; None where torch does the work."""
+    if implementation != "auto" or not x.numel() or not can_read(x) or not can_read(parameters.scale):
+        return None
+    calls = numba_twin("probe.numerics.kernels.calls", "values")
+    sharing = None if calls is None else calls.sharing_of(tuple(x.shape), tuple(parameters.scale.shape))
+    if calls is None or sharing is None:
+        return None
+
+    def write(x: Tensor, target: Tensor, rounding: str, noise: Tensor | None) -> None:
+        grid = parameters.scale.detach().contiguous(), parameters.zero_point.contiguous()
+        kernel = calls.integer_values if target.is_floating_point() else calls.integer_codes
+        kernel(x.detach().contiguous(), target, *grid, sharing, parameters.code_range, rounding, noise)
+
+    return write
+
+
+def _codes(x: Tensor, parameters: IntegerParameters, rounding: str, noise: Tensor | None) -> Tensor:
+    """The codes as float64 numbers; NaN stays NaN."""
     wide, scale = x.detach().double(), parameters.scale.double()
     quotient = wide / scale
     if x.dtype == torch.float64:
@@ -290,6 +333,7 @@ def fake_quantize_integer(
     parameters: IntegerParameters | None = None,
     rounding: str = "half_even",
     generator: torch.Generator | None = None,
+    implementation: IntegerImplementation = "auto",
     **options: Unpack[GridOptions],
 ) -> Tensor:
     """`x` on the grid, in its own shape and dtype: dequantize(quantize(x)).
@@ -300,6 +344,7 @@ def fake_quantize_integer(
 
     -0.0 becomes +0.0: integers have one zero. On static grids Inf saturates and NaN stays NaN; dynamic grids refuse
     both, because they give no scale. An empty tensor gives an empty tensor. The result has no gradient.
+    `implementation` is a name of INTEGER_IMPLEMENTATIONS.
     """
     given = cast(GridOptions, {name: value for name, value in options.items() if value is not None})
     if parameters is None:
@@ -310,8 +355,15 @@ def fake_quantize_integer(
             "Leave one or the other out."
         )
     require_float(x, "Integer grids")
-    steps = _codes(x, parameters, rounding, generator) - parameters.zero_point
-    return narrow(steps * parameters.scale.double(), x.dtype)
+    _check_parameters(x, parameters, implementation)
+    noise = draw_noise(x.shape, x.device, rounding, generator)
+    kernel = _kernel(x, parameters, implementation)
+    if kernel is None:
+        steps = _codes(x, parameters, rounding, noise) - parameters.zero_point
+        return narrow(steps * parameters.scale.double(), x.dtype)
+    values = torch.empty(x.shape, dtype=x.dtype)
+    kernel(x, values, rounding, noise)
+    return values
 
 
 def _check_broadcast(scale: Tensor, x: Tensor) -> None:

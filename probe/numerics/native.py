@@ -1,34 +1,150 @@
-"""When numba loops can work on tensors, where results may go, and how loops share the work among threads."""
+"""How the numba twins run: when they are loaded, where their machine code is kept on disk, on how many threads.
 
+numba takes half a second to load, so nothing imports it before a kernel is needed: `numba_twin` is the one door.
+Kernels are compiled when they are first called with a kind of arguments, and kept in the first of these folders that
+can be written to: NUMBA_CACHE_DIR, the `__pycache__` beside their module, the user's cache folder, the user's own
+folder among the temporary files.
+"""
+
+import hashlib
+import os
+import stat
+import tempfile
+import threading
+import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from probe.numerics.rounding import require_tensor
 
 T = TypeVar("T")
 
-#: The least elements that are worth a thread of their own: some 100 us of work.
-LEAST = 2**18
+#: `fastmath` of numba loops: sums may be added in any order, and there is no NaN among the values.
+ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
+#: The least work for a thread, in elements: less takes no longer than waking a thread.
+THREAD_WORK = 2**18
+
+#: Subclasses may be anything: tensors without memory, wrappers, quantized ones.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PACKAGE = Path(__file__).parents[1]
+_pool: ThreadPoolExecutor | None = None
+_lock = threading.Lock()
 
 
-def is_native(*tensors: Tensor) -> bool:
-    """Whether numpy can read all of them as they are: on the CPU, outside of autograd, and not being traced."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return False
-    return all(map(_is_plain, tensors))
+@cache
+def numba_twin(module: str, results: str) -> ModuleType | None:
+    """The fast twin `module`; None, after one warning, where numba cannot be loaded: the `results` stay the same."""
+    try:
+        _keep_kernels()
+        return import_module(module)
+    except (ImportError, RuntimeError) as problem:  # RuntimeError: there is no folder at all for its cache
+        text = f"numba cannot be loaded ({problem}). Going on without it: the same {results}, but slower."
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return None
 
 
-def _is_plain(x: Tensor) -> bool:
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # a subclass may hold anything
-        return False
-    return x.device.type == "cpu" and not (x.requires_grad and torch.is_grad_enabled())
+@cache
+def _keep_kernels() -> None:
+    """Teach numba's cache about the kernels of this package; functions of others are cached as before.
+
+    numba stamps a cached function with the file it is in, but a kernel is also made of the functions that it calls and
+    of their types: the stamp here is that of the whole folder. It is part of the name, so that the index of other
+    sources is never opened: to read it can fail where it names types that are gone.
+    """
+    from numba.core import caching
+
+    config: Any = import_module("numba.core.config")
+
+    class KernelLocator(caching._CacheLocator):
+        def __init__(self, function: Any, file: str) -> None:
+            self._source, self._line = Path(file), function.__code__.co_firstlineno
+
+        @classmethod
+        def from_function(cls, py_func: Any, py_file: str) -> "KernelLocator | None":
+            file = Path(py_file)
+            if _PACKAGE not in file.parents or not file.exists():
+                return None
+            return cls(py_func, py_file) if cache_folder(file.parent, config.CACHE_DIR or None) else None
+
+        def get_cache_path(self) -> str:
+            return str(cache_folder(self._source.parent, config.CACHE_DIR or None))
+
+        def get_source_stamp(self) -> str:
+            return _digest(self._source.parent)
+
+        def get_disambiguator(self) -> str:
+            return f"{self._line}-{_digest(self._source.parent)[:12]}"
+
+    impl = caching.CompileResultCacheImpl
+    impl._locator_classes = [KernelLocator, *impl._locator_classes]
 
 
-def check_out(out: Tensor, x: Tensor) -> None:
+@cache
+def _digest(folder: Path) -> str:
+    """A digest of the sources in a folder."""
+    found = hashlib.sha256()
+    for file in sorted(folder.glob("*.py")):
+        found.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+@cache
+def cache_folder(sources: Path, chosen: str | None) -> Path | None:
+    """The folder for the machine code of a folder of sources, made if need be; None if there is none to write to."""
+    own = hashlib.sha256(str(sources).encode()).hexdigest()[:16]
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    private = Path(tempfile.gettempdir()) / f"probe-kernels-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    folders = [Path(chosen) / f"probe-{own}"] if chosen else []
+    for folder in (*folders, sources / "__pycache__", caches / "probe" / f"kernels-{own}", private / own):
+        try:
+            if folder.parent == private:
+                private.mkdir(mode=0o700, exist_ok=True)
+                if not _is_private(private):
+                    continue
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError:
+            continue
+    return None
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else can have put files here: what is cached is run. Anyone can make a folder in /tmp."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and (
+        not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
+    )
+
+
+def can_read(x: torch.Tensor) -> bool:
+    """Whether a kernel can take this tensor: plain memory of the CPU, and nothing that records torch's operations."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and x.is_cpu
+        and x.layout == torch.strided
+        and not x.is_neg()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def is_native(*tensors: torch.Tensor) -> bool:
+    """Whether a loop can take all of them in place of torch's operations: `can_read`, and no gradient is wanted."""
+    return all(can_read(x) and not (x.requires_grad and torch.is_grad_enabled()) for x in tensors)
+
+
+def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
     """Refuse a tensor that cannot receive a result of the shape, dtype and device of `x`."""
     require_tensor(out)
     if (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
@@ -38,14 +154,37 @@ def check_out(out: Tensor, x: Tensor) -> None:
         )
 
 
-def in_parts(work: Callable[[int, int], T], rows: int, elements: int) -> list[T]:
-    """`work(start, stop)` of parts that make up 0 .. rows, as many at once as torch may use threads; in order.
+def in_threads(work: Callable[[int, int], T], units: int, elements: int) -> list[T]:
+    """`work(first, last)` of parts that cover `units`, in order, on as many threads as torch may use.
 
-    The loops that `work` runs must release Python's lock. Fewer than LEAST elements for each thread: fewer threads.
+    `work` must release the GIL, as kernels do. The caller's thread does the first part.
     """
-    threads = max(1, min(torch.get_num_threads(), rows, elements // LEAST))
-    if threads == 1:
-        return [work(0, rows)]
-    cuts = [rows * part // threads for part in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, cuts, cuts[1:]))
+    threads = min(torch.get_num_threads(), units, elements // THREAD_WORK)
+    if threads < 2:
+        return [work(0, units)]
+    cuts = [units * i // threads for i in range(threads + 1)]
+    others = [_threads(threads - 1).submit(work, *part) for part in pairwise(cuts[1:])]
+    try:
+        first = work(0, cuts[1])
+    finally:
+        wait(others)
+    return [first, *(other.result() for other in others)]
+
+
+def _threads(count: int) -> ThreadPoolExecutor:
+    """The threads beside the caller's, kept from call to call."""
+    global _pool
+    with _lock:
+        if _pool is None or _pool._max_workers < count:
+            _pool = ThreadPoolExecutor(count, thread_name_prefix="probe-kernel")
+        return _pool
+
+
+def _forget_threads() -> None:
+    """A forked process has the pool, but not its threads."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

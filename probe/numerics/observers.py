@@ -13,9 +13,9 @@ from torch import Tensor
 
 from probe.formats import PERCENTILE
 from probe.numerics.blocks import resolve_axis
-from probe.numerics.compiled import numba_twin
 from probe.numerics.histogram import Buckets, linear
 from probe.numerics.integers import IntegerParameters, code_range, integer_parameters
+from probe.numerics.native import numba_twin
 from probe.numerics.rounding import require_float
 from probe.words import look_up
 

@@ -1,7 +1,8 @@
 """`fake_quantize` and `quantize`: any float tensor in any format of the table."""
 
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack
+from functools import cached_property
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -10,12 +11,13 @@ from probe.formats import FORMATS, Format
 from probe.numerics import compiled, fast, reference
 from probe.numerics.blocks import Blocks
 from probe.numerics.codes import Quantized, encode, scale_values
-from probe.numerics.integers import dynamic_parameters, quantize_integer
+from probe.numerics.integers import code_range, dynamic_parameters, quantize_integer
+from probe.numerics.native import can_read, check_out, numba_twin
 from probe.numerics.reference import combined_scale, nvfp4_blocks, tensor_scale_of
-from probe.numerics.rounding import check_rounding, draw_noise, narrow, require_float, require_tensor
+from probe.numerics.rounding import check_rounding, draw_noise, narrow, require_float
 from probe.words import did_you_mean, look_up
 
-Implementation = Literal["auto", "reference", "eager", "compiled"]
+Implementation = Literal["auto", "reference", "torch", "compiled"]
 
 #: How the power-of-two scale of a block follows from its largest magnitude; formulas in `reference.py`.
 SCALE_RULES: dict[str, str] = {
@@ -26,10 +28,10 @@ SCALE_RULES: dict[str, str] = {
     "mse": "of floor and its two neighbours, the one with the smallest squared error of the block",
 }
 IMPLEMENTATIONS: dict[str, str] = {
-    "auto": "eager for small jobs, compiled once a job is large enough to pay for the compiler",
+    "auto": "the kernel on the CPU; on an accelerator torch operations, compiled for large tensors of MX formats",
     "reference": "the readable definition",
-    "eager": "the fast twin, operation by operation",
-    "compiled": "the fast twin through torch.compile",
+    "torch": "torch operations, one by one",
+    "compiled": "torch operations through torch.compile",
 }
 
 
@@ -40,12 +42,20 @@ class Job:
     x: Tensor
     format: Format
     blocks: Blocks
-    rows: Tensor  # x cut into blocks
     rule: str
     rounding: str
     generator: torch.Generator | None
     tensor_scale: Tensor | None
     implementation: str
+
+    @property
+    def rows(self) -> Tensor:
+        """x cut into blocks."""
+        return self.blocks.split(self.x) if torch.compiler.is_compiling() else self._rows  # a lock cannot be traced
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return self.blocks.split(self.x)
 
     def whole(self, rows: Tensor) -> Tensor:
         """Rows in the shape of x."""
@@ -54,12 +64,12 @@ class Job:
 
     @property
     def plan(self) -> fast.Plan:
-        """The constants of the fast twin."""
+        """The constants of the fast twins."""
         return fast.plan_for(self.format, self.x.dtype, self.rule)
 
     def draw_noise(self) -> Tensor | None:
         """Uniform numbers for stochastic rounding, one per element of the rows."""
-        return draw_noise(self.rows, self.rounding, self.generator)
+        return draw_noise(self.blocks.rows_shape, self.x.device, self.rounding, self.generator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,16 +125,14 @@ def fake_quantize(
     if check_underflow:
         _analyze_underflow(job)
     if out is not None:
-        require_tensor(out)
-        if (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
-            raise ValueError(
-                f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}, but the result is {x.dtype} of shape "
-                f"{tuple(x.shape)} on {x.device}. Pass torch.empty_like(x), or leave out away."
-            )
+        check_out(out, x)
     if x.numel() == 0:
         return x.detach().clone() if out is None else out
+    kernels = _kernels(job)
+    if kernels is not None:
+        return _by_kernel(kernels, job, out)
     if job.format.scale == "e8m0" and job.implementation != "reference":
-        result = _fast_mx(job, out)
+        result = _by_torch(job, out)
     else:
         result = job.whole(narrow(on_grid(job).values, x.dtype))
     return result if out is None or result is out else out.copy_(result)
@@ -135,13 +143,18 @@ def quantize(x: Tensor, format: str, *, check_underflow: bool = False, **options
     job = check_job(x, format, **options)
     if job.implementation == "compiled":
         raise ValueError(
-            "implementation 'compiled' is for fake_quantize only; codes are made eagerly. Leave implementation out."
+            "implementation 'compiled' is for fake_quantize only; codes are not compiled. Leave implementation out."
         )
     if check_underflow:
         _analyze_underflow(job)
-    grid = on_grid(job)
-    codes = job.whole(encode(grid.elements, job.format))
-    stored = None if grid.stored_scales is None else job.blocks.join_scales(grid.stored_scales)
+    kernels = _kernels(job) if x.numel() else None
+    stored: Tensor | None
+    if kernels is not None:
+        codes, stored = _codes_by_kernel(kernels, job)
+    else:
+        grid = on_grid(job)
+        codes = job.whole(encode(grid.elements, job.format))
+        stored = None if grid.stored_scales is None else job.blocks.join_scales(grid.stored_scales)
     return Quantized(codes, stored, job.tensor_scale, job.format, job.blocks, x.dtype, x.shape)
 
 
@@ -151,7 +164,7 @@ def round_to(
     *,
     rounding: str = "half_even",
     generator: torch.Generator | None = None,
-    implementation: Literal["reference", "eager"] = "eager",
+    implementation: Literal["reference", "torch"] = "torch",
 ) -> Tensor:
     """The nearest value of the element grid, without a scale, saturating; same shape and dtype.
 
@@ -163,9 +176,9 @@ def round_to(
         raise ValueError(
             f"{format} is nothing without a scale. Use fake_quantize(x, {format!r}), or torch.round for scale 1."
         )
-    look_up("implementation", implementation, {name: IMPLEMENTATIONS[name] for name in ("reference", "eager")})
+    look_up("implementation", implementation, {name: IMPLEMENTATIONS[name] for name in ("reference", "torch")})
     rounder = reference.round_elements if implementation == "reference" else fast.round_elements
-    return narrow(rounder(x.detach(), fmt, rounding, draw_noise(x, rounding, generator)), x.dtype)
+    return narrow(rounder(x.detach(), fmt, rounding, draw_noise(x.shape, x.device, rounding, generator)), x.dtype)
 
 
 def _format(name: str) -> Format:
@@ -202,12 +215,12 @@ def check_job(
             )
         if implementation == "compiled":
             raise ValueError(
-                f"there is no compiled implementation of {format}. Use implementation='eager' or leave it out."
+                f"there is no compiled implementation of {format}. Use implementation='torch' or leave it out."
             )
     if implementation == "compiled" and x.dtype == torch.float64:
         raise ValueError(
             "there is no compiled implementation for float64: torch 2.13 miscompiles the 64-bit integer steps. "
-            "Use implementation='eager' or leave it out."
+            "Use implementation='torch' or leave it out."
         )
     if fmt.scale is None and block_size is not None:
         raise ValueError(f"block_size {block_size} was given, but {format} is a cast without blocks. Leave it out.")
@@ -222,7 +235,7 @@ def check_job(
     else:
         blocks = Blocks.of(x, axis, fmt.block_size if block_size is None else block_size)
     second_scale = _tensor_scale(x, fmt, tensor_scale)
-    return Job(x, fmt, blocks, blocks.split(x), scale_rule, rounding, generator, second_scale, implementation)
+    return Job(x, fmt, blocks, scale_rule, rounding, generator, second_scale, implementation)
 
 
 def _tensor_scale(x: Tensor, fmt: Format, given: Tensor | float | None) -> Tensor | None:
@@ -231,7 +244,7 @@ def _tensor_scale(x: Tensor, fmt: Format, given: Tensor | float | None) -> Tenso
             raise ValueError(f"tensor_scale was given, but {fmt.name} has no second scale. It belongs to nvfp4.")
         return None
     if given is None:
-        return tensor_scale_of(x)
+        return _tensor_scale_from(x)
     if not isinstance(given, int | float | Tensor) or isinstance(given, bool):
         raise TypeError(f"tensor_scale is a {type(given).__name__}, expected a number or a 0-d tensor.")
     scale = torch.as_tensor(given, dtype=torch.float32, device=x.device)
@@ -267,20 +280,88 @@ def on_grid(job: Job) -> GridRows:
         finite = job.rows.isfinite().all(-1, keepdim=True)
         rows = torch.where(finite, job.rows, torch.zeros_like(job.rows))
         parameters = dynamic_parameters(rows, bits=job.format.bits, granularity="token")
-        codes = quantize_integer(rows, parameters, rounding=job.rounding, generator=job.generator)
+        codes = quantize_integer(
+            rows, parameters, rounding=job.rounding, generator=job.generator, implementation="reference"
+        )
         scales = torch.where(finite, parameters.scale, torch.nan)
         return GridRows(codes.to(torch.float64), scales.to(torch.float64), scales)
     return GridRows(rounder(job.rows, job.format, job.rounding, job.draw_noise()), None, None)
 
 
-def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
-    """Run the fast twin, eager in pieces or compiled; writes to `out` directly where its memory is in rows."""
+def _kernels(job: Job) -> Any:
+    """The kernels, where they are to be used; None where torch or the reference does the work."""
+    if job.implementation != "auto" or job.format.scale is None or not can_read(job.x):
+        return None
+    return numba_twin("probe.numerics.kernels.calls", "values")
+
+
+def _by_kernel(kernels: Any, job: Job, out: Tensor | None) -> Tensor:
+    """Run the kernel; it writes to `out` directly where that is plain memory of its own."""
+    x = job.x.contiguous()
+    direct = out is not None and can_read(out) and out.is_contiguous() and not _share_memory(out, x)
+    target = out.detach() if out is not None and direct else torch.empty(x.shape, dtype=x.dtype)
+    if job.format.scale == "e8m0":
+        kernels.mx_values(x, target, job.blocks, job.plan, job.rounding, job.draw_noise())
+    elif job.format.scale == "e4m3":
+        kernels.nvfp4_values(x, target, job.blocks, job.tensor_scale, job.format, job.rounding, job.draw_noise())
+    else:
+        scales, sharing, noise = _integer_blocks(kernels, job, x)
+        ends = code_range(job.format.bits, symmetric=True)
+        zeros = torch.zeros_like(scales, dtype=torch.int32)
+        kernels.integer_values(x, target, scales, zeros, sharing, ends, job.rounding, noise)
+    if out is None:
+        return target
+    if direct:
+        torch.autograd.graph.increment_version(out)
+        return out
+    return out.copy_(target)
+
+
+def _codes_by_kernel(kernels: Any, job: Job) -> tuple[Tensor, Tensor]:
+    """(codes, stored scales)."""
+    x = job.x.contiguous()
+    if job.format.scale == "e8m0":
+        found: tuple[Tensor, Tensor] = kernels.mx_codes(x, job.blocks, job.plan, job.rounding, job.draw_noise())
+        return found
+    if job.format.scale == "e4m3":
+        found = kernels.nvfp4_codes(x, job.blocks, job.tensor_scale, job.format, job.rounding, job.draw_noise())
+        return found
+    scales, sharing, noise = _integer_blocks(kernels, job, x)
+    codes = torch.empty(x.shape, dtype=torch.int8)
+    ends = code_range(job.format.bits, symmetric=True)
+    zeros = torch.zeros_like(scales, dtype=torch.int32)
+    kernels.integer_codes(x, codes, scales, zeros, sharing, ends, job.rounding, noise)
+    return codes, scales.reshape(job.blocks.scales_shape)
+
+
+def _integer_blocks(kernels: Any, job: Job, x: Tensor) -> tuple[Tensor, Any, Tensor | None]:
+    """(a scale for each block of plain integers, who shares them, noise in the order of x)."""
+    high = code_range(job.format.bits, symmetric=True)[1]
+    scales, sharing = kernels.integer_scales(x, job.blocks, high)
+    noise = job.draw_noise()
+    return scales, sharing, None if noise is None else job.blocks.join(noise).contiguous()
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _tensor_scale_from(x: Tensor) -> Tensor:
+    """`tensor_scale_of` in one pass, where all is finite."""
+    kernels = numba_twin("probe.numerics.kernels.calls", "values") if can_read(x) and x.numel() else None
+    if kernels is None:
+        return tensor_scale_of(x)
+    amax = kernels.largest_magnitude(x.contiguous())
+    return tensor_scale_of(amax if bool(amax.isfinite()) else x)
+
+
+def _by_torch(job: Job, out: Tensor | None) -> Tensor:
+    """MX blocks by torch operations, in pieces or compiled; writes to `out` directly where its memory is in rows."""
     noise = job.draw_noise()
     if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
         return job.whole(fast.mx_values(job.rows, job.plan, job.rounding, noise))
     size = job.rows.shape[-1]
-    memory = job.x.untyped_storage().data_ptr()
-    is_free = out is not None and out.is_contiguous() and out.untyped_storage().data_ptr() != memory
+    is_free = out is not None and out.is_contiguous() and not _share_memory(out, job.x)
     direct = is_free and job.blocks.in_rows
     target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)
     if not _compiled_mx(job, target, noise):
@@ -289,11 +370,11 @@ def _fast_mx(job: Job, out: Tensor | None) -> Tensor:
 
 
 def _compiled_mx(job: Job, target: Tensor, noise: Tensor | None) -> bool:
-    """Run the compiled kernel if it was requested or is worth it; returns whether it was run."""
+    """Run the compiled kernel if it was requested, or the tensor is large and on an accelerator; whether it was run."""
     forced = job.implementation == "compiled"
-    if not forced and (job.implementation != "auto" or job.rows.numel() < compiled.LARGE):
+    x = job.x
+    wanted = job.implementation == "auto" and not x.is_cpu and x.numel() >= compiled.LARGE
+    if not forced and (not wanted or x.dtype == torch.float64):
         return False
-    key = compiled.KernelKey(job.format, job.rule, job.rounding, job.rows.shape[-1], job.x.dtype, job.x.device.type)
-    if not forced and not compiled.worth_compiling(key, job.rows.numel()):
-        return False
+    key = compiled.KernelKey(job.format, job.rule, job.rounding, job.rows.shape[-1], x.dtype, x.device.type)
     return compiled.run(key, job.rows, target, noise, required=forced)

@@ -1,6 +1,6 @@
 """Rounding to integers, by name (every grid is integers times a step), and from float64 to narrower floats."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,18 +59,20 @@ def check_rounding(rounding: str, generator: torch.Generator | None) -> None:
         )
 
 
-def draw_noise(x: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor | None:
-    """The random numbers that one stochastic rounding of `x` uses, None for the other roundings.
+def draw_noise(
+    shape: Sequence[int], device: torch.device, rounding: str, generator: torch.Generator | None
+) -> Tensor | None:
+    """The random numbers that one stochastic rounding of a tensor uses, None for the other roundings.
 
-    One float32 per element, drawn at once in the order of `x`, so that the reference and the fast twin round the
+    One float32 per element, drawn at once in their order, so that the reference and the fast twins round the
     same way with generators of the same seed. Never 0, so that a value that float32 arithmetic flushes to zero
     (below 2^-126 of a step) is not rounded up.
     """
     check_rounding(rounding, generator)
     if generator is None:
         return None
-    noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=generator.device)
-    return noise.clamp_(min=2.0**-25).to(x.device)
+    noise = torch.rand(shape, generator=generator, dtype=torch.float32, device=generator.device)
+    return noise.clamp_(min=2.0**-25).to(device)
 
 
 def require_tensor(x: object) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from probe.numerics.compiled import numba_twin
+from probe.numerics.native import numba_twin
 
 SKETCH = 64
 SAMPLE = 40

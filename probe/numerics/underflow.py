@@ -10,8 +10,7 @@ from torch import Tensor
 
 from probe.formats import Format
 from probe.numerics import fast
-from probe.numerics.compiled import numba_twin
-from probe.numerics.native import in_parts, is_native
+from probe.numerics.native import in_threads, is_native, numba_twin
 from probe.numerics.quantize import Job, check_job, on_grid
 
 #: Shares of the finite elements from which the severity is moderate or high; above the first there is a warning.
@@ -113,7 +112,7 @@ def _count_rows(rows: Tensor, scales: Tensor, fmt: Format) -> dict[str, int]:
             found = {name: found[name] + part[name] for name in COUNTS}
         return found
 
-    parts = in_parts(count, len(rows), rows.numel()) if twin is not None else [count(0, len(rows))]
+    parts = in_threads(count, len(rows), rows.numel()) if twin is not None else [count(0, len(rows))]
     return {name: sum(part[name] for part in parts) for name in COUNTS}
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from probe.formats import Format
 from probe.numerics.blocks import Blocks
-from probe.numerics.compiled import ANY_ORDER
 from probe.numerics.fast import mx_blocks, plan_for, scales_for
+from probe.numerics.native import ANY_ORDER
 from probe.numerics.reference import power
 from probe.scaling import reference
 from probe.scaling.fast import code_steps

@@ -11,7 +11,7 @@ import torch
 
 from probe.activations.reference import SIZES, TABLES
 from probe.activations.statistics import PERCENTILE_ERROR, PERCENTILES, LayerStatistics, measure
-from probe.numerics.compiled import numba_twin
+from probe.numerics.native import numba_twin
 
 TWINS = pytest.mark.parametrize("fast", [False, True], ids=("reference", "fast"))
 EXACT = (

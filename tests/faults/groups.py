@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[AnyFault, ...]] = {
     "embedding, final norm, head": (*outside_faults.HEAD, *outside_faults.NORM, *outside_faults.EMBEDDING),
     "decode": path_faults.DECODE,
     "ragged, batch 1, padding": path_faults.SHAPES,
-    "reference and input": (*source_faults.REFERENCES, *source_faults.ERRORS),
+    "reference and input": (*source_faults.REFERENCES, *source_faults.KERNELS, *source_faults.ERRORS),
     "formats and calibration": (*source_faults.FORMAT_ROWS, *source_faults.CALIBRATION),
     "modes of a user": (*user_faults.USER, *user_faults.USER_PATHS),
 }

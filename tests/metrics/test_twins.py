@@ -12,7 +12,7 @@ from probe.metrics import Comparison, fast, reference as readable
 from probe.metrics.figures import QUANTILES
 from probe.metrics.tally import Magnitudes, Tally
 from probe.numerics import selection  # noqa: F401  # loaded, so that a test can unload it
-from probe.numerics.compiled import numba_twin
+from probe.numerics.native import numba_twin
 from tests.metrics.oracles import assert_agrees, pair, seen
 
 SIZES = (1, fast.BLOCK - 1, fast.BLOCK, fast.BLOCK + 1, 3 * fast.BLOCK + 17)

@@ -9,9 +9,12 @@ from torch import Tensor
 from probe.numerics.codes import Quantized
 from probe.numerics.integers import IntegerParameters
 
-#: The two implementations that every promise is tested with.
-Twin = Literal["reference", "eager"]
-TWINS = pytest.mark.parametrize("implementation", ["reference", "eager"], ids=["reference", "fast"])
+#: The implementations that every promise is tested with: the definition, torch's operations, the kernel (the default).
+Twin = Literal["reference", "torch", "auto"]
+TWINS = pytest.mark.parametrize("implementation", ["reference", "torch", "auto"], ids=["reference", "torch", "kernel"])
+#: Those of `round_to`, which has no kernel.
+Rounder = Literal["reference", "torch"]
+ROUNDERS = pytest.mark.parametrize("implementation", ["reference", "torch"])
 
 KINDS = pytest.mark.parametrize("symmetric", [True, False], ids=("symmetric", "asymmetric"))
 

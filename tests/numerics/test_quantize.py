@@ -26,7 +26,7 @@ from probe import (
     quantize,
 )
 from probe.numerics import compiled, fast
-from probe.numerics.quantize import Implementation, Options, check_job
+from probe.numerics.quantize import Options, check_job
 from tests.numerics.tensors import MX, RULES, adversarial_blocks, assert_same_bits
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -164,8 +164,8 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         "unknown rounding 'half_evn'. Did you mean 'half_even'?",
     ),
     "implementation": (
-        lambda: fake_quantize(X, "mxint8", implementation=cast(Any, "eagr")),
-        "unknown implementation 'eagr'. Did you mean 'eager'?",
+        lambda: fake_quantize(X, "mxint8", implementation=cast(Any, "tourch")),
+        "unknown implementation 'tourch'. Did you mean 'torch'?",
     ),
     "integer_tensor": (
         lambda: fake_quantize(X.int(), "int8"),
@@ -259,31 +259,19 @@ def test_something_that_is_no_tensor_is_a_type_error() -> None:
 
 
 @pytest.fixture
-def fresh_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_kernels", {})
-    monkeypatch.setattr(compiled, "_eager_elements", type(compiled._eager_elements)())
 
 
-@pytest.mark.usefixtures("fresh_policy")
-def test_small_and_few_tensors_never_wait_for_a_compiler() -> None:
-    fake_quantize(torch.randn(64, 64), "fp6_e3m2")
-    fake_quantize(torch.randn(1024, 1024), "fp6_e3m2")
+@pytest.mark.usefixtures("nothing_compiled")
+def test_torch_compiles_nothing_on_the_cpu_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "LARGE", 1)
+    for implementation in ("auto", "torch"):
+        fake_quantize(torch.randn(64, 64), "fp6_e3m2", implementation=implementation)
     assert compiled._kernels == {}
 
 
-@pytest.mark.usefixtures("fresh_policy")
-def test_a_long_job_gets_a_compiled_kernel_of_its_own_accord(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "COMPILE_AFTER", 2**21)
-    x = torch.randn(1024, 1024)
-    expected = fake_quantize(x, "fp6_e3m2", implementation="reference")
-    counts = []
-    for _ in range(4):
-        assert_same_bits(fake_quantize(x, "fp6_e3m2"), expected)
-        counts.append(len(compiled._kernels))
-    assert counts == [0, 0, 1, 1]
-
-
-@pytest.mark.usefixtures("fresh_policy")
+@pytest.mark.usefixtures("nothing_compiled")
 def test_one_kernel_serves_all_shapes_and_formats_do_not_exhaust_the_recompile_limit() -> None:
     for count in (1, 2, 3, 7, 64, 1000):
         x = torch.randn(count, 32)
@@ -292,33 +280,24 @@ def test_one_kernel_serves_all_shapes_and_formats_do_not_exhaust_the_recompile_l
 
 
 NO_COMPILER = """
-    import warnings, torch, torch._inductor.config as inductor
+    import torch, torch._inductor.config as inductor
     inductor.cpp.cxx = ("/nonexistent/g++",)
     inductor.force_disable_caches = True
     import probe
-    from probe.numerics import compiled
-    compiled.COMPILE_AFTER = 0
-    x = torch.randn(1024, 1024)
-    expected = probe.fake_quantize(x, "fp8_e5m2", implementation="reference")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert torch.equal(probe.fake_quantize(x, "fp8_e5m2"), expected)
-    mine = [str(w.message) for w in caught if "could not build a kernel" in str(w.message)]
-    assert len(mine) == 1, mine
+    x = torch.randn(64, 64)
     try:
         probe.fake_quantize(x, "fp8_e5m2", implementation="compiled")
     except RuntimeError as problem:
-        assert "Use implementation='eager'" in str(problem)
-        print("fell back once and said so")
+        assert "Use implementation='torch'" in str(problem), problem
+        print("said so")
 """
 
 
-def test_without_a_compiler_there_is_one_warning_and_the_same_bits() -> None:
+def test_compilation_without_a_compiler_is_an_error_that_says_what_to_use() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(NO_COMPILER)], capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "fell back once and said so", done.stderr
+    assert done.stdout.strip() == "said so", done.stderr
 
 
 def test_the_documentation_lists_every_option_with_its_default() -> None:
@@ -349,15 +328,12 @@ def test_chunk_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(100, 96)
     expected = fake_quantize(x, "fp8_e4m3")
     monkeypatch.setattr(fast, "CHUNK", 64)
-    assert_same_bits(fake_quantize(x, "fp8_e4m3"), expected)
+    assert_same_bits(fake_quantize(x, "fp8_e4m3", implementation="torch"), expected)
 
 
-@pytest.mark.usefixtures("fresh_policy")
-@pytest.mark.parametrize("implementation", ["compiled", "auto"])
-def test_a_kernel_that_does_not_give_the_bits_of_the_eager_code_is_an_error(
-    implementation: Implementation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also one that is wrong in a single subnormal only; and at every use, not only at the first."""
+@pytest.mark.usefixtures("nothing_compiled")
+def test_compiled_code_that_does_not_give_the_bits_of_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is wrong in a single subnormal only; and at every use, not only at the first."""
     real = fast.mx_values
 
     def flushed(x: Tensor, *rest: Any) -> Tensor:
@@ -365,10 +341,8 @@ def test_a_kernel_that_does_not_give_the_bits_of_the_eager_code_is_an_error(
         return torch.where(values.abs() == 2.0**-3, 0.0, values)
 
     monkeypatch.setattr(compiled, "mx_values", flushed)
-    monkeypatch.setattr(compiled, "LARGE", 1)
-    monkeypatch.setattr(compiled, "COMPILE_AFTER", 0)
     for _ in range(2):
         with pytest.raises(
             RuntimeError, match=r"compiled kernel of fp4_e2m1 \(floor, half_even, blocks of 32, torch.fl"
         ):
-            fake_quantize(torch.ones(4, 32), "fp4_e2m1", implementation=implementation)
+            fake_quantize(torch.ones(4, 32), "fp4_e2m1", implementation="compiled")

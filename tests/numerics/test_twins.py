@@ -1,11 +1,13 @@
-"""The reference, the fast twin and the compiled fast twin: the same bits, everywhere."""
+"""The reference, torch's operations, the kernel and the compiled operations: the same bits, everywhere."""
 
 import pytest
 import torch
 
 from probe import fake_quantize, quantize
-from probe.numerics.quantize import Implementation
+from probe.numerics.quantize import Implementation, Options
 from tests.numerics.tensors import DTYPES, MX, ROUNDINGS, RULES, adversarial_blocks, assert_same_bits, scales_of
+
+IMPLEMENTED: tuple[Implementation, ...] = ("torch", "auto")
 
 
 def generator(rounding: str) -> torch.Generator | None:
@@ -37,8 +39,11 @@ def check(name: str, dtype: torch.dtype, rule: str, rounding: str, implementatio
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", MX)
-def test_fast_equals_reference(name: str, rule: str, rounding: str, dtype: torch.dtype) -> None:
-    check(name, dtype, rule, rounding, "eager")
+@pytest.mark.parametrize("implementation", ["torch", "auto"], ids=["torch", "kernel"])
+def test_fast_equals_reference(
+    name: str, rule: str, rounding: str, dtype: torch.dtype, implementation: Implementation
+) -> None:
+    check(name, dtype, rule, rounding, implementation)
 
 
 @pytest.mark.parametrize("name", MX)
@@ -73,11 +78,12 @@ def test_compiling_leaves_subnormal_arithmetic_on() -> None:
 @pytest.mark.parametrize("name", MX)
 def test_codes_equal_fake_quantize_and_each_other(name: str, rule: str, dtype: torch.dtype) -> None:
     x = hostile(dtype)
-    codes = quantize(x, name, scale_rule=rule)
     slow = quantize(x, name, scale_rule=rule, implementation="reference")
-    assert torch.equal(codes.codes, slow.codes)
-    assert torch.equal(scales_of(codes), scales_of(slow))
-    assert_same_bits(codes.dequantize(), fake_quantize(x, name, scale_rule=rule))
+    for implementation in IMPLEMENTED:
+        codes = quantize(x, name, scale_rule=rule, implementation=implementation)
+        assert torch.equal(codes.codes, slow.codes)
+        assert torch.equal(scales_of(codes), scales_of(slow))
+        assert_same_bits(codes.dequantize(), fake_quantize(x, name, scale_rule=rule))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -86,16 +92,20 @@ def test_codes_equal_fake_quantize_and_each_other(name: str, rule: str, dtype: t
 def test_codes_equal_fake_quantize_outside_mx(name: str, rounding: str, dtype: torch.dtype) -> None:
     x = hostile(dtype, 64)
     for part in (x, x[x.isfinite().all(-1)], x[:, :20]):
-        fake = fake_quantize(part, name, rounding=rounding, generator=generator(rounding))
         slow = fake_quantize(part, name, rounding=rounding, generator=generator(rounding), implementation="reference")
-        coded = quantize(part, name, rounding=rounding, generator=generator(rounding)).dequantize()
-        assert_same_bits(fake, slow)
-        assert_same_bits(fake, coded)
+        for implementation in IMPLEMENTED:
+
+            def options(chosen: Implementation = implementation) -> Options:
+                return {"rounding": rounding, "generator": generator(rounding), "implementation": chosen}
+
+            fake, coded = fake_quantize(part, name, **options()), quantize(part, name, **options())
+            assert_same_bits(fake, slow)
+            assert_same_bits(fake, coded.dequantize())
 
 
 def test_large_tensors_are_cut_into_pieces_without_a_trace() -> None:
     x = torch.randn(5000, 96)
     for name in MX:
         assert_same_bits(
-            fake_quantize(x, name, implementation="eager"), fake_quantize(x, name, implementation="reference")
+            fake_quantize(x, name, implementation="torch"), fake_quantize(x, name, implementation="reference")
         )

@@ -18,7 +18,6 @@ from probe import (
 from probe.numerics import fast, underflow
 from probe.numerics.underflow import Underflow
 from tests.numerics.tensors import MX, adversarial_blocks, scales_of
-from tests.numerics.test_quantize import fresh_policy  # noqa: F401
 
 
 def test_underflow_of_padded_blocks_with_nan() -> None:

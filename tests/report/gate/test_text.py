@@ -201,7 +201,7 @@ def test_the_commands_of_a_recipe_name_the_file_of_its_test_and_are_never_cut_sh
 def test_the_command_of_a_case_is_never_cut_short() -> None:
     case = Case("activations", "model.a_long_name_of_a_module." * 8, "cpu", "input")
     figures = {"activations.outliers": Figure(5.0, 0.0, 0.5, True, "worse")}
-    where = {"baseline_file": "b.json", "nodeid": f"test_x.py::test_it[{case}]"}
+    where: Any = {"baseline_file": "b.json", "nodeid": f"test_x.py::test_it[{case}]"}
     lines = golden_text(Outcome("m", case, "failed", "drift", "It moved.", figures=figures, **where))
     command = f"pytest 'test_x.py::test_it[{case}]'"
     assert lines[-2:] == [

@@ -1,0 +1,166 @@
+"""Plain integer grids with given scales, as `integers.quantize_integer` and back, in float64."""
+
+import numba
+import numpy as np
+
+from probe.numerics.kernels.bits import as_float, narrow
+from probe.numerics.kernels.mx import HALF_AWAY, TOWARD_ZERO, find_largest
+from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, load, place, store, tile_at
+
+#: Quotients are clipped here: far beyond all codes.
+_FAR = 1024.0
+#: Adding and subtracting these rounds a number below 2^21 to multiples of 2^-30, and to integers, ties to even.
+_TO_BILLIONTHS, _TO_INTEGERS = 1.5 * 2.0**22, 1.5 * 2.0**52
+
+
+@numba.njit(cache=True, nogil=True)
+def _nearest(x, inverse):  # type: ignore[no-untyped-def]
+    """x / scale rounded half to even, from the inverse of the scale; x and the scale have at most 24 bits.
+
+    The product is off by at most 2^-44. Among the codes the exact quotient is a tie or at least 2^-26 away from one, so
+    rounding to multiples of 2^-30 makes ties exact and no others.
+    """
+    quotient = x * inverse
+    quotient = _FAR if quotient > _FAR else quotient
+    quotient = -_FAR if quotient < -_FAR else quotient
+    exact = (quotient + _TO_BILLIONTHS) - _TO_BILLIONTHS
+    return (exact + _TO_INTEGERS) - _TO_INTEGERS
+
+
+@numba.njit(cache=True, nogil=True)
+def _rounded(x, scale, rounding, noise):  # type: ignore[no-untyped-def]
+    """x / scale rounded by any rounding; `rounding` is None for half_even, `noise` is None or of this element.
+
+    A float64 x may come so close to a tie that the quotient becomes one: it is moved to its true side.
+    """
+    quotient = x / scale
+    quotient = _FAR if quotient > _FAR else quotient
+    quotient = -_FAR if quotient < -_FAR else quotient
+    back = quotient * scale
+    if back != x and np.rint(2 * quotient) == 2 * quotient and abs(quotient) < _FAR:
+        quotient = np.nextafter(quotient, np.inf if x > back else -np.inf)
+    if rounding is None:
+        return np.rint(quotient)
+    inward = np.trunc(quotient)
+    away = inward + (-1.0 if quotient < 0 else 1.0)
+    if noise is not None:
+        return away if noise < abs(quotient - inward) else inward
+    if rounding == HALF_AWAY:
+        return away if abs(quotient - inward) >= 0.5 else inward
+    if rounding == TOWARD_ZERO:
+        return inward
+    return np.floor(quotient)
+
+
+@numba.njit(cache=True, nogil=True)
+def _write_nearest(x, out, scale, low, high, limit, odd):  # type: ignore[no-untyped-def]
+    """The values of one block at one scale, rounded half to even, of a dtype with at most 24 bits."""
+    inverse = 1.0 / scale
+    for i in range(x.size):
+        steps = _nearest(np.float64(as_float(x[i])), inverse)
+        steps = low if steps < low else steps
+        steps = high if steps > high else steps
+        out[i] = narrow(out, steps * scale, limit, odd)
+
+
+@numba.njit(cache=True, nogil=True)
+def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise):  # type: ignore[no-untyped-def]
+    """The steps from the zero point to the code of every element; NaN stays NaN."""
+    for line in range(tile.blocks if tile.apart == 1 else tile.size):
+        length = tile.size if tile.apart == 1 else tile.blocks
+        begin, end = line * length, (line + 1) * length
+        here, there = x[begin:end], steps[begin:end]
+        for i in range(here.size):
+            b = line if tile.apart == 1 else i
+            value = np.float64(as_float(here[i]))
+            if noise is None:
+                found = _rounded(value, scales[b], rounding, None)
+            else:
+                found = _rounded(value, scales[b], rounding, as_float(noise[begin + i]))
+            low, high = limits[0] - zeros[b], limits[1] - zeros[b]
+            found = low if found < low else found + 0.0  # no -0
+            there[i] = high if found > high else found
+
+
+@numba.njit(cache=True, nogil=True)
+def _spread_scales(tile, scales, zero_points, sharing, here, zeros):  # type: ignore[no-untyped-def]
+    """The scales and zero points of the blocks of a tile; block b of all has number (b // d) % m."""
+    for b in range(tile.blocks):
+        number = ((tile.block + b) // sharing[0]) % sharing[1]
+        here[b], zeros[b] = np.float64(scales[number]), np.float64(zero_points[number])
+
+
+@numba.njit(cache=True, nogil=True)
+def write_values(  # type: ignore[no-untyped-def]
+    x, out, machine, kind, layout, first, last, scales, zero_points, sharing, limits, rounding, noise
+):
+    """The values of the units from `first` to before `last`.
+
+    sharing   (d, m): block b of the layout has scale (b // d) % m
+    limits    the first code, the last, and the largest number of the dtype
+    rounding  None for half_even
+    noise     for stochastic rounding, as bits in the order of x; else None
+    """
+    width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
+    length = width * size if inner > 1 or x.itemsize == 2 else 0
+    wide, values = np.empty(length, machine.dtype), np.empty(length, machine.dtype)
+    drawn, steps = np.empty(width * size, np.int32), np.empty(width * size)
+    factors, zeros = np.empty(width), np.empty(width)
+    odd, limit = x.itemsize == 2, limits[2]
+    unit = first
+    while unit < last:
+        tile, units = tile_at(unit, last, layout)
+        unit += units
+        _spread_scales(tile, scales, zero_points, sharing, factors, zeros)
+        here, results = load(x, wide, tile, inner, kind), place(out, values, tile, inner)
+        if rounding is None and tile.apart == 1 and x.itemsize < 8:
+            for b in range(tile.blocks):
+                begin, end, low, high = b * tile.size, (b + 1) * tile.size, limits[0] - zeros[b], limits[1] - zeros[b]
+                _write_nearest(here[begin:end], results[begin:end], factors[b], low, high, limit, odd)
+        else:
+            if noise is None:
+                _find_steps(here, steps, tile, factors, zeros, limits, rounding, None)
+            else:
+                _find_steps(here, steps, tile, factors, zeros, limits, rounding, load(noise, drawn, tile, inner, 0))
+            for i in range(here.size):
+                b = i // tile.size if tile.apart == 1 else i % tile.blocks
+                results[i] = narrow(results, steps[i] * factors[b], limit, odd)
+        store(results, out, tile, inner, kind)
+
+
+@numba.njit(cache=True, nogil=True)
+def write_codes(  # type: ignore[no-untyped-def]
+    x, codes, machine, kind, layout, first, last, scales, zero_points, sharing, limits, rounding, noise
+):
+    """As `write_values`: the codes. They are 0 where the scale is NaN; elsewhere there must be no NaN."""
+    width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
+    wide, short = np.empty(width * size, machine.dtype), np.empty(width * size, np.uint8)
+    drawn, steps = np.empty(width * size, np.int32), np.empty(width * size)
+    factors, zeros = np.empty(width), np.empty(width)
+    unit = first
+    while unit < last:
+        tile, units = tile_at(unit, last, layout)
+        unit += units
+        _spread_scales(tile, scales, zero_points, sharing, factors, zeros)
+        here, results = load(x, wide, tile, inner, kind), place(codes, short, tile, inner)
+        if noise is None:
+            _find_steps(here, steps, tile, factors, zeros, limits, rounding, None)
+        else:
+            _find_steps(here, steps, tile, factors, zeros, limits, rounding, load(noise, drawn, tile, inner, 0))
+        for i in range(here.size):
+            b = i // tile.size if tile.apart == 1 else i % tile.blocks
+            code = steps[i] + zeros[b]
+            results[i] = np.uint8(np.int64(code) if code == code else 0)
+        store(results, codes, tile, inner, kind)
+
+
+@numba.njit(cache=True, nogil=True)
+def largest(x, amax, machine, kind, layout, first, last):  # type: ignore[no-untyped-def]
+    """The bits of the largest magnitude of every block."""
+    length = layout[WIDTH] * layout[SIZE]
+    wide = np.empty(length, machine.dtype)
+    unit = first
+    while unit < last:
+        tile, units = tile_at(unit, last, layout)
+        unit += units
+        find_largest(load(x, wide, tile, layout[INNER], kind), tile, amax[tile.block : tile.block + tile.blocks])

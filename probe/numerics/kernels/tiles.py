@@ -1,0 +1,129 @@
+"""Tiles: the pieces of a tensor that a kernel works on while they are in the cache.
+
+A tensor is [outer, line, inner] with blocks along the line. Blocks of consecutive elements (`inner` is 1) are taken in
+place. Others lie beside each other, and a tile of them is copied to a dense array [element, block]: rows of a large
+tensor are often a multiple of 4 KB apart, which only few lines of the cache can hold.
+"""
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba.extending import overload
+
+from probe.numerics.kernels.bits import Bits, shorten, widen
+
+#: Elements of a tile, unless a block is larger: 8 KB of float32.
+TILE = 2048
+#: Blocks beside each other in a tile: whole lines of the cache.
+BESIDE = 64
+
+
+#: Where blocks lie, as an array, which kernels take faster than a tuple: the length of a line, the inner axis, the size
+#: of a block, the blocks of a line (the last may be short), and the blocks of a tile.
+LINE, INNER, SIZE, PER_LINE, WIDTH = range(5)
+Layout = npt.NDArray[np.int64]
+
+
+class Tile(NamedTuple):
+    """Blocks of consecutive elements if `apart` is 1, else [element, block]; and where they lie in the tensor."""
+
+    blocks: int
+    size: int
+    apart: int
+    start: int  # the first element in the tensor
+    block: int  # the first block, in the order of scales
+    noise: int  # the first random number: noise is in rows, block after block along a line
+    noise_between: int
+
+
+@numba.njit(cache=True, nogil=True)
+def tile_at(unit: int, last: int, layout: Layout) -> tuple[Tile, int]:
+    """The tile that begins with a unit, and how many units it is: blocks, or tiles of blocks beside each other."""
+    line, inner, size = layout[LINE], layout[INNER], layout[SIZE]
+    count, width = layout[PER_LINE], layout[WIDTH]
+    if inner == 1:
+        place = unit % count
+        full = count - place if line % size == 0 else count - place - 1
+        blocks = max(1, min(width, last - unit, full))
+        start = unit // count * line + place * size
+        return Tile(blocks, min(size, line - place * size), 1, start, unit, unit * size, size), blocks
+    columns = -(-inner // width)
+    block, column = unit // columns, unit % columns * width
+    outer, place = block // count, block % count
+    blocks = min(width, inner - column)
+    start = (outer * line + place * size) * inner + column
+    noise = ((outer * inner + column) * count + place) * size
+    height = min(size, line - place * size)
+    return Tile(blocks, height, blocks, start, block * inner + column, noise, count * size), 1
+
+
+def load(x: Bits, room: Bits, tile: Tile, inner: int, kind: int) -> Bits:
+    """The elements of a tile, dense: in place, or in `room` where they lie apart or are widened from 16 bits."""
+    raise NotImplementedError("for kernels")
+
+
+def place(out: Bits, room: Bits, tile: Tile, inner: int) -> Bits:
+    """Where the results of a tile are to be written: in place, or to `room`, from where `store` takes them."""
+    raise NotImplementedError("for kernels")
+
+
+def store(results: Bits, out: Bits, tile: Tile, inner: int, kind: int) -> None:
+    """Bring the results of a tile to their places, unless they are there."""
+    raise NotImplementedError("for kernels")
+
+
+@overload(load)
+def _load(x: Any, room: Any, tile: Any, inner: Any, kind: Any) -> Any:
+    def wide(x: Any, room: Any, tile: Any, inner: Any, kind: Any) -> Any:
+        length = tile.blocks * tile.size
+        if inner == 1:
+            return x[tile.start : tile.start + length]
+        for i in range(tile.size):
+            begin = tile.start + i * inner
+            room[i * tile.blocks : (i + 1) * tile.blocks] = x[begin : begin + tile.blocks]
+        return room[:length]
+
+    def short(x: Any, room: Any, tile: Any, inner: Any, kind: Any) -> Any:
+        length = tile.blocks * tile.size
+        if inner == 1:
+            widen(x[tile.start : tile.start + length], room[:length], kind)
+        else:
+            for i in range(tile.size):
+                begin = tile.start + i * inner
+                widen(x[begin : begin + tile.blocks], room[i * tile.blocks : (i + 1) * tile.blocks], kind)
+        return room[:length]
+
+    return wide if x.dtype == room.dtype else short
+
+
+@overload(place)
+def _place(out: Any, room: Any, tile: Any, inner: Any) -> Any:
+    def wide(out: Any, room: Any, tile: Any, inner: Any) -> Any:
+        length = tile.blocks * tile.size
+        return out[tile.start : tile.start + length] if inner == 1 else room[:length]
+
+    def short(out: Any, room: Any, tile: Any, inner: Any) -> Any:
+        return room[: tile.blocks * tile.size]
+
+    return wide if out.dtype == room.dtype else short
+
+
+@overload(store)
+def _store(results: Any, out: Any, tile: Any, inner: Any, kind: Any) -> Any:
+    def wide(results: Any, out: Any, tile: Any, inner: Any, kind: Any) -> Any:
+        if inner > 1:
+            for i in range(tile.size):
+                begin = tile.start + i * inner
+                out[begin : begin + tile.blocks] = results[i * tile.blocks : (i + 1) * tile.blocks]
+
+    def short(results: Any, out: Any, tile: Any, inner: Any, kind: Any) -> Any:
+        if inner == 1:
+            shorten(results, out[tile.start : tile.start + results.size], kind)
+        else:
+            for i in range(tile.size):
+                begin = tile.start + i * inner
+                shorten(results[i * tile.blocks : (i + 1) * tile.blocks], out[begin : begin + tile.blocks], kind)
+
+    return wide if out.dtype == results.dtype else short
