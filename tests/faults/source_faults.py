@@ -324,7 +324,7 @@ ERRORS = (
         ERROR,
     ),
 )
-KERNELS = (WideFault("kernel x 2", FP8, doubled_kernel, "factor of 2^1"),)
+KERNELS = (WideFault("kernel x 2", FP8, doubled_kernel, "site in_proj.input; the scale is off by a factor of 2^1"),)
 FORMAT_ROWS = (
     WideFault(
         "format row: e4m3 up to 240",
