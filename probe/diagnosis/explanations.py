@@ -88,6 +88,12 @@ def _together(steps: Sequence[Step], tables: Sequence[dict[str, Replay]]) -> lis
     return [one for one in found if one.left <= 1 - EXPLAINED]
 
 
+def explains_most(step: Step, sentence: str) -> bool:
+    """Whether no replay explains more of the difference than that of this sentence."""
+    left = {name: step.left_by(made) for name, made in _made(step.suspects(), step)}
+    return sentence in left and left[sentence] <= min(1 - EXPLAINED, *left.values())
+
+
 def _left(step: Step, made: Tensor) -> float:
     """What is left by a claim; infinite for one that changes an output which is as expected."""
     if made.shape != step.actual.shape:
