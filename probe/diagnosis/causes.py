@@ -18,6 +18,7 @@ from probe.diagnosis.explanations import (
     best_claim,
     explain,
     explain_together,
+    explains_most,
     facts,
     not_finite,
 )
@@ -108,6 +109,16 @@ def _wrong_corner(trace: LayerTrace) -> str:
     return ""
 
 
+def _by_corners(trace: LayerTrace, step: Step, explanation: str) -> str:
+    """The explanation; of a site whose values fit several replays equally well, the one that its corners fit too."""
+    if step.given is None or not (", or " in explanation or UNKNOWN in explanation):
+        return explanation
+    site = step.name.removeprefix("site ")
+    wrong = wrong_corners(one for one in trace.corners() if one.site.endswith(f".{site}"))
+    found = next(iter(wrong.values()), "")
+    return found if explains_most(step, found) else explanation
+
+
 def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] | None) -> str:
     mode, label = trace.mode, trace.label
     outside = _changed_outside(trace)
@@ -132,7 +143,7 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
             for step in layer_steps(trace, batch.parts):
                 examined += 1
                 if explanation := explain(step):
-                    return f"{step.name}; {explanation}"
+                    return f"{step.name}; {_by_corners(trace, step, explanation)}"
         except NeverRanError as problem:
             return str(problem)
     if outside:

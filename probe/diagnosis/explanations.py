@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from probe.diagnosis.signatures import AXES, SIGNATURES, Replay, Step, bias, rms, squares
+from probe.diagnosis.signatures import AXES, FEWEST, SIGNATURES, Replay, Step, bias, rms, squares
 
 #: The part of the squared difference that a claim must explain.
 EXPLAINED = 0.9
@@ -44,7 +44,7 @@ def explain(step: Step) -> str:
     if left > 1 - ALL or whole.name == "zeros here and there":
         for where, mask in places(step, differs):
             part = step.inside(mask)
-            within = best_claim(part)
+            within = best_claim(part) if part.actual.numel() >= FEWEST else Best()  # fewer fit many a claim
             energy = squares(part.actual, part.expected) / max(squares(step.actual, step.expected), 1e-300)
             remains = 1 - energy * (1 - within.left)
             better = remains < left - (1 - ALL) or (remains <= left + 1 - ALL and sentence == whole.sentence)
@@ -86,6 +86,12 @@ def _together(steps: Sequence[Step], tables: Sequence[dict[str, Replay]]) -> lis
             left = max(_left(step, table[sentence]()) for step, table in zip(steps, tables, strict=True))
             found.append(Best(sentence, left))
     return [one for one in found if one.left <= 1 - EXPLAINED]
+
+
+def explains_most(step: Step, sentence: str) -> bool:
+    """Whether no replay explains more of the difference than that of this sentence."""
+    left = {name: step.left_by(made) for name, made in _made(step.suspects(), step)}
+    return sentence in left and left[sentence] <= min(1 - EXPLAINED, *left.values())
 
 
 def _left(step: Step, made: Tensor) -> float:

@@ -234,7 +234,7 @@ def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Ite
         rows["scale from the largest value (minmax) instead of the percentile"] = {"amax": largest}
     rows |= {f"the scale is off by a factor of 2^{k}": {"factor": 2.0**k} for k in (1, -1, 2, -2, 3, -3)}
     if fmt.block_size is not None and not grid.per_sequence:
-        sizes = [size for size in (8, 16, 32, 64, 128) if size != fmt.block_size]
+        sizes = [size for size in (8, 16, 32, 64, 128) if size != fmt.block_size and size < x.shape[-1]]
         rows |= {f"blocks of {size} instead of {fmt.block_size}": {"block_size": size} for size in sizes}
         rows |= {"one block for the whole line": {"block_size": x.shape[-1] or 1}}
         if x.dim() > 1:
@@ -249,7 +249,6 @@ def suspects(grid: PlainGrid, x: Tensor, *, largest: float | None = None) -> Ite
         rows["one scale for all sequences"] = {"shared": "batch"}
         rows["one scale for each token"] = {"shared": "token"}
     elif fmt.block_size is not None:
-        rows["one scale for each token, not for each block"] = {"shared": "token"}
         rows["blocks have the scale of the block before"] = {"late": 1}
         rows["blocks have the scale of the block after"] = {"late": -1}
         if x.shape[-1] % fmt.block_size:

@@ -156,6 +156,8 @@ def constant(step: Step) -> Claims:
 
 def narrower(step: Step) -> Claims:
     """The expected values in a narrower float."""
+    if step.actual.numel() < FEWEST:
+        return
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield f"rounded to {name}", step.expected.to(dtype).double()
@@ -204,7 +206,7 @@ def rescaled(step: Step) -> Claims:
 def biased(step: Step) -> Claims:
     """Values are rounded at another threshold than half way."""
     mean = mean_error(step)
-    if step.given is not None and step.unit is not None and abs(mean) > 0.05:
+    if step.given is not None and step.unit is not None and step.actual.numel() >= FEWEST and abs(mean) > 0.05:
         unit = step.unit.double()
         made = torch.floor(step.given.double() / unit + 0.5 + mean) * unit
         yield f"rounding is biased {'down' if mean < 0 else 'up'}{bias(step)}", made

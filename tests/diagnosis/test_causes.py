@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.diagnosis.causes import WIDTH, corner_cause, diagnose, wrong_corners
-from probe.formats import GATE_FORMATS
+from probe.diagnosis.plain_grids import PlainGrid
+from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.loading import Loaded, load_model
 from probe.numerics.grids import weight_on_grid
 from probe.running.calibration import Calibration, calibrate_on
@@ -19,7 +20,7 @@ from probe.running.modes import GROUPS
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, run_reference
 from probe.running.traces import LayerTrace
-from tests.faults.breaking import Patient, damaged, scanning, weight
+from tests.faults.breaking import Patient, damaged, grid, scanning, weight
 
 FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)
 
@@ -89,6 +90,24 @@ def test_the_model_outside_of_its_layers_is_looked_at_for_the_logits(
     with damaged(final_norm_on_grid, 0):
         cause = diagnose(LayerTrace(loaded.model, recipe, reference, calibration, "logits"))
     assert cause.startswith("weight backbone.norm_f.weight; ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ends": "open"}, "not clamped"),
+        ({"factor": 2.0}, "the scale is off by a factor of 2^1, or the scale rule looks like ceil"),
+        ({"rule": "rceil"}, "the scale rule looks like rceil"),
+    ],
+)
+def test_of_faults_that_the_text_cannot_tell_apart_corner_values_tell_the_one(
+    loaded: Loaded, reference: Reference, calibration: Calibration, changes: dict[str, Any], sentence: str
+) -> None:
+    """With e4m3 the scale times two, the rule ceil and the lack of a clamp change only the largest values of a text."""
+    faulty = PlainGrid(FORMATS["fp8_e4m3"], **changes)
+    with damaged(grid("in_proj.output", lambda _: faulty), 1):
+        cause = diagnose(LayerTrace(loaded.model, Recipe("2-1", "fp8_e4m3"), reference, calibration, "layer_1"))
+    assert cause == f"site in_proj.output; {sentence}"
 
 
 def test_where_all_steps_agree_the_sources_are_told_first_one_first(

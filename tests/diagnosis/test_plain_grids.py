@@ -46,17 +46,20 @@ def test_a_nan_spoils_as_much_in_a_plain_grid_as_in_a_real_one(activation: Tenso
 
 @FORMAT
 def test_every_fault_that_can_be_replayed_is_recognized(activation: Tensor, format: str) -> None:
-    """The explanation may be another sentence only where that fault gives the very same values."""
+    """Two faults that give the very same values are told both; where more do, nothing is."""
     grid = expected_grid(format)
     replays = dict(suspects(grid, activation, largest=5.0))
     assert len(replays) >= 15
+    values = {sentence: faulty(activation) for sentence, faulty in replays.items()}
     recognized = set()
-    for sentence, faulty in replays.items():
-        made = faulty(activation)
+    for sentence, made in values.items():
         if torch.equal(made, grid(activation)):
             continue
+        alike = [other for other, same in values.items() if torch.equal(same, made)]
         explanation = explain(grid_step("site", grid, activation, made, largest=5.0)).partition(" (mean")[0]
-        assert explanation in replays, (sentence, explanation)
-        assert torch.equal(replays[explanation](activation), made), (sentence, explanation)
-        recognized.add(sentence)
+        if len(alike) > 2:
+            assert "no known cause" in explanation, (sentence, explanation)
+        else:
+            assert set(explanation.split(", or ")) <= set(alike), (sentence, explanation)
+            recognized.add(sentence)
     assert "rounding looks like floor, not nearest" in recognized

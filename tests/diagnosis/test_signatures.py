@@ -106,6 +106,14 @@ def test_a_change_of_no_known_kind_has_no_known_cause(
     assert "no known cause: " in explain(grid_step("site", grid, activation, made))
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "fp4_e2m1"])
+def test_two_values_do_not_make_a_bias(activation: Tensor, format: str) -> None:
+    grid = expected_grid(format)
+    made = grid(activation)
+    made[:, 3, 5] -= grid.unit(activation)[:, 3, 5]
+    assert explain(grid_step("site", grid, activation, made)).startswith("only channel 5 of token 3: no known cause: ")
+
+
 @pytest.mark.parametrize("size", [1e-4, 1e-3, 1e-2, 0.1, 0.5])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_change_of_sums_has_no_known_cause(size: float, seed: int) -> None:

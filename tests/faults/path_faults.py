@@ -600,7 +600,7 @@ DECODE = (
         FP8,
         "decode",
         with_grid(decoding, "in_proj.input", blocks_of_64),
-        "site in_proj.input; only channel 86 of token 38: rounding is biased down (mean error -0.48...",
+        "site in_proj.input; only token 38: blocks of 64 instead of 32",
     ),
     path(
         "decode: Hadamard left out",
