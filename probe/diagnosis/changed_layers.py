@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import torch
 
+from probe.diagnosis.changed_outputs import ChangedOutput, alikeness, left_by
 from probe.diagnosis.explanations import EXPLAINED, UNKNOWN
-from probe.diagnosis.golden_outputs import ChangedOutput, alikeness, explain_change, left_by
+from probe.diagnosis.golden_outputs import explain_change
 from probe.diagnosis.inner_modules import in_float32, other_settings, outputs_inside, scaled_output
 from probe.running.traces import LayerTrace
 

@@ -6,18 +6,17 @@ output it makes what the layer would have given without it. The sketch is linear
 hypothesis explains is 1 - |sketch(undone) - stored|^2 / |sketch(output) - stored|^2, whatever the quantizer does.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from probe.diagnosis.changed_outputs import ChangedOutput, flat, squares
 from probe.diagnosis.explanations import EXPLAINED, UNKNOWN
 from probe.diagnosis.signatures import permutation
-from probe.numerics.sketches import SAMPLE, SKETCH, Doubles, hashed, places_of, sketched
+from probe.numerics.sketches import SKETCH, sketched
 
 #: Values of the sample that must have moved before a function of the value can be read from them.
 FEWEST = 8
@@ -41,87 +40,6 @@ class Found:
     sentence: str
 
 
-@dataclass(frozen=True, eq=False)
-class ChangedOutput:
-    """The output of a layer over all batches, beside its input, the float layer's output, and what is stored of it."""
-
-    output: Tensor
-    given: Tensor
-    expected: Tensor
-    stored: tuple[float, ...]  # sketch, then perhaps sample
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # by module inside: outputs of the same shape
-
-    @classmethod
-    def of(
-        cls,
-        outputs: Sequence[Tensor],
-        given: Sequence[Tensor],
-        expected: Sequence[Tensor],
-        stored: tuple[float, ...],
-        parts: Mapping[str, Sequence[Tensor]],
-    ) -> "ChangedOutput | None":
-        """None where the outputs cannot be compared with what is stored. `parts` are outputs of modules inside."""
-        batches = [torch.cat([x.double() for x in parts]) for parts in (outputs, expected, given)]
-        fitting = batches[0].shape == batches[1].shape and len(stored) in (SKETCH, SKETCH + SAMPLE)
-        if not fitting or not all(bool(x.isfinite().all()) for x in batches):
-            return None
-        base = batches[2] if batches[2].shape == batches[0].shape else torch.zeros_like(batches[0])
-        shapes = [x.shape for x in outputs]
-        inside = {name: torch.cat([x.double() for x in own]) for name, own in parts.items() if _shapes(own) == shapes}
-        return cls(batches[0], base, batches[1], stored, inside)
-
-    @cached_property
-    def golden(self) -> Doubles:
-        """The stored sketch."""
-        return np.array(self.stored[:SKETCH], dtype=np.float64)
-
-    @cached_property
-    def sample(self) -> tuple[Doubles, Doubles, Doubles]:
-        """Stored, present and input values at the places of the sample; empty where none was stored."""
-        stored = np.array(self.stored[SKETCH:], dtype=np.float64)
-        places = places_of(self.output.numel(), SAMPLE)[: stored.size]
-        return stored, _flat(self.output)[places], _flat(self.given)[places]
-
-    @cached_property
-    def sketch(self) -> Doubles:
-        """Of the output."""
-        return sketched(_flat(self.output))
-
-    @property
-    def change(self) -> float:
-        """|sketch(output) - stored|^2: an estimate of the squared change of all elements together."""
-        return _squares(self.sketch - self.golden)
-
-    @property
-    def relative(self) -> float:
-        """The rms of the change over that of what the layer adds to its input."""
-        added = float((self.expected - self.given).square().sum()) or 1.0
-        return float(np.sqrt(self.change / added))
-
-    def left(self, sketch: Doubles) -> float:
-        """The part of the change that is left by a hypothesis with this sketch."""
-        return _squares(sketch - self.golden) / self.change
-
-    def fitted(self, base: Doubles, along: Doubles) -> tuple[float, float]:
-        """The number c for which base + c * along is nearest to what is stored, and the part that it leaves.
-
-        Of what c = 0 leaves too: an output that exploded is not a multiple of the stored one because 0 is nearer to it.
-        """
-        size, without = _squares(along), self.left(base)
-        c = float((self.golden - base) @ along) / size if size > 0 else 0.0
-        left = self.left(base + c * along)
-        return c, max(left, left / without) if without > 0 else left
-
-    def by_index(self, values: Tensor, axis: int) -> Doubles:
-        """[index, bucket]: the sketch of each channel, token or sequence alone."""
-        size = values.shape[axis]
-        shape = [size if other == axis else 1 for other in range(values.dim())]
-        index = torch.arange(size).reshape(shape).expand(values.shape).reshape(-1).numpy()
-        bucket, sign = hashed(0, values.numel())
-        sums = np.bincount(index * SKETCH + bucket, weights=sign * _flat(values), minlength=size * SKETCH)
-        return sums.astype(np.float64).reshape(size, SKETCH)
-
-
 def explain_change(found: ChangedOutput) -> str:
     """What has become of the stored output, in a few words; it says so where no hypothesis explains it."""
     if found.change <= (SAME**2) * float(found.output.square().sum()):
@@ -132,34 +50,6 @@ def explain_change(found: ChangedOutput) -> str:
     if best.left <= 1 - EXPLAINED:
         return best.sentence
     return f"{UNKNOWN}: its output moved by {found.relative:.2g} of what it adds{_most(found)}"
-
-
-def left_by(found: ChangedOutput, outputs: Sequence[Tensor | None]) -> float:
-    """The part of the change that is left by outputs which the layer made in another way; infinite if by none."""
-    sketch = _sketch_of(found, outputs)
-    return math.inf if sketch is None else found.left(sketch)
-
-
-def alikeness(found: ChangedOutput, outputs: Sequence[Tensor | None]) -> float:
-    """cos^2 of the way from the output to such outputs, and to the stored one; 0 if they are none."""
-    sketch = _sketch_of(found, outputs)
-    if sketch is None:
-        return 0.0
-    there, wanted = sketch - found.sketch, found.golden - found.sketch
-    size = _squares(there) * _squares(wanted)
-    return float(there @ wanted) ** 2 / size if size > 0 else 0.0
-
-
-def _sketch_of(found: ChangedOutput, outputs: Sequence[Tensor | None]) -> Doubles | None:
-    real = [x.double() for x in outputs if x is not None]
-    made = torch.cat(real) if real else torch.zeros(0)
-    if made.shape != found.output.shape or not bool(made.isfinite().all()):
-        return None
-    return sketched(_flat(made))
-
-
-def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
-    return [x.shape for x in tensors]
 
 
 def _hypotheses(found: ChangedOutput) -> Iterator[Found]:
@@ -180,8 +70,8 @@ def _as_a_whole(found: ChangedOutput) -> Iterator[Found]:
     if c:
         yield Found(left, _times("its output", 1 / c))
     if bool(found.given.any()):
-        of_given = sketched(_flat(found.given))
-        c, left = found.fitted(of_given, sketched(_flat(added)))
+        of_given = sketched(flat(found.given))
+        c, left = found.fitted(of_given, sketched(flat(added)))
         if c:
             yield Found(left, _times("what it adds", 1 / c))
         c, left = found.fitted(found.sketch, of_given)
@@ -190,7 +80,7 @@ def _as_a_whole(found: ChangedOutput) -> Iterator[Found]:
     yield Found(left, f"a constant, {-c:+.4g}, is added to every value")
 
     for name, part in found.parts.items():
-        c, left = found.fitted(found.sketch, sketched(_flat(part)))
+        c, left = found.fitted(found.sketch, sketched(flat(part)))
         there = float(((found.output - found.given) * part).sum() / part.square().sum().clamp(min=1e-300))
         if abs(c - 1) < LEFT_OUT and there < 0.5:
             yield Found(left, f"the output of {name} is left out")
@@ -204,11 +94,11 @@ def _by_value(found: ChangedOutput) -> Iterator[Found]:
     moved = int(np.count_nonzero(then != now))
     if moved < FEWEST:
         return
-    before = _squares(now - then)
+    before = squares(now - then)
     for name, dtype in NARROW.items():
         for words, base in (("its output is", np.zeros_like(then)), ("what it adds is", given)):
             made = base + torch.from_numpy(then - base).to(dtype).double().numpy()
-            yield Found(_squares(now - made) / before, f"{words} rounded to {name}")
+            yield Found(squares(now - made) / before, f"{words} rounded to {name}")
 
 
 def _repeated(found: ChangedOutput) -> Iterator[Found]:
@@ -217,7 +107,7 @@ def _repeated(found: ChangedOutput) -> Iterator[Found]:
     for later in range(1, len(output)):
         for earlier in range(later):
             if torch.equal(output[later], output[earlier]) and not torch.equal(given[later], given[earlier]):
-                left = found.left(found.sketch + sketched(_flat(_only(found.expected - output, 0, later))))
+                left = found.left(found.sketch + sketched(flat(_only(found.expected - output, 0, later))))
                 yield Found(left, f"sequence {later} is a copy of sequence {earlier}")
 
 
@@ -238,7 +128,7 @@ def _moved(found: ChangedOutput) -> Iterator[Found]:
             lines, sources = restored.movedim(axis, 0), actual.movedim(axis, 0)
             lines[away] = expected.movedim(axis, 0)[away]  # where nothing else is known
             lines[mapping[away]] = sources[away]
-            left = found.left(sketched(_flat(base + restored)))
+            left = found.left(sketched(flat(base + restored)))
             yield Found(left, what + permutation(NAMES[axis], mapping, away))
         if not bool(found.given.any()):
             break
@@ -281,7 +171,7 @@ def _in_two_places(found: ChangedOutput) -> Iterator[Found]:
                 swap = torch.zeros_like(values)
                 swap.select(axis, i).copy_(across)
                 swap.select(axis, j).copy_(-across)
-                left = found.left(found.sketch + sketched(_flat(swap)))
+                left = found.left(found.sketch + sketched(flat(swap)))
                 yield Found(left, f"{what}{NAMES[axis]}s {i} and {j} are swapped")
             left = found.left(found.sketch + change[i] + change[j])
             if left < 0.2 * min(alone[i], alone[j]):  # neither would do alone
@@ -318,7 +208,7 @@ def _clipped(found: ChangedOutput) -> Iterator[Found]:
         beyond = (expected[at_top].abs() > 0.9 * top).double().mean() if bool(at_top.any()) else torch.zeros(())
         if int(at_top.sum()) >= 2 and top > 0 and float(beyond) > EXPLAINED:
             restored = torch.where(at_top, base + expected, found.output)
-            left = found.left(sketched(_flat(restored)))
+            left = found.left(sketched(flat(restored)))
             yield Found(left, f"{what} beyond +-{top:.4g} {'are' if what == 'values' else 'is'} cut there")
 
 
@@ -355,11 +245,3 @@ def _only(values: Tensor, axis: int, index: int) -> Tensor:
     kept = torch.zeros_like(values)
     kept.select(axis, index).copy_(values.select(axis, index))
     return kept
-
-
-def _flat(x: Tensor) -> Doubles:
-    return x.detach().double().reshape(-1).cpu().numpy()
-
-
-def _squares(x: Doubles) -> float:
-    return float(np.square(x).sum())

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from probe.data.samples import TextSamples
+from probe.diagnosis.changed_outputs import ChangedOutput
 from probe.diagnosis.explanations import UNKNOWN, explain
-from probe.diagnosis.golden_outputs import ChangedOutput, explain_change
+from probe.diagnosis.golden_outputs import explain_change
 from probe.diagnosis.linear_steps import grid_step, product_step
 from probe.diagnosis.path_steps import diagnose_path
 from probe.diagnosis.signatures import Step
