@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from probe.numerics.rounding import require_tensor
+
 #: `fastmath` of numba loops: sums may be added in any order, and there is no NaN among the values.
 ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 #: The least work for a thread, in elements: less takes no longer than waking a thread.
@@ -133,6 +135,32 @@ def can_read(x: torch.Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and torch._C._get_tracing_state() is None
     )
+
+
+def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
+    """An error for a tensor that cannot receive the result of quantizing `x`."""
+    require_tensor(out)
+    if (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
+        raise ValueError(
+            f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}, but the result is {x.dtype} of shape "
+            f"{tuple(x.shape)} on {x.device}. Pass torch.empty_like(x), or leave out away."
+        )
+
+
+def written(out: torch.Tensor | None, x: torch.Tensor, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """What `write` writes for `x`, in `out` if it is given: directly where that is plain memory and not that of `x`."""
+    if out is not None and can_read(out) and out.is_contiguous() and not share_memory(out, x):
+        write(out.detach())
+        torch.autograd.graph.increment_version(out)
+        return out
+    target = torch.empty(x.shape, dtype=x.dtype)
+    write(target)
+    return target if out is None else out.copy_(target)
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same memory, overlapping or not."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def in_threads(work: Callable[[int, int], object], units: int, elements: int) -> None:

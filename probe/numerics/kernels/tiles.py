@@ -20,8 +20,8 @@ TILE = 2048
 BESIDE = 64
 
 
-#: Where blocks lie, as an array, which kernels take faster than a tuple: the length of a line, the inner axis, the size of
-#: a block, the blocks of a line (the last may be short), and the blocks of a tile.
+#: Where blocks lie, as an array, which kernels take faster than a tuple: the length of a line, the inner axis, the size
+#: of a block, the blocks of a line (the last may be short), and the blocks of a tile.
 LINE, INNER, SIZE, PER_LINE, WIDTH = range(5)
 Layout = npt.NDArray[np.int64]
 
