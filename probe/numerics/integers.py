@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from probe.numerics.blocks import Blocks, resolve_axis
-from probe.numerics.native import can_read, numba_twin
+from probe.numerics.native import can_read, check_out, numba_twin, written
 from probe.numerics.rounding import draw_noise, narrow, require_float, require_tensor, round_integer
 from probe.words import look_up
 
@@ -333,6 +333,7 @@ def fake_quantize_integer(
     parameters: IntegerParameters | None = None,
     rounding: str = "half_even",
     generator: torch.Generator | None = None,
+    out: Tensor | None = None,
     implementation: IntegerImplementation = "auto",
     **options: Unpack[GridOptions],
 ) -> Tensor:
@@ -344,7 +345,7 @@ def fake_quantize_integer(
 
     -0.0 becomes +0.0: integers have one zero. On static grids Inf saturates and NaN stays NaN; dynamic grids refuse
     both, because they give no scale. An empty tensor gives an empty tensor. The result has no gradient.
-    `implementation` is a name of INTEGER_IMPLEMENTATIONS.
+    `out` receives the result. `implementation` is a name of INTEGER_IMPLEMENTATIONS.
     """
     given = cast(GridOptions, {name: value for name, value in options.items() if value is not None})
     if parameters is None:
@@ -356,14 +357,15 @@ def fake_quantize_integer(
         )
     require_float(x, "Integer grids")
     _check_parameters(x, parameters, implementation)
+    if out is not None:
+        check_out(out, x)
     noise = draw_noise(x.shape, x.device, rounding, generator)
     kernel = _kernel(x, parameters, implementation)
     if kernel is None:
         steps = _codes(x, parameters, rounding, noise) - parameters.zero_point
-        return narrow(steps * parameters.scale.double(), x.dtype)
-    values = torch.empty(x.shape, dtype=x.dtype)
-    kernel(x, values, rounding, noise)
-    return values
+        values = narrow(steps * parameters.scale.double(), x.dtype)
+        return values if out is None else out.copy_(values)
+    return written(out, x, lambda target: kernel(x, target, rounding, noise))
 
 
 def _check_broadcast(scale: Tensor, x: Tensor) -> None:

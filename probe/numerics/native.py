@@ -154,6 +154,22 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
         )
 
 
+def written(out: torch.Tensor | None, x: torch.Tensor, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """What `write` writes for `x`, in `out` if it is given: directly where that is plain memory and not that of `x`."""
+    if out is not None and can_read(out) and out.is_contiguous() and not share_memory(out, x):
+        write(out.detach())
+        torch.autograd.graph.increment_version(out)
+        return out
+    target = torch.empty(x.shape, dtype=x.dtype)
+    write(target)
+    return target if out is None else out.copy_(target)
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same memory, overlapping or not."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def in_threads(work: Callable[[int, int], T], units: int, elements: int) -> list[T]:
     """`work(first, last)` of parts that cover `units`, in order, on as many threads as torch may use.
 

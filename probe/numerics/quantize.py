@@ -12,7 +12,7 @@ from probe.numerics import compiled, fast, reference
 from probe.numerics.blocks import Blocks
 from probe.numerics.codes import Quantized, encode, scale_values
 from probe.numerics.integers import code_range, dynamic_parameters, quantize_integer
-from probe.numerics.native import can_read, check_out, numba_twin
+from probe.numerics.native import can_read, check_out, numba_twin, share_memory, written
 from probe.numerics.reference import combined_scale, nvfp4_blocks, tensor_scale_of
 from probe.numerics.rounding import check_rounding, draw_noise, narrow, require_float
 from probe.words import did_you_mean, look_up
@@ -296,25 +296,17 @@ def _kernels(job: Job) -> Any:
 
 
 def _by_kernel(kernels: Any, job: Job, out: Tensor | None) -> Tensor:
-    """Run the kernel; it writes to `out` directly where that is plain memory of its own."""
     x = job.x.contiguous()
-    direct = out is not None and can_read(out) and out.is_contiguous() and not _share_memory(out, x)
-    target = out.detach() if out is not None and direct else torch.empty(x.shape, dtype=x.dtype)
-    if job.format.scale == "e8m0":
-        kernels.mx_values(x, target, job.blocks, job.plan, job.rounding, job.draw_noise())
-    elif job.format.scale == "e4m3":
-        kernels.nvfp4_values(x, target, job.blocks, job.tensor_scale, job.format, job.rounding, job.draw_noise())
-    else:
-        scales, sharing, noise = _integer_blocks(kernels, job, x)
-        ends = code_range(job.format.bits, symmetric=True)
-        zeros = torch.zeros_like(scales, dtype=torch.int32)
-        kernels.integer_values(x, target, scales, zeros, sharing, ends, job.rounding, noise)
-    if out is None:
-        return target
-    if direct:
-        torch.autograd.graph.increment_version(out)
-        return out
-    return out.copy_(target)
+
+    def write(target: Tensor) -> None:
+        if job.format.scale == "e8m0":
+            kernels.mx_values(x, target, job.blocks, job.plan, job.rounding, job.draw_noise())
+        elif job.format.scale == "e4m3":
+            kernels.nvfp4_values(x, target, job.blocks, job.tensor_scale, job.format, job.rounding, job.draw_noise())
+        else:
+            kernels.integer_values(x, target, *_integer_blocks(kernels, job, x))
+
+    return written(out, x, write)
 
 
 def _codes_by_kernel(kernels: Any, job: Job) -> tuple[Tensor, Tensor]:
@@ -326,24 +318,20 @@ def _codes_by_kernel(kernels: Any, job: Job) -> tuple[Tensor, Tensor]:
     if job.format.scale == "e4m3":
         found = kernels.nvfp4_codes(x, job.blocks, job.tensor_scale, job.format, job.rounding, job.draw_noise())
         return found
-    scales, sharing, noise = _integer_blocks(kernels, job, x)
-    codes = torch.empty(x.shape, dtype=torch.int8)
+    codes, blocks = torch.empty(x.shape, dtype=torch.int8), _integer_blocks(kernels, job, x)
+    kernels.integer_codes(x, codes, *blocks)
+    return codes, blocks[0].reshape(job.blocks.scales_shape)
+
+
+def _integer_blocks(
+    kernels: Any, job: Job, x: Tensor
+) -> tuple[Tensor, Tensor, Any, tuple[int, int], str, Tensor | None]:
+    """For the integer kernels: scales of the blocks, zero points, who shares them, the codes, the rounding, noise."""
     ends = code_range(job.format.bits, symmetric=True)
-    zeros = torch.zeros_like(scales, dtype=torch.int32)
-    kernels.integer_codes(x, codes, scales, zeros, sharing, ends, job.rounding, noise)
-    return codes, scales.reshape(job.blocks.scales_shape)
-
-
-def _integer_blocks(kernels: Any, job: Job, x: Tensor) -> tuple[Tensor, Any, Tensor | None]:
-    """(a scale for each block of plain integers, who shares them, noise in the order of x)."""
-    high = code_range(job.format.bits, symmetric=True)[1]
-    scales, sharing = kernels.integer_scales(x, job.blocks, high)
+    scales, sharing = kernels.integer_scales(x, job.blocks, ends[1])
     noise = job.draw_noise()
-    return scales, sharing, None if noise is None else job.blocks.join(noise).contiguous()
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    in_order = None if noise is None else job.blocks.join(noise).contiguous()
+    return scales, torch.zeros_like(scales, dtype=torch.int32), sharing, ends, job.rounding, in_order
 
 
 def _tensor_scale_from(x: Tensor) -> Tensor:
@@ -361,7 +349,7 @@ def _by_torch(job: Job, out: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():  # the caller compiles: let it fuse the plain expression
         return job.whole(fast.mx_values(job.rows, job.plan, job.rounding, noise))
     size = job.rows.shape[-1]
-    is_free = out is not None and out.is_contiguous() and not _share_memory(out, job.x)
+    is_free = out is not None and out.is_contiguous() and not share_memory(out, job.x)
     direct = is_free and job.blocks.in_rows
     target = out.detach().reshape(-1, size) if out is not None and direct else torch.empty_like(job.rows)
     if not _compiled_mx(job, target, noise):

@@ -13,7 +13,7 @@ from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.fast import FLOAT32, FLOAT64, Plan, plan_for
 from probe.numerics.integers import SMALLEST_SCALE
-from probe.numerics.kernels import integers, mx, nvfp4
+from probe.numerics.kernels import elements, integers, mx, nvfp4
 from probe.numerics.kernels.bits import BFLOAT16, FLOAT16, Bits
 from probe.numerics.kernels.tiles import BESIDE, TILE, Layout
 from probe.numerics.native import in_threads
@@ -21,10 +21,10 @@ from probe.numerics.reference import BYTE_BIAS, SMALLEST_BLOCK_SCALE
 
 _ROUNDINGS = {
     "half_even": None,
-    "half_away": mx.HALF_AWAY,
-    "toward_zero": mx.TOWARD_ZERO,
-    "floor": mx.FLOOR,
-    "stochastic": mx.STOCHASTIC,
+    "half_away": elements.HALF_AWAY,
+    "toward_zero": elements.TOWARD_ZERO,
+    "floor": elements.FLOOR,
+    "stochastic": elements.STOCHASTIC,
 }
 #: Elements whose largest one is found at a time, where all of a tensor shares a scale.
 _STRETCH = 8192
@@ -56,31 +56,31 @@ def layout_of(shape: tuple[int, ...], axis: int, size: int) -> tuple[Layout, int
 
 
 @cache
-def _constants(plan: Plan, dtype: torch.dtype) -> mx.Constants:
+def _constants(plan: Plan, dtype: torch.dtype) -> elements.Constants:
     fmt, machine = plan.format, plan.machine
     rows = {
-        mx.SIZES: ~machine.sign_mask,
-        mx.EXPONENTS: machine.exponent_mask,
-        mx.MAX_EXPONENT: plan.max_exponent,
-        mx.MIN_EXPONENT: plan.min_exponent,
-        mx.MAX: plan.max,
-        mx.CEILING: machine.bits(4 * fmt.max),
-        mx.MAGIC: machine.bits(plan.magic),
-        mx.STEP: machine.bits(2.0**-fmt.mantissa_bits),
-        mx.LOWEST: plan.scale_range[0],
-        mx.HIGHEST: plan.scale_range[1],
-        mx.CARRY: plan.carry,
-        mx.STILL_ZERO: -1 if plan.still_zero is None else plan.still_zero,
-        mx.LIMIT: machine.bits(torch.finfo(dtype).max),
-        mx.UNSIGNED: 0 if fmt.is_integer else -1,
-        mx.CODE_SHIFT: machine.mantissa_bits - fmt.mantissa_bits,
-        mx.CODE_OFFSET: (machine.bias - fmt.bias) << fmt.mantissa_bits,
-        mx.CODE_STEPS: machine.bits(1 / fmt.min_subnormal),
-        mx.CODE_SIGN: 0 if fmt.is_integer else 1 << (fmt.bits - 1),
-        mx.BYTE_SHIFT: machine.mantissa_bits,
-        mx.BYTE_OFFSET: machine.bias - BYTE_BIAS,
+        elements.SIZES: ~machine.sign_mask,
+        elements.EXPONENTS: machine.exponent_mask,
+        elements.MAX_EXPONENT: plan.max_exponent,
+        elements.MIN_EXPONENT: plan.min_exponent,
+        elements.MAX: plan.max,
+        elements.CEILING: machine.bits(4 * fmt.max),
+        elements.MAGIC: machine.bits(plan.magic),
+        elements.STEP: machine.bits(2.0**-fmt.mantissa_bits),
+        elements.LOWEST: plan.scale_range[0],
+        elements.HIGHEST: plan.scale_range[1],
+        elements.CARRY: plan.carry,
+        elements.STILL_ZERO: -1 if plan.still_zero is None else plan.still_zero,
+        elements.LIMIT: machine.bits(torch.finfo(dtype).max),
+        elements.UNSIGNED: 0 if fmt.is_integer else -1,
+        elements.CODE_SHIFT: machine.mantissa_bits - fmt.mantissa_bits,
+        elements.CODE_OFFSET: (machine.bias - fmt.bias) << fmt.mantissa_bits,
+        elements.CODE_STEPS: machine.bits(1 / fmt.min_subnormal),
+        elements.CODE_SIGN: 0 if fmt.is_integer else 1 << (fmt.bits - 1),
+        elements.BYTE_SHIFT: machine.mantissa_bits,
+        elements.BYTE_OFFSET: machine.bias - BYTE_BIAS,
     }
-    return np.array([rows[place] for place in range(mx.CONSTANTS)], np.int64)
+    return np.array([rows[place] for place in range(elements.CONSTANTS)], np.int64)
 
 
 class Operands(NamedTuple):
@@ -95,7 +95,7 @@ def _operands(x: Tensor) -> Operands:
     return Operands(bits_of(x), _INT64 if x.dtype == torch.float64 else _INT32, _KINDS.get(x.dtype, 0))
 
 
-def _flat(noise: Tensor | None) -> mx.Noise | None:
+def _flat(noise: Tensor | None) -> elements.Noise | None:
     return None if noise is None else noise.numpy().reshape(-1)
 
 
@@ -146,8 +146,8 @@ def nvfp4_codes(
 def _nvfp4(
     x: Tensor,
     target: Bits,
-    codes: mx.Bytes,
-    scales: mx.Bytes,
+    codes: elements.Bytes,
+    scales: elements.Bytes,
     blocks: Blocks,
     tensor_scale: Tensor,
     fmt: Format,

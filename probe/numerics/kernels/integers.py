@@ -4,7 +4,8 @@ import numba
 import numpy as np
 
 from probe.numerics.kernels.bits import as_float, narrow
-from probe.numerics.kernels.mx import HALF_AWAY, TOWARD_ZERO, find_largest
+from probe.numerics.kernels.elements import HALF_AWAY, TOWARD_ZERO
+from probe.numerics.kernels.scales import find_largest
 from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, load, place, store, tile_at
 
 #: Quotients are clipped here: far beyond all codes.

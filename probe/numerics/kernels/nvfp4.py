@@ -5,9 +5,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from probe.numerics.kernels import mx
+from probe.numerics.kernels import elements as known
 from probe.numerics.kernels.bits import as_bits, as_float, narrow
-from probe.numerics.kernels.mx import encode, find_elements, find_largest, nearest
+from probe.numerics.kernels.elements import encode, find_elements, nearest
+from probe.numerics.kernels.scales import find_largest
 from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, Tile, load, place, store, tile_at
 
 #: The code of a scale that is NaN.
@@ -23,9 +24,9 @@ def _find_scales(  # type: ignore[no-untyped-def]
     scale = e4m3(amax / (largest element * tensor_scale)), nearest even, from `smallest` on
     factor = float32(scale * tensor_scale)
     """
-    sizes, exponents = constants[mx.SIZES], constants[mx.EXPONENTS]
-    least, most = constants[mx.MIN_EXPONENT], constants[mx.MAX]
-    ceiling, magic = constants[mx.CEILING], as_float(constants[mx.MAGIC])
+    sizes, exponents = constants[known.SIZES], constants[known.EXPONENTS]
+    least, most = constants[known.MIN_EXPONENT], constants[known.MAX]
+    ceiling, magic = constants[known.CEILING], as_float(constants[known.MAGIC])
     for b in range(blocks):
         wanted = np.float64(as_float(amax[b])) / (largest * np.float64(tensor_scale))
         found = as_float(nearest(np.int64, as_bits(wanted), 1.0, sizes, exponents, least, most, ceiling, magic))
@@ -100,4 +101,4 @@ def quantize(  # type: ignore[no-untyped-def]
             stored = scale_codes[tile.block : tile.block + tile.blocks]
             encode(scales[: stored.size], scales, stored, Tile(0, 0, 1, 0, 0, 0, 0), scale_constants, scales)
             for b in range(stored.size):
-                stored[b] = stored[b] if scales[b] < scale_constants[mx.EXPONENTS] else np.uint8(_NAN_CODE)
+                stored[b] = stored[b] if scales[b] < scale_constants[known.EXPONENTS] else np.uint8(_NAN_CODE)
