@@ -1,11 +1,15 @@
-"""Quantizers against a copy, torchao and ml_dtypes: one process, one thread, interleaved, median of ratios.
+"""Quantizers against a copy, torchao and ml_dtypes: one process, interleaved, medians of ratios.
 
 python benchmarks/quantizers.py [--repeats 15] [--json FILE]
+
+A copy is `out.copy_(x)` into a warm buffer; quantizers write into one too, except codes, whose memory is new. Ratios
+are taken within a round, so that a slow second of the machine hits all contenders.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -14,9 +18,9 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import torch
+from torch import Tensor
 
 import probe
-from probe.numerics import compiled
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -38,34 +42,43 @@ ML_DTYPES = {
     "fp6_e2m3": ml_dtypes.float6_e2m3fn,
     "fp4_e2m1": ml_dtypes.float4_e2m1fn,
 }
+FIRST_CALL = """
+import time, torch, probe
+x = torch.randn(64, 32)
+start = time.perf_counter()
+import numba
+loaded = time.perf_counter()
+probe.fake_quantize(x, "fp8_e4m3")
+print(loaded - start, time.perf_counter() - loaded)
+"""
+
+Work = Callable[[], object]
+Figures = dict[str, object]
 
 
-def seconds(work: Callable[[], object]) -> float:
+def seconds(work: Work) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-def interleaved(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Every contender once per round, so that a slow second of the machine hits all of them."""
-    times: dict[str, list[float]] = {name: [] for name in works}
+def interleaved(works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
+    """Every contender once per round, after a warm-up of each."""
     for work in works.values():
         for _ in range(1 + repeats // 20):
             work()
-    for done in range(repeats):
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats):
         for name, work in works.items():
             times[name].append(seconds(work))
-        if repeats < 100:  # printing would disturb what takes microseconds
-            print(f"\r  round {done + 1}/{repeats}", end="", file=sys.stderr)
-    print("\r" + " " * 30 + "\r", end="", file=sys.stderr)
     return times
 
 
 def ratio(times: dict[str, list[float]], over: str, under: str) -> float:
-    return statistics.median(a / b for a, b in zip(times[over], times[under], strict=True))
+    return round(statistics.median(a / b for a, b in zip(times[over], times[under], strict=True)), 2)
 
 
-def by_torchao(x: torch.Tensor, name: str) -> torch.Tensor:
+def by_torchao(x: Tensor, name: str) -> Tensor:
     scale, data = to_mx(x, TORCHAO[name], 32)
     return to_dtype(data, scale, TORCHAO[name], 32, torch.float32)
 
@@ -80,59 +93,106 @@ def by_ml_dtypes(x: np.ndarray, name: str) -> np.ndarray:
     return (elements.astype(np.float32) * scale).reshape(x.shape)
 
 
-def large(repeats: int) -> list[dict[str, object]]:
+def against_copy(x: Tensor, work: Callable[[Tensor], object], repeats: int) -> Figures:
+    """The time of quantizing `x` into a buffer over that of a copy."""
+    out = torch.zeros_like(x)
+    times = interleaved({"copy": lambda: out.copy_(x), "work": lambda: work(out)}, repeats)
+    copy = statistics.median(times["copy"])
+    return {"copy us": round(1e6 * copy, 1), "over copy": ratio(times, "work", "copy")}
+
+
+def large(repeats: int) -> Figures:
+    """4096 x 4096, one thread: the default call of every format, then options of one of them."""
     x = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0))
-    array, out = x.numpy(), torch.empty_like(x)
-    rows: list[dict[str, object]] = []
+    grid = probe.integer_parameters(torch.tensor(-5.0), torch.tensor(5.0))
+    figures: Figures = {}
+
+    def measure(name: str, work: Callable[[Tensor], object], given: Tensor = x) -> None:
+        figures[name] = against_copy(given, work, repeats)
+        print(f"  {name}: {figures[name]}", flush=True)
+
     for name in MX:
-        works: dict[str, Callable[[], object]] = {
-            "copy": lambda: out.copy_(x),
-            "compiled": lambda name=name: probe.fake_quantize(x, name, out=out, implementation="compiled"),
-            "eager": lambda name=name: probe.fake_quantize(x, name, out=out, implementation="eager"),
+        measure(name, lambda out, name=name: probe.fake_quantize(x, name, out=out))
+    for rule in ("ceil", "mse"):
+        options = {"scale_rule": rule}
+        measure(f"fp8_e4m3, {rule}", lambda out, given=options: probe.fake_quantize(x, "fp8_e4m3", out=out, **given))
+    measure("fp8_e4m3, half_away", lambda out: probe.fake_quantize(x, "fp8_e4m3", rounding="half_away", out=out))
+    measure("fp8_e4m3, axis 0", lambda out: probe.fake_quantize(x, "fp8_e4m3", axis=0, out=out))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        given = x.to(dtype)
+        measure(f"fp8_e4m3, {dtype}", lambda out, y=given: probe.fake_quantize(y, "fp8_e4m3", out=out), given)
+    measure("fp8_e4m3, codes and scales", lambda out: probe.quantize(x, "fp8_e4m3"))
+    measure("nvfp4", lambda out: probe.fake_quantize(x, "nvfp4", out=out))
+    measure("int8", lambda out: probe.fake_quantize(x, "int8", out=out))
+    measure("int8, scale given", lambda out: probe.fake_quantize_integer(x, parameters=grid, out=out))
+    measure(
+        "fp8_e4m3, implementation torch",
+        lambda out: probe.fake_quantize(x, "fp8_e4m3", out=out, implementation="torch"),
+    )
+    return figures
+
+
+def two_threads(repeats: int) -> Figures:
+    """How much faster two threads are than one: of a copy and of the default call, in alternation."""
+    x = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0))
+    out = torch.zeros_like(x)
+
+    def on(threads: int, work: Work) -> Work:
+        def run() -> None:
+            torch.set_num_threads(threads)
+            work()
+
+        return run
+
+    jobs: dict[str, Work] = {
+        "copy": lambda: out.copy_(x),
+        "fp8_e4m3": lambda: probe.fake_quantize(x, "fp8_e4m3", out=out),
+    }
+    works = {f"{name} {count}": on(count, work) for name, work in jobs.items() for count in (1, 2)}
+    times = interleaved(works, repeats)
+    torch.set_num_threads(1)
+    return {name: ratio(times, f"{name} 1", f"{name} 2") for name in jobs}
+
+
+def peers(repeats: int) -> Figures:
+    """How many times slower the others are; their results are the same."""
+    x = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0))
+    array, out = x.numpy(), torch.zeros_like(x)
+    figures: Figures = {}
+    for name in TORCHAO:
+        assert torch.equal(by_torchao(x, name), probe.fake_quantize(x, name))
+        assert np.array_equal(by_ml_dtypes(array, name), probe.fake_quantize(x, name).numpy())
+        works: dict[str, Work] = {
+            "torchao": lambda name=name: by_torchao(x, name),
+            "ml_dtypes": lambda name=name: by_ml_dtypes(array, name),
+            "probe": lambda name=name: probe.fake_quantize(x, name, out=out),
         }
         times = interleaved(works, repeats)
-        row: dict[str, object] = {
-            "format": name,
-            "copy ms": round(1e3 * statistics.median(times["copy"]), 2),
-            "compiled/copy": round(ratio(times, "compiled", "copy"), 2),
-            "eager/copy": round(ratio(times, "eager", "copy"), 2),
-        }
-        if name in TORCHAO:
-            assert torch.equal(by_torchao(x, name), probe.fake_quantize(x, name))
-            assert np.array_equal(by_ml_dtypes(array, name), probe.fake_quantize(x, name).numpy())
-            peers = interleaved(
-                {
-                    "torchao": lambda name=name: by_torchao(x, name),
-                    "ml_dtypes": lambda name=name: by_ml_dtypes(array, name),
-                    "compiled": works["compiled"],
-                    "eager": works["eager"],
-                },
-                3,
-            )
-            row |= {
-                "torchao/eager": round(ratio(peers, "torchao", "eager"), 1),
-                "torchao/compiled": round(ratio(peers, "torchao", "compiled"), 1),
-                "ml_dtypes/eager": round(ratio(peers, "ml_dtypes", "eager"), 1),
-                "ml_dtypes/compiled": round(ratio(peers, "ml_dtypes", "compiled"), 1),
-            }
-        rows.append(row)
-        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return rows
+        figures[name] = {other: ratio(times, other, "probe") for other in ("torchao", "ml_dtypes")}
+        print(f"  {name}: {figures[name]}", flush=True)
+    return figures
 
 
-def small() -> dict[str, float]:
+def small() -> Figures:
+    """1 x 512 x 128, with a new result."""
     x = torch.randn(1, 512, 128, generator=torch.Generator().manual_seed(0))
-    works = {name: (lambda name=name: probe.fake_quantize(x, name)) for name in MX}
-    times = interleaved(works, 400)
-    return {name: round(1e6 * statistics.median(taken), 1) for name, taken in times.items()}
+    grid = probe.integer_parameters(torch.tensor(-5.0), torch.tensor(5.0))
+    figures: Figures = {
+        name: against_copy(x, lambda out, name=name: probe.fake_quantize(x, name), 1000) for name in (*MX, "int8")
+    }
+    return figures | {
+        "int8, scale given": against_copy(x, lambda out: probe.fake_quantize_integer(x, parameters=grid), 1000)
+    }
 
 
-def first_call() -> dict[str, float]:
-    """What a caller waits for: the first eager call, and building a kernel (torch's caches may be warm)."""
-    x = torch.randn(64, 32)
-    eager = seconds(lambda: probe.fake_quantize(x, "fp8_e4m3", rounding="half_away"))
-    build = seconds(lambda: probe.fake_quantize(x, "fp8_e4m3", implementation="compiled"))
-    return {"eager ms": round(1e3 * eager, 2), "compile s": round(build, 2)}
+def first_call(repeats: int) -> Figures:
+    """The first call of a process whose kernels are on disk, beside the import of numba; milliseconds."""
+    times = []
+    for _ in range(repeats):
+        done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=True)
+        times.append([1e3 * float(part) for part in done.stdout.split()])
+    loading, calling = (round(statistics.median(column), 1) for column in zip(*times[1:], strict=True))
+    return {"import numba ms": loading, "first call ms": calling}
 
 
 def main() -> None:
@@ -141,11 +201,18 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    small_figures = small()  # first: for some seconds after a compilation torch's workers take the cores
-    figures = {"first call": first_call(), "1 x 512 x 128, us a call, eager": small_figures}
-    print(figures)
-    assert not any(isinstance(kernel, Exception) for kernel in compiled._kernels.values())
-    figures |= {"4096 x 4096 float32": large(options.repeats)}
+    parts: dict[str, Callable[[], Figures]] = {
+        "first call": lambda: first_call(6),
+        "1 x 512 x 128": small,
+        "4096 x 4096, one thread": lambda: large(options.repeats),
+        "4096 x 4096, one thread / two": lambda: two_threads(options.repeats),
+        "4096 x 4096, times slower": lambda: peers(3),
+    }
+    figures = {}
+    for name, part in parts.items():
+        print(name, flush=True)
+        figures[name] = part()
+        print(f"  {figures[name]}", flush=True)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=2)

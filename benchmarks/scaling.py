@@ -42,7 +42,7 @@ def plain(x: torch.Tensor) -> None:
     out = torch.empty_like(x)
     for name in FORMATS:
         for _ in range(LEVELS):
-            probe.fake_quantize(x, name, out=out, implementation="eager")
+            probe.fake_quantize(x, name, out=out, implementation="torch")
 
 
 def ratios(repeats: int) -> dict[str, object]:

@@ -18,6 +18,7 @@ from probe.models.linear import linear_weights
 from probe.models.mamba import mamba_blocks
 from probe.models.offload import state_of
 from probe.numerics.corners import corner_values
+from probe.numerics.grids import activation_grid, sequence_grid, twins_of
 from probe.running.corners import CornerAnswer
 from probe.running.digests import digest_of
 from probe.running.functions import function_errors
@@ -37,6 +38,15 @@ def defined_corners(grid: SiteGrid, width: int) -> tuple[Tensor, ...]:
     return tuple(_without_negative_zero(plain(one), grid.format) for one in given)
 
 
+@lru_cache(maxsize=512)
+def twin_corners(grid: SiteGrid, width: int) -> dict[str, tuple[Tensor, ...]]:
+    """By implementation, what the twins of the grid that do not run in the gate make of its corner values."""
+    given = corner_values(grid.format, width, amax=grid.amax, per_sequence=grid.per_sequence)
+    name, amax = grid.format.name, grid.amax
+    made = sequence_grid(name, amax) if grid.per_sequence else activation_grid(name, amax, rounding=grid.rounding)
+    return {how: tuple(twin(one.clone()) for one in given) for how, twin in twins_of(made).items()}
+
+
 def _without_negative_zero(x: Tensor, format: Format) -> Tensor:
     """Integers have one zero."""
     return x + 0.0 if format.is_integer else x
@@ -50,9 +60,32 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def differing_sites(answers: Sequence[CornerAnswer]) -> list[str]:
-    """The sites whose fast grid gives other bits at corner values than its readable definition."""
-    wrong = [one.site for one in answers if not same_bits(one.answer, defined_corners(one.grid, one.width)[one.part])]
+    """The sites whose grid gives other bits at corner values than its definition, or than one of its twins."""
+    wrong = [
+        one.site
+        for one in answers
+        if not same_bits(one.answer, defined_corners(one.grid, one.width)[one.part]) or _differing_twin(one)
+    ]
     return list(dict.fromkeys(wrong))
+
+
+def _differing_twin(one: CornerAnswer) -> str:
+    """The implementation that gives other bits than the grid in the model; empty if none does."""
+    twins = twin_corners(one.grid, one.width)
+    return next((how for how, made in twins.items() if not same_bits(one.answer, made[one.part])), "")
+
+
+def differing_twin(answers: Sequence[CornerAnswer]) -> str:
+    """A line about the first twin that gives other bits than a grid which is as defined; empty if there is none."""
+    for one in answers:
+        how = _differing_twin(one)
+        if how and same_bits(one.answer, defined_corners(one.grid, one.width)[one.part]):
+            made = twin_corners(one.grid, one.width)[how][one.part]
+            mask = _bits_differ(made, one.answer)
+            given, wrong, right = (float(x[mask][0]) for x in (one.given, made, one.answer))
+            site = ".".join(one.site.split(".")[-2:])
+            return f"site {site}; implementation {how!r} makes {wrong:.6g} of {given:.6g}, the model {right:.6g}"
+    return ""
 
 
 @dataclass(frozen=True, eq=False)

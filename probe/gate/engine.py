@@ -13,7 +13,7 @@ from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
 from probe.gate.configuration import Settings
-from probe.gate.definitions import exact_changes
+from probe.gate.definitions import differing_twin, exact_changes
 from probe.gate.measured_layers import Flaw, Observation
 from probe.gate.path_causes import path_cause, token_profile, wrong_layers
 from probe.gate.sources import differing
@@ -228,8 +228,11 @@ class Gate:
         golden = golden_of(bench.entry(first.case), "injected")
         only_functions = bool(moved) and all(name.startswith("functions.") for name in moved)
         functions = [line for line in first.details if line.startswith("function ")]
+        twin = differing_twin(trace.corners()) if moved == ["corners.twins"] else ""
         if only_functions and functions:
             cause = in_a_line(f"{layer}; {functions[0]}")
+        elif twin:
+            cause = in_a_line(f"{layer}; {twin}")
         else:
             cause = corner_cause(trace, sources) if only_corners else diagnose(trace, sources, golden)
         return {**outcomes, layer: replace(first, cause=cause)}

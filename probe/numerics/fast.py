@@ -1,4 +1,4 @@
-"""The fast twin of `reference.py`: the same bits from multiplications, additions and integer operations.
+"""The twin of `reference.py` in torch operations: the same bits from multiplications, additions and integer operations.
 
 No log2, frexp or ldexp. Scales are built as exponent fields with integer operations, multiplying by them is exact, and
 rounding is one addition and one subtraction: for y >= 0 with exponent e,
@@ -9,7 +9,8 @@ rounding is one addition and one subtraction: for y >= 0 with exponent e,
 because y + magic lies in [magic, 2 magic), where the spacing of floats is that step. The constant comes from the
 exponent bits of y, clamped from below at the smallest normal exponent of the format.
 
-The functions take and return rows of one block each. The same code runs eagerly and compiled (`compiled.py`).
+The functions take and return rows of one block each. They run one by one, or through torch.compile (`compiled.py`). The
+kernels of the CPU (`kernels/`) do the same arithmetic.
 """
 
 import struct
@@ -23,7 +24,7 @@ from probe.formats import FORMATS, Format
 from probe.numerics.blocks import tree_sum
 from probe.numerics.reference import BYTE_BIAS, NAN_BYTE, overflows_to_infinity
 
-#: Elements per piece of eager work, so that its temporaries stay in the cache.
+#: Elements per piece of work, so that its temporaries stay in the cache.
 CHUNK = 2**18
 
 
@@ -33,7 +34,7 @@ def _constant(value: int, dtype: torch.dtype) -> Tensor:
 
 
 def _scalar(value: int, dtype: torch.dtype) -> Tensor | int:
-    """A number for an eager operation: torch takes a ready 0-d tensor 4 us faster than an int."""
+    """A number for an operation that is not traced: torch takes a ready 0-d tensor 4 us faster than an int."""
     return value if torch.compiler.is_compiling() else _constant(value, dtype)
 
 
@@ -272,7 +273,7 @@ def mx_blocks(x: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> tup
 
 
 def fake_quantize_rows(x: Tensor, out: Tensor, plan: Plan, rounding: str, noise: Tensor | None) -> None:
-    """`mx_values` into `out`, eagerly, in pieces that stay in the cache.
+    """`mx_values` into `out`, in pieces that stay in the cache.
 
     Inference mode spares temporaries their autograd bookkeeping (15 % of a small call); `out` stays an ordinary tensor.
     """

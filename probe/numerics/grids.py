@@ -5,20 +5,21 @@ Integers need a scale from calibration (`amax`), nvfp4 its second scale, MX form
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from probe.formats import FORMATS
 from probe.numerics.integers import (
+    IntegerImplementation,
     IntegerParameters,
     dequantize_integer,
     fake_quantize_integer,
     integer_parameters,
     quantize_integer,
 )
-from probe.numerics.quantize import fake_quantize, quantize
+from probe.numerics.quantize import Implementation, fake_quantize, quantize
 from probe.numerics.reference import tensor_scale_of
 
 Grid = Callable[[Tensor], Tensor]
@@ -31,13 +32,15 @@ class IntegerGrid:
     parameters: IntegerParameters
     rounding: str = "half_even"
     by_codes: bool = False
+    implementation: IntegerImplementation = "auto"
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` on the grid."""
         if self.by_codes and not bool(x.isnan().any()):
             codes = quantize_integer(x, self.parameters, rounding=self.rounding)
             return dequantize_integer(codes, self.parameters, x.dtype)
-        return fake_quantize_integer(x, parameters=self.parameters, rounding=self.rounding)
+        how = self.implementation
+        return fake_quantize_integer(x, parameters=self.parameters, rounding=self.rounding, implementation=how)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +50,13 @@ class BlockGrid:
     format: str
     tensor_scale: Tensor | None = None
     by_codes: bool = False
+    implementation: Implementation = "auto"
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` on the grid."""
         if self.by_codes:
             return quantize(x, self.format, tensor_scale=self.tensor_scale).dequantize()
-        return fake_quantize(x, self.format, tensor_scale=self.tensor_scale)
+        return fake_quantize(x, self.format, tensor_scale=self.tensor_scale, implementation=self.implementation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +65,23 @@ class SequenceGrid:
 
     format: str
     tensor_scale: Tensor | None = None
+    implementation: Implementation = "auto"
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` on the grid."""
         lines = x.reshape(x.shape[0], -1)
-        size = max(1, lines.shape[1])
-        return fake_quantize(lines, self.format, block_size=size, tensor_scale=self.tensor_scale).reshape(x.shape)
+        size, scale, how = max(1, lines.shape[1]), self.tensor_scale, self.implementation
+        return fake_quantize(lines, self.format, block_size=size, tensor_scale=scale, implementation=how).reshape(
+            x.shape
+        )
+
+
+def twins_of(grid: IntegerGrid | BlockGrid | SequenceGrid) -> dict[str, Grid]:
+    """By implementation, the grid as those compute it that do no work on the CPU: they must give the same bits."""
+    if isinstance(grid, IntegerGrid):
+        return {"reference": replace(grid, by_codes=False, implementation="reference")}
+    plain = replace(grid, by_codes=False) if isinstance(grid, BlockGrid) else grid
+    return {"reference": replace(plain, implementation="reference"), "torch": replace(plain, implementation="torch")}
 
 
 def activation_grid(

@@ -6,14 +6,16 @@ can be written to: NUMBA_CACHE_DIR, the `__pycache__` beside their module, the u
 folder among the temporary files.
 """
 
+import gc
 import hashlib
 import os
 import stat
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
@@ -43,15 +45,37 @@ _lock = threading.Lock()
 def numba_twin(module: str, results: str) -> ModuleType | None:
     """The fast twin `module`; None, after one warning, where numba cannot be loaded: the `results` stay the same."""
     try:
-        _keep_kernels()
-        return import_module(module)
+        with _no_collection():
+            _load_numba()
+            return import_module(module)
     except (ImportError, RuntimeError) as problem:  # RuntimeError: there is no folder at all for its cache
         text = f"numba cannot be loaded ({problem}). Going on without it: the same {results}, but slower."
         warnings.warn(text, RuntimeWarning, stacklevel=3)
         return None
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage waits: with torch in memory, the collections that so many new objects cause take half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @cache
+def _load_numba() -> None:
+    """Load numba with what the first call of any kernel needs of it, and keep kernels where `cache_folder` says."""
+    _keep_kernels()
+    from numba.core.registry import cpu_target
+
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+
+
 def _keep_kernels() -> None:
     """Teach numba's cache about the kernels of this package; functions of others are cached as before.
 

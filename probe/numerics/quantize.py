@@ -224,7 +224,7 @@ def check_job(
         )
     if fmt.scale is None and block_size is not None:
         raise ValueError(f"block_size {block_size} was given, but {format} is a cast without blocks. Leave it out.")
-    x = x.detach()
+    x = x.detach().resolve_neg()
     if fmt.scale is None or (fmt.scale == "float32" and block_size is None):
         if axis != -1:
             raise ValueError(
@@ -248,6 +248,8 @@ def _tensor_scale(x: Tensor, fmt: Format, given: Tensor | float | None) -> Tenso
     if not isinstance(given, int | float | Tensor) or isinstance(given, bool):
         raise TypeError(f"tensor_scale is a {type(given).__name__}, expected a number or a 0-d tensor.")
     scale = torch.as_tensor(given, dtype=torch.float32, device=x.device)
+    if torch.compiler.is_compiling() and scale.ndim == 0:  # a graph has no values to check
+        return scale
     if scale.ndim != 0 or not bool(scale.isfinite()) or not bool(scale > 0):
         raise ValueError(
             f"tensor_scale is {given!r}; nvfp4 takes one finite number above 0. "

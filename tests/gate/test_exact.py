@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from probe.gate.definitions import ExactLayer, differing_sites, exact_changes
+from probe.gate.definitions import ExactLayer, differing_sites, exact_changes, twin_corners
 from probe.models import scans
 from probe.models.loading import load_model
-from probe.numerics import integers
+from probe.numerics import fast, integers, reference, rounding
 from probe.numerics.quantize import fake_quantize
 from probe.running.calibration import calibrate_on
 from probe.running.corners import corner_answers
@@ -89,7 +89,7 @@ def cut_scan(u: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 BREAKS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], tuple[str, ...], str, str]] = {
     "ties toward zero": (
         INT8,
-        lambda: mock.patch.object(integers, "round_integer", toward_zero),
+        lambda: mock.patch.multiple(integers, round_integer=toward_zero, _kernel=mock.Mock(return_value=None)),
         OWN,
         "corners.changed",
         "in_proj.input at -",
@@ -150,6 +150,30 @@ def test_a_break_is_red_in_its_layer_and_named(gate: SmallGate, name: str) -> No
     assert not line or any(detail.startswith(line) for detail in outcomes[layers[0]].details), outcomes[
         layers[0]
     ].details
+
+
+TWINS = {
+    "definition of integers": (INT8, rounding.ROUNDINGS, {"half_even": lambda x, noise: torch.floor(x)}, "reference"),
+    "definition of MX": (E5M2, vars(reference), {"round_elements": lambda y, *rest: torch.zeros_like(y)}, "reference"),
+    "torch operations": (E5M2, vars(fast), {"round_magnitudes_": lambda y, *rest: y.zero_()}, "torch"),
+}
+
+
+@pytest.mark.parametrize("name", list(TWINS))
+def test_a_twin_that_does_no_work_here_is_compared_too(gate: SmallGate, name: str) -> None:
+    """Kernels do the work on the CPU: what else computes the grids is wrong somewhere else, and is red here."""
+    recipe, place, changed, how = TWINS[name]
+    try:
+        twin_corners.cache_clear()
+        with mock.patch.dict(place, changed):
+            outcomes = gate.judge(MODEL, recipe)
+    finally:
+        twin_corners.cache_clear()
+    for label in OWN:
+        assert [name for name, one in outcomes[label].figures.items() if one.moved] == ["corners.twins"]
+    cause = outcomes["layer_0"].cause
+    assert cause.startswith(f"layer_0; site in_proj.input; implementation '{how}' makes "), cause
+    assert ", the model " in cause
 
 
 @pytest.fixture(scope="module")

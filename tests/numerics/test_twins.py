@@ -2,10 +2,22 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from probe import fake_quantize, quantize
+from probe import dynamic_parameters, fake_quantize, fake_quantize_integer, quantize, quantize_integer
+from probe.numerics.integers import GridOptions, IntegerImplementation, IntegerParameters
 from probe.numerics.quantize import Implementation, Options
-from tests.numerics.tensors import DTYPES, MX, ROUNDINGS, RULES, adversarial_blocks, assert_same_bits, scales_of
+from tests.numerics.tensors import (
+    DTYPES,
+    KINDS,
+    MX,
+    ROUNDINGS,
+    RULES,
+    adversarial_blocks,
+    assert_same_bits,
+    every,
+    scales_of,
+)
 
 IMPLEMENTED: tuple[Implementation, ...] = ("torch", "auto")
 
@@ -106,6 +118,77 @@ def test_codes_equal_fake_quantize_outside_mx(name: str, rounding: str, dtype: t
 def test_large_tensors_are_cut_into_pieces_without_a_trace() -> None:
     x = torch.randn(5000, 96)
     for name in MX:
+        assert_same_bits(fake_quantize(x, name), fake_quantize(x, name, implementation="reference"))
         assert_same_bits(
             fake_quantize(x, name, implementation="torch"), fake_quantize(x, name, implementation="reference")
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", [*MX, "nvfp4", "int8", "int4", "int2"])
+def test_every_16_bit_number_alone_and_among_others(name: str, dtype: torch.dtype) -> None:
+    """The kernel widens them and rounds back by bit operations of its own."""
+    x = every(dtype)
+    scrambled = x[torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))]
+    for given, size in ((x, 1), (x, 32), (scrambled, 32), (scrambled[x.isfinite()], 5)):
+        slow = fake_quantize(given, name, block_size=size, implementation="reference")
+        assert_same_bits(fake_quantize(given, name, block_size=size), slow)
+        assert_same_bits(quantize(given, name, block_size=size).dequantize(), slow)
+
+
+GRANULARITIES: dict[str, GridOptions] = {
+    "tensor": {"granularity": "tensor"},
+    "token": {"granularity": "token"},
+    "channel 0": {"granularity": "channel"},
+    "channel 1": {"granularity": "channel", "axis": 1},
+    "channel 2": {"granularity": "channel", "axis": 2},
+    "group": {"granularity": "group", "group_size": 8},
+    "group along 0": {"granularity": "group", "group_size": 3, "axis": 0},
+}
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_integer_grids_by_kernel_equal_their_definition(granularity: str, dtype: torch.dtype, symmetric: bool) -> None:
+    x = hostile(dtype, 16)
+    x = x[(x.abs().amax(-1) < min(1e38, torch.finfo(dtype).max)) & x.isfinite().all(-1)]
+    x = x[: len(x) // 4 * 4].reshape(-1, 4, 32)
+    for bits in (8, 4, 2):
+        options: GridOptions = {**GRANULARITIES[granularity], "bits": bits, "symmetric": symmetric}
+        parameters = dynamic_parameters(x, **options)
+        beyond = x.clone()
+        beyond.view(-1)[::97], beyond.view(-1)[1::89] = torch.inf, -torch.inf
+        spoilt = beyond.clone()
+        spoilt.view(-1)[2::101] = torch.nan
+        for rounding in ROUNDINGS:
+            codes, values = (
+                [work(given, parameters, rounding, implementation) for implementation in ("auto", "reference")]
+                for work, given in (
+                    (codes_of, beyond),
+                    (values_of, spoilt.transpose(0, 1).contiguous().transpose(0, 1)),
+                )
+            )
+            assert torch.equal(*codes)
+            assert_same_bits(*values)
+
+
+def codes_of(x: Tensor, grid: IntegerParameters, rounding: str, chosen: IntegerImplementation) -> Tensor:
+    return quantize_integer(x, grid, rounding=rounding, generator=generator(rounding), implementation=chosen)
+
+
+def values_of(x: Tensor, grid: IntegerParameters, rounding: str, chosen: IntegerImplementation) -> Tensor:
+    return fake_quantize_integer(
+        x, parameters=grid, rounding=rounding, generator=generator(rounding), implementation=chosen
+    )
+
+
+def test_ties_of_an_integer_grid_are_exact_by_the_inverse_of_the_scale() -> None:
+    """Every code and every tie at many scales, and the float32 numbers beside them: the kernel does not divide."""
+    scales = torch.rand(400, generator=torch.Generator().manual_seed(1)) * 2.0 ** torch.arange(-100, 100, 0.5)
+    halves = torch.arange(-260, 261, dtype=torch.float64) / 2
+    for scale in scales.clamp(1e-30, 1e30):
+        exact = (halves * scale.double()).float()
+        x = torch.cat([exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf))])
+        grid = IntegerParameters(scale, torch.tensor(0, dtype=torch.int32), 8, True)
+        assert torch.equal(quantize_integer(x, grid), quantize_integer(x, grid, implementation="reference"))

@@ -8,12 +8,15 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
+from numba.extending import overload
 
-from probe.numerics.kernels.bits import Bits, as_bits, as_float
+from probe.numerics.kernels.bits import BFLOAT16, Bits, as_bits, as_float, widen
 from probe.numerics.kernels.elements import (
     BYTE_OFFSET,
     BYTE_SHIFT,
     CEILING,
+    CODE_STEPS,
     EXPONENTS,
     LIMIT,
     MAGIC,
@@ -26,7 +29,7 @@ from probe.numerics.kernels.elements import (
     find_elements,
     nearest,
 )
-from probe.numerics.kernels.scales import largest_of, scale_tile
+from probe.numerics.kernels.scales import find_largest, find_scales, largest_of, scale_tile
 from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, Tile, load, place, store, tile_at
 
 _NAN_BYTE = 255
@@ -86,6 +89,65 @@ def _write_nearest(x: Bits, out: Bits, tile: Tile, constants: Constants, scales:
             result[b] = _value(whole, bits, found, as_float(scales[b]), limit, sizes, spoilt)
 
 
+def write_short(x: Bits, out: Bits, tile: Tile, inner: int, kind: int, constants: Constants, room: Any) -> bool:
+    """Values of consecutive bfloat16, rounded half to even, without a copy in float32; False for other tensors.
+
+    `room` is for the numbers of blocks: largest magnitudes in 16 bits, in 32 bits, scales and their inverses.
+    """
+    raise NotImplementedError("for kernels")
+
+
+@overload(write_short)
+def _write_short(x: Any, out: Any, tile: Any, inner: Any, kind: Any, constants: Any, room: Any) -> Any:
+    def wide(x: Any, out: Any, tile: Any, inner: Any, kind: Any, constants: Any, room: Any) -> Any:
+        return False
+
+    def short(x: Any, out: Any, tile: Any, inner: Any, kind: Any, constants: Any, room: Any) -> Any:
+        if inner > 1 or kind != BFLOAT16 or constants[UNSIGNED] >= 0:
+            return False
+        short_amax, amax, scales, inverses = room
+        end = tile.start + tile.blocks * tile.size
+        here, there = x[tile.start : end], out[tile.start : end]
+        find_largest(here, tile, short_amax)
+        widen(short_amax[: tile.blocks], amax[: tile.blocks], kind)
+        find_scales(amax, tile.blocks, constants, scales, inverses)
+        _write_bfloat16(here, there, tile, constants, scales, inverses)
+        return True
+
+    return short if x.dtype == types.int16 else wide
+
+
+@numba.njit(cache=True, nogil=True)
+def _write_bfloat16(x: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits, inverses: Bits) -> None:
+    """As `_write_nearest`, from and to the bits of bfloat16.
+
+    It has more bits than any element, so that all values of a block are exact unless the scale is at an end.
+    """
+    whole = np.int32
+    sizes, exponents, limit = whole(constants[SIZES]), whole(constants[EXPONENTS]), whole(constants[LIMIT])
+    least, most, half = whole(constants[MIN_EXPONENT]), whole(constants[MAX]), whole(16)
+    ceiling, magic, sign = whole(constants[CEILING]), as_float(whole(constants[MAGIC])), whole(-0x8000)
+    smallest = np.float32(2.0**-133) * as_float(whole(constants[CODE_STEPS]))
+    for b in range(tile.blocks):
+        begin, end = b * tile.size, (b + 1) * tile.size
+        block, result, scale, inverse = x[begin:end], out[begin:end], as_float(scales[b]), as_float(inverses[b])
+        if scale >= smallest and scale * as_float(most) <= as_float(limit):
+            for i in range(block.size):
+                bits = whole(whole(block[i]) << half)
+                found = nearest(whole, bits, inverse, sizes, exponents, least, most, ceiling, magic)
+                value = whole(as_bits(as_float(found) * scale) >> half)
+                result[i] = np.int16(value | whole(whole(block[i]) & sign))
+            continue
+        spoilt = whole(0x7FFF) if scales[b] >= exponents else whole(0)
+        for i in range(block.size):
+            bits = whole(whole(block[i]) << half)
+            found = nearest(whole, bits, inverse, sizes, exponents, least, most, ceiling, magic)
+            value = as_bits(as_float(found) * scale)
+            value = value if value < limit else limit
+            near = whole(whole(value + whole(0x7FFF)) + whole(whole(value >> half) & whole(1)))
+            result[i] = np.int16(whole(whole(near >> half) | spoilt) | whole(whole(block[i]) & sign))
+
+
 @numba.njit(cache=True, nogil=True)
 def _write_values(x: Bits, magnitudes: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits) -> None:
     """Elements times scales."""
@@ -133,6 +195,10 @@ def write_values(  # type: ignore[no-untyped-def]
     while unit < last:
         tile, units = tile_at(unit, last, layout)
         unit += units
+        if rounding is None and least_squares is None:
+            done = write_short(x, out, tile, inner, kind, constants, (short_amax, amax, scales, inverses))
+            if done:
+                continue
         here = load(x, wide, tile, inner, kind)
         largest_of(x, here, tile, inner, kind, short_amax, amax)
         scale_tile(here, tile, size, constants, least_squares, rounding, noise, amax, scales, inverses, errors)

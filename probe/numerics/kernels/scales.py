@@ -70,7 +70,7 @@ def _largest_of(x: Any, here: Any, tile: Any, inner: Any, kind: Any, room: Any, 
 
 
 @numba.njit(cache=True, nogil=True)
-def _find_scales(amax: Bits, blocks: int, constants: Constants, scales: Bits, inverses: Bits) -> None:
+def find_scales(amax: Bits, blocks: int, constants: Constants, scales: Bits, inverses: Bits) -> None:
     """The bits of the scales by the rule of the plan, of floor for mse; NaN for a block with a NaN or Inf."""
     whole = amax.dtype.type
     sizes, exponents, carry = whole(constants[SIZES]), whole(constants[EXPONENTS]), whole(constants[CARRY])
@@ -158,6 +158,6 @@ def scale_tile(  # type: ignore[no-untyped-def]
     x, tile, size, constants, least_squares, rounding, noise, amax, scales, inverses, errors
 ):
     """The scales of a tile and their inverses, from its largest magnitudes."""
-    _find_scales(amax, tile.blocks, constants, scales, inverses)
+    find_scales(amax, tile.blocks, constants, scales, inverses)
     if least_squares is not None:
         _choose_scales(x, tile, size, constants, rounding, noise, amax, scales, inverses, errors)
