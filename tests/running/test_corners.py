@@ -11,7 +11,7 @@ from torch import Tensor
 from probe.formats import FORMATS, GATE_FORMATS, Format
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, SiteMixer
-from probe.numerics import integers
+from probe.numerics import integers, quantize
 from probe.numerics.corners import corner_values
 from probe.numerics.grids import BlockGrid, IntegerGrid, activation_grid, sequence_grid
 from probe.numerics.quantize import fake_quantize, round_to
@@ -176,6 +176,8 @@ def ties_toward_zero(x: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
 
 
 def test_integer_ties_toward_zero_give_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (integers, quantize):  # the definition, which can be broken here; the kernel gives the same bits
+        monkeypatch.setattr(module, "numba_twin", lambda *_: None)
     healthy = answers_of("int8"), answers_of("int8", per_sequence=True)
     monkeypatch.setattr(integers, "round_integer", ties_toward_zero)
     broken = answers_of("int8"), answers_of("int8", per_sequence=True)
