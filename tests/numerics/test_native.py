@@ -30,6 +30,7 @@ def run(program: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

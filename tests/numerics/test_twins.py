@@ -183,12 +183,20 @@ def values_of(x: Tensor, grid: IntegerParameters, rounding: str, chosen: Integer
     )
 
 
-def test_ties_of_an_integer_grid_are_exact_by_the_inverse_of_the_scale() -> None:
-    """Every code and every tie at many scales, and the float32 numbers beside them: the kernel does not divide."""
-    scales = torch.rand(400, generator=torch.Generator().manual_seed(1)) * 2.0 ** torch.arange(-100, 100, 0.5)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def test_ties_of_integer_grids_are_exact_without_a_division(dtype: torch.dtype) -> None:
+    """Every code and every tie at scales of few bits, whose inverses are not exact, and the numbers beside them.
+
+    Their values are ties of the 16-bit dtypes, too.
+    """
     halves = torch.arange(-260, 261, dtype=torch.float64) / 2
-    for scale in scales.clamp(1e-30, 1e30):
-        exact = (halves * scale.double()).float()
-        x = torch.cat([exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf))])
-        grid = IntegerParameters(scale, torch.tensor(0, dtype=torch.int32), 8, True)
-        assert torch.equal(quantize_integer(x, grid), quantize_integer(x, grid, implementation="reference"))
+    for odd in (*range(1, 64, 2), 8191, 12345, 2**14 - 1):
+        for exponent in (-3, 2):
+            scale = torch.tensor(odd * 2.0**exponent)
+            exact = (halves * scale.double()).to(dtype)
+            x = torch.cat([exact, *(exact.nextafter(torch.full_like(exact, end)) for end in (torch.inf, -torch.inf))])
+            grid = IntegerParameters(scale, torch.tensor(0, dtype=torch.int32), 8, True)
+            codes = [codes_of(x, grid, "half_even", chosen) for chosen in ("auto", "reference")]
+            values = [values_of(x, grid, "half_even", chosen) for chosen in ("auto", "reference")]
+            assert torch.equal(*codes)
+            assert_same_bits(*values)

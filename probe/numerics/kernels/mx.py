@@ -16,7 +16,6 @@ from probe.numerics.kernels.elements import (
     BYTE_OFFSET,
     BYTE_SHIFT,
     CEILING,
-    CODE_STEPS,
     EXPONENTS,
     LIMIT,
     MAGIC,
@@ -121,31 +120,23 @@ def _write_short(x: Any, out: Any, tile: Any, inner: Any, kind: Any, constants: 
 def _write_bfloat16(x: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits, inverses: Bits) -> None:
     """As `_write_nearest`, from and to the bits of bfloat16.
 
-    It has more bits than any element, so that all values of a block are exact unless the scale is at an end.
+    Nothing is lost by cutting values off: bfloat16 has more bits than any element, and where the step of the grid is
+    below the smallest bfloat16, the value was on the grid already.
     """
     whole = np.int32
     sizes, exponents, limit = whole(constants[SIZES]), whole(constants[EXPONENTS]), whole(constants[LIMIT])
     least, most, half = whole(constants[MIN_EXPONENT]), whole(constants[MAX]), whole(16)
     ceiling, magic, sign = whole(constants[CEILING]), as_float(whole(constants[MAGIC])), whole(-0x8000)
-    smallest = np.float32(2.0**-133) * as_float(whole(constants[CODE_STEPS]))
     for b in range(tile.blocks):
         begin, end = b * tile.size, (b + 1) * tile.size
         block, result, scale, inverse = x[begin:end], out[begin:end], as_float(scales[b]), as_float(inverses[b])
-        if scale >= smallest and scale * as_float(most) <= as_float(limit):
-            for i in range(block.size):
-                bits = whole(whole(block[i]) << half)
-                found = nearest(whole, bits, inverse, sizes, exponents, least, most, ceiling, magic)
-                value = whole(as_bits(as_float(found) * scale) >> half)
-                result[i] = np.int16(value | whole(whole(block[i]) & sign))
-            continue
         spoilt = whole(0x7FFF) if scales[b] >= exponents else whole(0)
         for i in range(block.size):
             bits = whole(whole(block[i]) << half)
             found = nearest(whole, bits, inverse, sizes, exponents, least, most, ceiling, magic)
             value = as_bits(as_float(found) * scale)
-            value = value if value < limit else limit
-            near = whole(whole(value + whole(0x7FFF)) + whole(whole(value >> half) & whole(1)))
-            result[i] = np.int16(whole(whole(near >> half) | spoilt) | whole(whole(block[i]) & sign))
+            value = whole((value if value < limit else limit) >> half)
+            result[i] = np.int16(whole(value | spoilt) | whole(whole(block[i]) & sign))
 
 
 @numba.njit(cache=True, nogil=True)
