@@ -133,8 +133,11 @@ class Matrix:
         return {path: reason for path, reason in self.path_support.items() if reason and path not in apart}
 
     def _stored_labels(self) -> set[str]:
-        """The labels of which there is a stored case."""
-        modes = [mode for device in self.settings.devices for mode in self.stored(device)]
+        """The labels of which there is a stored case; none of damaged baselines, which fail every case when judged."""
+        try:
+            modes = [mode for device in self.settings.devices for mode in self.stored(device)]
+        except ValueError:
+            return set()
         return {case.layer for mode in modes for case in mode.entries}
 
     def _paths(self, recipe: Recipe) -> list[PathThrough]:
