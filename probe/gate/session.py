@@ -185,7 +185,7 @@ class Session:
         for bench in self._gate.benches.values() if self.options.update and self._gate is not None else ():
             if bench.anchors is not None:  # else nothing was measured on it
                 known = self.models[bench.settings.model]
-                known.facts = bench.facts
+                known.facts |= bench.facts  # of all matrices of the model, in whatever process they were measured
                 known.moved = known.moved or bench.moved
                 known.anchors.append(bench.anchors.to_bytes())
         models = {model: known.as_dict() for model, known in self.models.items()}
@@ -200,7 +200,7 @@ class Session:
             mine = self.models.setdefault(model, ModelCases(other.settings))
             for case, progress in other.cases.items():
                 mine.cases.setdefault(case, Progress()).merge(progress)
-            mine.facts = mine.facts or other.facts
+            mine.facts |= other.facts
             mine.moved = mine.moved or other.moved
             mine.anchors += other.anchors
 

@@ -16,7 +16,7 @@ GATE = (ROOT / "docs" / "gate.md").read_text()
 
 def options() -> set[str]:
     (commands,) = (action.choices for action in _parser()._actions if isinstance(action.choices, dict))
-    actions = commands["record"]._actions
+    actions = [action for action in commands["record"]._actions if action.option_strings]  # MODEL may be positional
     return {action.option_strings[0] for action in actions} - {"-h", "--allow-download", "--trust-remote-code"}
 
 
