@@ -90,8 +90,8 @@ def _to_conv1d(block: Block) -> Iterator[Step]:
         replays = {**replays, **_carried_windows(x, taps, bias, block.lengths)}
     if block.padded:
         whole = block.padded["conv1d.input.made"].double()
-        over = lambda: block.without_padding(functional.silu(convolved(whole, taps, bias)))  # noqa: E731
-        replays = {**replays, "it reads the padding": over}
+        read = partial(lambda whole: block.without_padding(functional.silu(convolved(whole, taps, bias))), whole)
+        replays = {**replays, "it reads the padding": read}
     yield sums_step("conv1d and SiLU", block.given("conv1d.output"), functional.silu(made), replays)
     yield _site(block, "conv1d.output")
 
