@@ -7,13 +7,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: The label of the whole model's output, beside `layer_0` and the names of modules.
+#: The label of the whole model's output, beside `layer_0` and the names of modules: of scores, and of anything else.
 LOGITS = "logits"
+OUTPUT = "output"
+#: Both of them.
+WHOLE = (LOGITS, OUTPUT)
 #: Cases of a recipe beside its layers: what lies outside of them, and ways through the model other than one prefill.
 OUTSIDE = ("embedding", "norm", "head")
 PATHS = ("decode", "batch_1", "ragged", "padded")
 #: All labels of cases that are no layers.
-BESIDE = (*OUTSIDE, *PATHS, LOGITS)
+BESIDE = (*OUTSIDE, *PATHS, *WHOLE)
 
 #: The difflib ratio from which a name counts as a likely misspelling of another.
 ALIKE = 0.5
@@ -113,7 +116,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 def flow_key(label: str) -> int:
     """A key that sorts labels as data flows through a model: embedding, layers (in their order), norm, head, paths."""
-    order = {"embedding": 0, **{name: place + 2 for place, name in enumerate((*OUTSIDE[1:], *PATHS, LOGITS))}}
+    order = {"embedding": 0, **{name: place + 2 for place, name in enumerate((*OUTSIDE[1:], *PATHS, *WHOLE))}}
     return order.get(label, 1)
 
 

@@ -15,8 +15,9 @@ from probe.activations.plan import Plan, expert_rows, expert_weights, make_plan,
 from probe.activations.prediction import mismatched_channels
 from probe.activations.settings import Settings
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure
+from probe.data.calls import input_fingerprint
 from probe.data.library_logs import quietly
-from probe.data.samples import Batch, batches_of, samples_of, token_fingerprint
+from probe.data.samples import Batch, batches_of, samples_of
 from probe.data.sources import documents_of
 from probe.models.forward import call_options
 from probe.models.linear import put_expert_sites
@@ -231,7 +232,7 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
         "path": model.path,
         "model_fingerprint": prepared.loaded.fingerprint,
         "data": prepared.about_data,
-        "data_fingerprint": token_fingerprint([tokens[None] for tokens in samples]),
+        "data_fingerprint": input_fingerprint([tokens[None] for tokens in samples]),
         "samples": len(samples),
         "tokens": sum(map(len, samples)),
         "shortest": min(map(len, samples)),

@@ -22,6 +22,7 @@ from probe.words import shared_lines
 if TYPE_CHECKING:
     from probe.models.loading import Loaded
     from probe.running.measurement import Measured
+    from probe.running.outputs import OutputMetrics
 
 #: `Mode.conv_gives` and `Mode.scan_reads` in the table of modes; a scan that reads `float` reads what conv1d gives.
 GIVES = {"float": "F", "codes": "q", "grid": "s*q"}
@@ -85,7 +86,8 @@ def _errors(options: argparse.Namespace) -> int:
         print(json.dumps([one.as_dict() for one in measured], indent=2))
     else:
         print_rows(_measured_rows(groups))
-        print("\nmse by layer; kl in nats; top-1: share of positions with the same most likely token; bits per token.")
+        shown = _output_columns(measured[0].output)
+        print(f"\nmse by layer; {'; '.join(what for name, what in COLUMNS.items() if name in shown)}.")
         for line in shared_lines((str(one.recipe), one.weights.line) for one in measured if one.recipe.format):
             print(line)
     for problem in problems:
@@ -144,15 +146,39 @@ def _measured_rows(groups: "Sequence[Sequence[Measured]]") -> list[dict[str, obj
         row: dict[str, object] = {"recipe": " = ".join(str(same.recipe) for same in group)}
         for label, metrics in one.layers.items():
             row[label] = f"{metrics.mse:.3e}" if metrics.mse is not None else "not finite"
-        logits = one.logits
-        row |= {
-            "kl": "-" if logits.kl is None or math.isnan(logits.kl) else f"{logits.kl:.3e}",
-            "top-1": _rounded(logits.top1_agreement),
-            "bits": _rounded(logits.bits_per_token),
-            "change": _rounded(logits.change_in_bits),
-        }
-        rows.append(row)
+        rows.append(row | _output_columns(one.output))
     return rows
+
+
+def _output_columns(output: "OutputMetrics") -> dict[str, str]:
+    """The figures of the whole model that its kind of output has."""
+    found: dict[str, str] = {}
+    if output.classes is not None:
+        found |= {"kl": _scientific(output.classes.kl), "top-1": _rounded(output.classes.top1_agreement)}
+    if output.classes is not None and output.kind.has_next_token:
+        found |= {"bits": _rounded(output.classes.bits_per_token), "change": _rounded(output.classes.change_in_bits)}
+    if output.classes is None:
+        found |= {"output": _scientific(output.values.mse), "cosine": _rounded(output.values.cosine)}
+    if output.embeddings is not None:
+        known = output.embeddings
+        found |= {"by sample": _rounded(known.sample_cosine), "neighbours": _rounded(known.neighbour_agreement)}
+    return found
+
+
+#: What the columns of `_output_columns` are.
+COLUMNS = {
+    "kl": "kl in nats",
+    "top-1": "top-1: share of positions with the same highest score",
+    "bits": "bits per token",
+    "output": "output: mse of the whole model's output",
+    "cosine": "cosine: of all of it",
+    "by sample": "by sample: mean cosine of the samples' embeddings",
+    "neighbours": "neighbours: share of samples with the same nearest other one",
+}
+
+
+def _scientific(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3e}"
 
 
 def _rounded(value: float | None) -> str:

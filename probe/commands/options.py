@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from probe.formats import PERCENTILE
+from probe.models.factories import check_function
 
 #: What `add_subparsers` returns, to which a command adds its parser.
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -28,7 +29,10 @@ def add_data(parser: argparse.ArgumentParser, *, samples: int, seqlen: int, batc
     parser.add_argument("--samples", type=int, default=samples, metavar="N", help=f"default: {samples}")
     parser.add_argument("--seqlen", type=int, default=seqlen, metavar="N", help=f"default: {seqlen}")
     parser.add_argument("--batch-size", type=int, default=batch_size, metavar="N", help=f"default: {batch_size}")
-    parser.add_argument("--data", default="evaluation", metavar="TEXT", help="evaluation, calibration or a .txt file")
+    what = "evaluation (default), calibration, a .txt file, or a folder of pictures or sounds"
+    parser.add_argument("--data", default=None, metavar="TEXT", help=what)
+    own = "the batches that this function returns, instead of --data"
+    parser.add_argument("--inputs", default=None, metavar="MODULE:FUNCTION", help=own)
 
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +70,15 @@ def data_arguments(options: argparse.Namespace) -> dict[str, Any]:
     from probe.data.samples import TextSamples
 
     return {
-        "data": TextSamples(options.data, options.samples, options.seqlen, options.batch_size),
+        "data": TextSamples(_source(options), options.samples, options.seqlen, options.batch_size),
         "calibration_data": TextSamples(options.calib_data, options.calib_data_num, options.calib_seqlen),
         "percentile": options.percentile,
     }
+
+
+def _source(options: argparse.Namespace) -> str:
+    if options.data is not None and options.inputs is not None:
+        raise ValueError("--data and --inputs were both given, and a run has one input. Leave one of them out.")
+    if options.inputs is not None:
+        check_function("--inputs", options.inputs)
+    return str(options.inputs or options.data or "evaluation")

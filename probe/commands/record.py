@@ -36,10 +36,16 @@ def add(commands: Subparsers) -> None:
     add_modes_from(parser)
     option("--formats", nargs="+", default=["int8"], metavar="FORMAT", help="default: int8")
     option("--layers", nargs="+", metavar="LAYER", help="first, last, all, indices or regular expressions")
-    option("--taps", nargs="*", metavar="TAP", help="also: inputs mixer conv1d scan embedding final_norm logits")
+    option(
+        "--taps",
+        nargs="*",
+        metavar="TAP",
+        help="also: inputs mixer conv1d scan embedding final_norm logits (or output)",
+    )
     option("--samples", type=int, metavar="N", help="windows of the text (default: 10; npz, pt: 1)")
     option("--seqlen", "--seq-len", type=int, metavar="N", help="tokens in each (default: 512; of a prompt, all)")
-    option("--data", metavar="TEXT", help="evaluation (default), calibration or a .txt file")
+    option("--data", metavar="TEXT", help="evaluation (default), calibration, a .txt file or a folder")
+    option("--inputs", metavar="MODULE:FUNCTION", help="what this function returns, instead of --data")
     option("--prompt", metavar="TEXT", help="this text instead of --data")
     option("--batch-size", type=int, default=1, metavar="N", help="default: 1")
     option("--device", default="cpu", help="cpu, cuda, mps, xpu, xla (default: cpu)")
@@ -120,10 +126,7 @@ def _summary(recording: "Recording") -> str:
     size = sum(file.bytes for file in manifest.files.values()) / 1e6
     tokens, layers = manifest.tokens, recording.layers(recording.recipes[0])
     shown = ", ".join(layers) if len(layers) <= 4 else f"{layers[0]} to {layers[-1]}, {len(layers)} layers"
-    blocks.append(
-        f"{recording.folder}: {', '.join(recording.recipes)}; {shown}; {tokens.samples} x {tokens.seqlen} tokens, "
-        f"{size:.1f} MB"
-    )
+    blocks.append(f"{recording.folder}: {', '.join(recording.recipes)}; {shown}; {tokens}, {size:.1f} MB")
     recorded = manifest.recipes.items()
     blocks += shared_lines((name, one.weights.line) for name, one in recorded if one.weights is not None)
     folders = {one.file.rpartition("/")[0] for some in manifest.recipes.values() for one in some.tensors.values()}

@@ -1,6 +1,5 @@
 """Samples of tokens, in batches: consecutive windows of a text, or documents chosen with a seed and padded."""
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,10 @@ from probe.words import require_positive
 
 
 class TextSamples(NamedTuple):
-    """Samples of a text: how many, of how many tokens each, in batches of how many."""
+    """Samples of a text: how many, of how many tokens each, in batches of how many.
+
+    Of models that read no tokens, `source` may also be a folder of files, and of all a function (running/inputs.py).
+    """
 
     source: str  # as in `text_of`
     samples: int
@@ -78,15 +80,6 @@ def bytes_per_target(batches: Iterable[Tensor], tokenizer: Tokenizer) -> float:
     rows = [row.tolist() for batch in batches for row in batch]
     size = sum(len(tokenizer.decode(row).encode()) - len(tokenizer.decode(row[:1]).encode()) for row in rows)
     return max(1, size) / max(1, sum(len(row) - 1 for row in rows))
-
-
-def token_fingerprint(batches: Iterable[Tensor]) -> str:
-    """The first 16 hex digits of sha256 over the samples in order, each with its length, however they are batched."""
-    digest = hashlib.sha256()
-    for sample in (row for batch in batches for row in batch):
-        digest.update(f"{len(sample)}\n".encode())
-        digest.update(sample.cpu().numpy().astype("<i8").tobytes())
-    return digest.hexdigest()[:16]
 
 
 #: Documents of a dataset among which the seed chooses; further ones are not read.

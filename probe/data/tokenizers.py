@@ -11,6 +11,8 @@ from probe.data.library_logs import quietly
 from probe.words import describe_error
 
 BYTES = 256
+#: What can be given instead of a text.
+OTHERWISE = 'Or give the inputs themselves: inputs = "package.module:function" (--inputs).'
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("spiece.model", "vocab.json", "vocab.txt"),
@@ -38,6 +40,21 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these bytes; a byte that is not UTF-8 becomes the replacement character."""
         return bytes(tokens).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class NoTokenizer:
+    """Of a model that has none: what it says to text."""
+
+    message: str
+
+    def encode(self, text: str) -> list[int]:
+        """Refuse the text."""
+        raise ValueError(self.message)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """No text."""
+        return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +90,10 @@ def tokenizer_of_folder(folder: Path, model: nn.Module, trust_remote_code: bool)
     vocabulary = _vocabulary_size(model)
     if vocabulary is None or vocabulary < BYTES:
         size = "an unknown vocabulary" if vocabulary is None else f"a vocabulary of {vocabulary}"
-        raise ValueError(
+        return NoTokenizer(
             f"model folder {str(folder)!r} has no tokenizer files and {size}; text as bytes needs at least "
-            f"{BYTES} ids. Add tokenizer.json, as save_pretrained of the tokenizer writes it."
-        )
+            f"{BYTES} ids. Add tokenizer.json, as save_pretrained of the tokenizer writes it. {OTHERWISE}"
+        ), ()
     return ByteTokenizer(), (f"no tokenizer files in {str(folder)!r}: text is read as bytes, ids 0 to 255",)
 
 
@@ -87,10 +104,10 @@ def tokenizer_of_factory(name: str, model: nn.Module) -> tuple[Tokenizer, tuple[
         return own, ()
     vocabulary = _vocabulary_size(model)
     if vocabulary is not None and vocabulary < BYTES:
-        raise ValueError(
+        return NoTokenizer(
             f"model {name!r} has no tokenizer and a vocabulary of {vocabulary}; text as bytes needs at least {BYTES} "
-            "ids. Give the model an attribute `tokenizer` with encode(text) and decode(ids)."
-        )
+            f"ids. Give the model an attribute `tokenizer` with encode(text) and decode(ids). {OTHERWISE}"
+        ), ()
     return ByteTokenizer(), (f"model {name!r} brings no tokenizer: text is read as bytes, ids 0 to 255",)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import input_fingerprint, split_rows
 from probe.diagnosis.changed_layers import changed_layer
 from probe.diagnosis.explanations import (
     UNKNOWN,
@@ -253,11 +254,11 @@ def _float_reference(trace: LayerTrace) -> str:
 
 def _repeated_sample(trace: LayerTrace) -> str:
     """A sample of the text that is there twice."""
-    seen: dict[tuple[int, ...], int] = {}
-    for index, row in enumerate(row for batch in trace.reference.batches for row in batch):
-        earlier = seen.setdefault(tuple(row.reshape(-1).tolist()), index)
+    seen: dict[str, int] = {}
+    for index, sample in enumerate(split_rows(trace.reference.batches, 1)):
+        earlier = seen.setdefault(input_fingerprint([sample]), index)
         if earlier != index:
-            return f"tokens; sample {index} is sample {earlier}, evaluated twice"
+            return f"input; sample {index} is sample {earlier}, evaluated twice"
     return ""
 
 

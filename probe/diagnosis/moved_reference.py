@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import as_call
 from probe.diagnosis.explanations import UNKNOWN
 from probe.diagnosis.linear_steps import other_tokens
 from probe.diagnosis.plain_grids import PlainGrid
@@ -78,7 +79,7 @@ def _other_tokens(model: nn.Module, reference: Reference, module: str | None) ->
     stock = model.get_submodule(module) if module is not None else None
     if not isinstance(stock, nn.Embedding):
         return ""
-    for tokens, made in zip(reference.batches, reference.tensors[f"{UNFED}.injected"], strict=True):
-        if found := other_tokens(stock.weight, tokens, made):
+    for batch, made in zip(reference.batches, reference.tensors[f"{UNFED}.injected"], strict=True):
+        if found := other_tokens(stock.weight, as_call(batch).main, made):
             return found
     return ""

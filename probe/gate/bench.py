@@ -14,7 +14,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 from torch import Tensor
 
-from probe.data.samples import token_fingerprint
+from probe.data.calls import input_fingerprint, split_rows
 from probe.files.atomic import locked
 from probe.gate.baselines.format import BaselineError
 from probe.gate.configuration import Settings
@@ -31,8 +31,8 @@ from probe.running.kept_float import float_layers
 from probe.running.modes import find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
 from probe.running.recipes import Recipe
-from probe.running.reference import UNFED, Reference, load_reference, run_reference, save_reference
-from probe.words import LOGITS
+from probe.running.reference import UNFED, Reference, run_reference
+from probe.running.reference_files import load_reference, save_reference
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class Bench(Matrix):
         """
         golden = self.anchors.rows if self.anchors else {}
         stored = self._stored_labels()
-        known = [label for label in (*self.labels, *self.outside, LOGITS) if label in stored]
+        known = [label for label in (*self.labels, *self.outside, self.output.label) if label in stored]
         lacking = without_rows(known, golden) if self.anchors else []
         self.moved_tensors = moved_tensors(self.reference_rows(variation), golden)
         if lacking:
@@ -150,7 +150,7 @@ class Bench(Matrix):
                 recipe,
                 reference,
                 model_fingerprint=self.loaded.fingerprint,
-                data_fingerprint=token_fingerprint(self.batches()),
+                data_fingerprint=input_fingerprint(self.inputs.batches),
                 declared=float_layers(self.loaded.model, find_mode(recipe.mode), reference.modules),
                 bytes_per_token=self.bytes_per_token,
             )
@@ -166,7 +166,9 @@ class Bench(Matrix):
 
     def _run_reference(self, variation: Variation | None) -> Reference:
         with self._under(variation):
-            batches = self.batches(variation.batch_size if variation else None)
+            batches = self.inputs.batches
+            if variation and variation.batch_size:
+                batches = split_rows(batches, variation.batch_size)
             jitter = variation.jitter if variation else 0
             wanted = self.settings.layers
             return run_reference(
@@ -174,14 +176,13 @@ class Bench(Matrix):
             )
 
     def _calibrate(self, variation: Variation | None) -> Calibration:
-        ours = self.settings.calibration
         with self._under(variation):
-            return calibrate_on(self.loaded, ours.data, ours.samples, ours.seqlen, percentile=ours.percentile)
+            return calibrate_on(self.loaded, *self.calibrated, percentile=self.settings.calibration.percentile)
 
     def _key(self, kind: str, variation: Variation | None) -> str:
         name = "check" if variation is None else variation.name.replace(" ", "_").replace(",", "")
         ours = self.settings
-        data = (ours.data, ours.samples, ours.seqlen, ours.batch_size, ours.calibration)
+        data = (ours.data, ours.inputs, ours.samples, ours.seqlen, ours.batch_size, ours.calibration)
         digest = hashlib.sha256(
             repr((ours.model, ours.baselines, ours.layers, ours.without, data)).encode()
         ).hexdigest()[:16]

@@ -8,6 +8,7 @@ from typing import Any
 
 from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
 from probe.gate.tolerances import RULES, Rule
+from probe.models.factories import FACTORY
 from probe.running.declarations import MATRIX, DeclaredMode, declarations_of, declares_modes
 from probe.settings import ConfigurationError, check_keys, key, share, whole, with_values, word, yes_or_no
 from probe.words import OUTSIDE, PATHS, look_up, near
@@ -24,11 +25,18 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(one) for one in given))
 
 
+def _function(value: Any) -> str:
+    if not isinstance(value, str) or not FACTORY.fullmatch(value):
+        raise ValueError('the name of a function, "package.module:function", that returns a list of batches')
+    return value
+
+
 @dataclass(frozen=True)
 class CalibrationSettings:
     """The text that scales are taken from."""
 
     data: str = key("calibration", word)
+    inputs: str = key("", _function)  # package.module:function, instead of data
     samples: int = key(16, whole(1))
     seqlen: int = key(256, whole(1))
     percentile: float = key(PERCENTILE, share)
@@ -47,6 +55,7 @@ class Settings:
     formats: tuple[str, ...] = key(GATE_FORMATS, _names)
     baselines: str = key("baselines", word)
     data: str = key("evaluation", word)
+    inputs: str = key("", _function)  # package.module:function, instead of data
     samples: int = key(8, whole(1))
     seqlen: int = key(256, whole(1))
     batch_size: int = key(8, whole(1))
@@ -125,6 +134,13 @@ def settings_of(given: Any, *, where: str, base: Settings | None = None) -> Sett
         declared = declarations_of(modes, where=where.rpartition(" of ")[2])
     settings = with_values(base or Settings(), rest, where=where)
     settings = replace(settings, declared={**settings.declared, **declared})
+    for place, one, usual in (
+        ("", settings, Settings()),
+        ("calibration.", settings.calibration, CalibrationSettings()),
+    ):
+        if one.inputs and one.data != usual.data:
+            both = f"{place}inputs {one.inputs!r} and {place}data {one.data!r} are both set"
+            raise ConfigurationError(f"{where}: {both}, and a run has one input. Leave one of them out.")
     for format in settings.formats:
         _look_up(f"{where}: formats", "format", format, FORMATS)
     for label in settings.without:

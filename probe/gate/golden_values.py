@@ -24,7 +24,7 @@ from probe.words import natural_key
 
 #: What is kept of each group. In a run of the whole model nearly every element moves by noise, so there only the
 #: distance says something.
-KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH, "outside": 16}
+KEPT = {"injected": SKETCH + SAMPLE, "propagated": SKETCH, "logits": SKETCH, "output": SKETCH, "outside": 16}
 #: How many points of a layer a plot is given, beside those of the sample.
 POINTS = 384
 #: An element of the sample has moved if it differs by more than this part of the recipe's own rms error.

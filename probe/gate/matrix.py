@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from torch import Tensor
-
-from probe.data.samples import TextSamples, bytes_per_target, token_fingerprint
+from probe.data.calls import Call, input_fingerprint
+from probe.data.samples import TextSamples, bytes_per_target
 from probe.formats import FORMATS
 from probe.gate.baselines.format import Entry, ModeBaselines
 from probe.gate.baselines.store import Store
@@ -19,15 +18,17 @@ from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_all_mamba
 from probe.models.offload import brought_in, is_offloaded
+from probe.models.outputs import OutputKind, output_kind, target_tokens
 from probe.models.outside import outside_modules
 from probe.models.positions import position_limit
 from probe.running.declarations import read_declarations
 from probe.running.environment import FORMAT, NOT_RUN, differences, is_recorded
+from probe.running.inputs import Inputs, calibrating, input_batches
 from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.paths import Path as PathThrough, paths_of, support
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.running.reference import running_once
-from probe.words import LOGITS
+from probe.words import PATHS
 
 #: The modes of a matrix that names none.
 MAMBA_MODES = ("all", "fp16", "bf16")
@@ -81,7 +82,7 @@ class Matrix:
     @cached_property
     def outside(self) -> dict[str, str]:
         """The modules outside the layers by label; a selected layer of the same label takes its place."""
-        found = running_once(self.loaded.model, outside_modules(self.loaded.model), self.batches()[0])
+        found = running_once(self.loaded.model, outside_modules(self.loaded.model), self.inputs.batches[0])
         apart = (*self.labels, *self.settings.without)
         return {label: name for label, name in found.items() if label not in apart}
 
@@ -96,10 +97,15 @@ class Matrix:
         )
 
     def labels_on(self, device: str) -> tuple[str, ...]:
-        """The labels of the cases that every recipe has on a device; a recording has only layers and logits."""
+        """The labels of the cases that every recipe has on a device; a recording has only layers and the output."""
         if is_recorded(device):
-            return (*self.labels, LOGITS)
-        return (*self.labels, *self.outside, *self.paths, LOGITS)
+            return (*self.labels, self.output.label)
+        return (*self.labels, *self.outside, *self.paths, self.output.label)
+
+    @cached_property
+    def output(self) -> OutputKind:
+        """What the output of the model means."""
+        return output_kind(self.loaded.model, self.inputs.batches[0])
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -112,6 +118,8 @@ class Matrix:
     def path_support(self) -> dict[str, str]:
         """By path, why there is no case of it; empty where there is one."""
         ours = self.settings
+        if reason := _without_paths(self.inputs, self.output):
+            return dict.fromkeys(PATHS, reason)
         found = support(self.loaded.model, ours.samples, ours.seqlen, ours.layers)
         return {path: "a layer has this name" if path in self.labels else reason for path, reason in found.items()}
 
@@ -122,7 +130,8 @@ class Matrix:
         And the cases that the settings leave out, and that the weights of an offloaded model were brought in.
         """
         without, left = self.settings.without, [f"{path} ({why})" for path, why in self._not_run.items()]
-        said = [BROUGHT_IN] if BROUGHT_IN in self.loaded.notes else []
+        said = list(self.inputs.notes)
+        said += [BROUGHT_IN] if BROUGHT_IN in self.loaded.notes else []
         said += [f"paths not run: {', '.join(left)}"] if left else []
         return "; ".join(said + ([f"left out by the settings: {', '.join(without)}"] if without else []))
 
@@ -151,27 +160,45 @@ class Matrix:
         """Refuse what cannot be measured: a layer, mode or text that is not there, or too little text."""
         _ = self.cases, self.input_facts
 
-    def batches(self, batch_size: int | None = None) -> list[Tensor]:
-        """The text as tokens."""
+    @property
+    def _evaluated(self) -> TextSamples:
         ours = self.settings
-        samples = TextSamples(ours.data, ours.samples, ours.seqlen, batch_size or ours.batch_size)
-        return samples.batches(self.loaded.tokenizer)
+        return TextSamples(ours.inputs or ours.data, ours.samples, ours.seqlen, ours.batch_size)
+
+    @property
+    def calibrated(self) -> TextSamples:
+        """What scales are taken from."""
+        ours = self.settings.calibration
+        return calibrating(self._evaluated, TextSamples(ours.inputs or ours.data, ours.samples, ours.seqlen))
 
     @cached_property
-    def bytes_per_token(self) -> float:
-        """The mean length of a predicted token in bytes of text."""
-        return bytes_per_target(self.batches(), self.loaded.tokenizer)
+    def inputs(self) -> Inputs:
+        """What the model is given."""
+        return input_batches(self.loaded, self._evaluated)
+
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """The mean length of a predicted token in bytes of text; None where there is none, or no text of it."""
+        tokens = [target_tokens(batch) for batch in self.inputs.batches] if self.output.has_next_token else []
+        try:
+            return bytes_per_target([one for one in tokens if one is not None], self.loaded.tokenizer)
+        except (
+            ValueError,
+            OverflowError,
+            LookupError,
+            TypeError,
+        ):  # ids that are no text, such as of a user's function
+            return None
 
     @cached_property
     def input_facts(self) -> dict[str, str]:
         """The input that figures depend on: baselines that were made with another input cannot be compared."""
-        ours = self.settings.calibration
-        sampled = TextSamples(ours.data, ours.samples, ours.seqlen).batches(self.loaded.tokenizer)
+        sampled = input_batches(self.loaded, self.calibrated)
         return {
             "input.model": self.loaded.fingerprint,
-            "input.tokens": f"{token_fingerprint(self.batches())} ({self.settings.samples} x {self.settings.seqlen})",
-            "input.calibration": f"{token_fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
-            "input.percentile": f"{ours.percentile:g}",
+            "input.tokens": f"{input_fingerprint(self.inputs.batches)} ({self.inputs.size})",
+            "input.calibration": f"{input_fingerprint(sampled.batches)} ({sampled.size})",
+            "input.percentile": f"{self.settings.calibration.percentile:g}",
         }
 
     @property
@@ -200,6 +227,13 @@ class Matrix:
         stored = self.environment(case)
         then = {name: stored.get(name, "none") for name in self.input_facts}
         return "; ".join(differences(then, self.input_facts)) if stored else ""
+
+
+def _without_paths(inputs: Inputs, output: OutputKind) -> str:
+    """Why no path is run on these inputs; empty if they are."""
+    if any(isinstance(batch, Call) for batch in inputs.batches):
+        return "the model reads more than token ids, or none"
+    return "" if output.has_next_token else "its output is not of the next token, so part of a text is another input"
 
 
 @lru_cache(maxsize=4)

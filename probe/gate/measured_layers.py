@@ -9,19 +9,20 @@ from probe.gate.cases import Points, Verdict
 from probe.gate.golden_values import Golden
 from probe.gate.path_figures import PathFigures
 from probe.gate.tolerances import OF_VALUES, RULES
-from probe.metrics import Comparison, LogitComparison, Metrics
+from probe.metrics import Comparison, Metrics
 from probe.running.coverage import rounding_bound
 from probe.running.measurement import application_problem
 from probe.running.modes import find_mode
+from probe.running.outputs import OutputComparison
 from probe.running.recipes import Recipe
 from probe.running.reference import Reference
-from probe.words import LOGITS
+from probe.words import OUTPUT
 
 #: The stored figures of each group: those with a rule, except the comparisons of golden values. Rmse, psnr, sqnr and
 #: the relative errors follow from mse, mae and the reference, so they have no rule.
 FIGURES = {
     group: [name.partition(".")[2] for name in RULES if name.startswith(f"{group}.") and not name.endswith(OF_VALUES)]
-    for group in ("injected", "propagated", "logits", "outside")
+    for group in ("injected", "propagated", "logits", "output", "outside")
 }
 
 
@@ -62,30 +63,38 @@ class Stream:
         self.golden.update(output, expected)
 
 
-class LogitStream(Stream):
-    """The accumulators of the logits, which are also compared as predictions of the next token."""
+#: The figures of the next token, by that of the same bits for every token.
+IN_BYTES = {"bits_per_byte": "bits_per_token", "change_in_bits_per_byte": "change_in_bits"}
+
+
+class OutputStream(Stream):
+    """The accumulators of the whole model's output, which has the figures of its kind."""
 
     def __init__(self, reference: Reference) -> None:
-        super().__init__(sum(batch.numel() for batch in reference.logits), percentiles=False)
-        self.predictions = LogitComparison()
-        self._tokens = iter(reference.batches)
+        super().__init__(sum(batch.numel() for batch in reference.outputs), percentiles=False)
+        self.of_kind = OutputComparison(reference.kind)
+        self.comparison = self.of_kind.values
+        self._given = iter(reference.batches)
 
     def take(self, output: Tensor, expected: Tensor) -> None:
         """Append a batch."""
         super().take(output, expected)
-        self.predictions.update(output[:, :-1], expected[:, :-1], next(self._tokens)[:, 1:])
+        self.of_kind.update_kind(output, expected, next(self._given))
 
-    def observation(self, bytes_per_token: float, *, missing: str) -> Observation:
+    def observation(self, bytes_per_token: float | None, *, missing: str) -> Observation:
         """The figures of the whole model; `missing` says why there are none."""
-        if not self.golden.seen:
-            return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there are no logits: {missing}"),))
-        values, predictions, golden = self.comparison.metrics(), self.predictions.metrics(), self.golden
-        known = {**values.as_dict(), **predictions.as_dict()}
-        for name, bits in (("bits_per_byte", "bits_per_token"), ("change_in_bits_per_byte", "change_in_bits")):
-            known[name] = None if known[bits] is None else known[bits] / bytes_per_token
-        figures = {f"logits.{name}": known[name] for name in FIGURES["logits"]}
-        flaws = tuple(not_finite(LOGITS, LOGITS, values))
-        return Observation(figures, {"logits": golden.values()}, {"logits": golden.count}, golden.points(), flaws)
+        kind, golden = self.of_kind.kind, self.golden
+        if not golden.seen:
+            what = "is no output" if kind.label == OUTPUT else "are no logits"
+            return Observation({}, {}, {}, flaws=(Flaw("uncovered", f"there {what}: {missing}"),))
+        metrics = self.of_kind.metrics()
+        known = metrics.as_dict()
+        if kind.has_next_token:
+            for name, bits in IN_BYTES.items():
+                known[name] = None if known[bits] is None or not bytes_per_token else known[bits] / bytes_per_token
+        figures = {f"{kind.label}.{name}": known[name] for name in FIGURES[kind.label] if name in known}
+        flaws = tuple(not_finite(kind.label, kind.label, metrics.values))
+        return Observation(figures, {kind.label: golden.values()}, {kind.label: golden.count}, golden.points(), flaws)
 
 
 def layer_observation(

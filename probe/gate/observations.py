@@ -12,8 +12,8 @@ from probe.gate.golden_values import KEPT
 from probe.gate.measured_layers import (
     FIGURES,
     Flaw,
-    LogitStream,
     Observation,
+    OutputStream,
     Stream,
     layer_observation,
     not_finite,
@@ -33,7 +33,7 @@ from probe.running.paths import Path, keeps_prefill, run_path, stray_sites
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, Take, check_reference, replay
 from probe.running.weights import Count, count_by_layer, count_parameters, summarize
-from probe.words import LOGITS, describe_error, first_few
+from probe.words import describe_error, first_few
 
 
 @torch.no_grad()
@@ -44,10 +44,10 @@ def observe(
     calibration: Calibration | None = None,
     *,
     device: str = "cpu",
-    bytes_per_token: float = 1.0,
+    bytes_per_token: float | None = 1.0,
     paths: Sequence[Path] = (),
 ) -> dict[str, Observation]:
-    """Run the recipe twice, propagated and injected: every layer, what lies outside of them, and the logits.
+    """Run the recipe twice, propagated and injected: every layer, what lies outside of them, and the output.
 
     And run these paths, and observe each as a whole.
     """
@@ -58,11 +58,11 @@ def observe(
     declared, changed = float_layers(model, mode, every), changed_weights(model, twin, mode)
     declared |= frozenset(reference.outside if keeps_outside(mode) else ())
     twin = twin.to(device)
-    logits = LogitStream(reference)
+    whole, output = reference.kind.label, OutputStream(reference)
     counts = {label: reference.count(label) for label in reference.layers}
     kinds = ("propagated", "injected")
     streams = {kind: {label: Stream(count) for label, count in counts.items()} for kind in kinds}
-    streams["propagated"][LOGITS] = logits
+    streams["propagated"][whole] = output
     streams["injected"] |= {label: Stream(reference.count(label), percentiles=False) for label in reference.outside}
     prefill = PrefillRows(reference.layers, max((path.rows for path in paths), default=0))
     answers = corner_answers(twin, recipe, calibration)
@@ -90,10 +90,13 @@ def observe(
         found[label] = _with_exact(seen, parts.get(module), stock[module], module, answers)
     apart = tuple(f"{module}." for module in every.values())
     rest = [name for name in changed if not name.startswith(apart)]
-    found[LOGITS] = _with_changed(logits.observation(bytes_per_token, missing=missing), rest)
+    found[whole] = _with_changed(output.observation(bytes_per_token, missing=missing), rest)
     on_paths = {path.name: _path_observation(model, twin, recipe, reference, path, prefill, found) for path in paths}
     if counted:
-        weights, counts_of = summarize(model, counted, recipe).line, count_by_layer(counted, reference.modules)
+        weights, counts_of = (
+            summarize(model, counted, recipe).line,
+            count_by_layer(counted, reference.modules, whole=whole),
+        )
         found = {label: _with_weights(seen, counts_of.get(label), weights) for label, seen in found.items()}
         on_paths = {path: replace(seen, weights=weights) for path, seen in on_paths.items()}
     return {**found, **on_paths}
@@ -123,7 +126,7 @@ def _outside_observation(
 
 
 def _with_weights(seen: Observation, count: Count | None, weights: str) -> Observation:
-    """The observation with the exact counts of the layer; those of the logits are of the whole model."""
+    """The observation with the exact counts of the layer; those of the output are of the whole model."""
     if count is None:
         return replace(seen, weights=weights)
     own = {"weights.on_grid": float(count.on_grid), "weights.float": float(count.floating)}

@@ -5,13 +5,12 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from probe.data.samples import token_fingerprint
-from probe.gate.measured_layers import LogitStream, Observation, Stream, layer_observation
+from probe.data.calls import input_fingerprint
+from probe.gate.measured_layers import Observation, OutputStream, Stream, layer_observation
 from probe.recordings.manifest import AGAIN, RecordingError
 from probe.recordings.reading import Recording
 from probe.running.recipes import Recipe
 from probe.running.reference import Reference
-from probe.words import LOGITS
 
 
 @torch.no_grad()
@@ -23,9 +22,9 @@ def observe_recording(
     model_fingerprint: str,
     data_fingerprint: str,
     declared: Collection[str] = (),
-    bytes_per_token: float = 1.0,
+    bytes_per_token: float | None = 1.0,
 ) -> dict[str, Observation]:
-    """As `observe`, from a recording of the recipe: the propagated figures of every layer, and the logits.
+    """As `observe`, from a recording of the recipe: the propagated figures of every layer, and the output.
 
     A layer or recipe that was not recorded is a flaw, `uncovered`. A recording of another model, of other tokens or
     of other shapes is a RecordingError: there is nothing to compare. `declared` are the layers that stay float.
@@ -42,16 +41,16 @@ def observe_recording(
         found[label] = layer_observation(
             label, recipe, reference, {"propagated": stream}, {}, declared, missing=missing
         )
-    logits = LogitStream(reference)
-    for output, expected in _pairs(recording, key, LOGITS, reference.logits):
-        logits.take(output, expected)
+    whole, stream = reference.kind.label, OutputStream(reference)
+    for output, expected in _pairs(recording, key, whole, reference.outputs):
+        stream.take(output, expected)
     missing = f"{recording.folder} has none of {key}, only {has}. {AGAIN}"
-    found[LOGITS] = logits.observation(bytes_per_token, missing=missing)
+    found[whole] = stream.observation(bytes_per_token, missing=missing)
     return found
 
 
 def _check_same(recording: Recording, reference: Reference, model_fingerprint: str, data_fingerprint: str) -> None:
-    own = (reference.model, token_fingerprint(reference.batches))
+    own = (reference.model, input_fingerprint(reference.batches))
     if own != (model_fingerprint, data_fingerprint):
         raise ValueError(
             f"the reference is of model {own[0]} and tokens {own[1]}, expected {model_fingerprint} and "

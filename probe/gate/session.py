@@ -168,7 +168,7 @@ class Session:
         return left if any(case.layer not in BESIDE for case in left) else []
 
     def _check_shared(self, one: Settings, other: Settings) -> None:
-        for name in ("data", "samples", "seqlen", "calibration", "baselines"):
+        for name in ("data", "inputs", "samples", "seqlen", "calibration", "baselines"):
             if getattr(one, name) != getattr(other, name):
                 raise ValueError(
                     f"two tests measure {one.model} with different {name}: {getattr(one, name)!r} and "

@@ -9,6 +9,7 @@ figure. A figure that has no meaning is None and never NaN; `Metrics` says when 
 """
 
 from probe.metrics.comparison import Comparison, LogitComparison, LogitMetrics
+from probe.metrics.embeddings import EmbeddingComparison, EmbeddingMetrics
 from probe.metrics.figures import (
     CORRELATION_LABELS,
     MSE_LABELS,
@@ -21,6 +22,6 @@ from probe.metrics.figures import (
 )
 from probe.metrics.tally import KEPT, PERCENTILE_ERROR
 
-__all__ = ["Comparison", "LogitComparison", "LogitMetrics", "Metrics"]
+__all__ = ["Comparison", "EmbeddingComparison", "EmbeddingMetrics", "LogitComparison", "LogitMetrics", "Metrics"]
 __all__ += ["CORRELATION_LABELS", "KEPT", "MSE_LABELS", "PERCENTILE_ERROR", "QUANTILES", "RELATIVE_MSE_LABELS"]
 __all__ += ["label_correlation", "label_mse", "label_relative_mse"]

@@ -77,7 +77,8 @@ class LogitMetrics:
         bits_per_token        -log2 p_out[target];  reference_bits_per_token = -log2 p_ref[target]
         change_in_bits        bits_per_token - reference_bits_per_token
 
-    They are None when no position is finite on both sides, or when the figure is beyond the range of float64.
+    They are None when no position is finite on both sides, or when the figure is beyond the range of float64; the
+    bits also when there are no targets.
     A masked vocabulary, -Inf on both sides, counts as not finite: cut it off first.
     """
 
@@ -106,10 +107,19 @@ class LogitComparison:
         self._positions = self._compared = self._agreed = self._nonfinite_output = self._nonfinite_reference = 0
         self._first_nonfinite: int | None = None
         self._kl = self._nats = self._reference_nats = self._change = 0.0
+        self._has_targets = True
 
-    def update(self, logits: Tensor, reference_logits: Tensor, targets: Tensor) -> None:
-        """Append a batch: logits [..., vocabulary], and the tokens that followed, as integers [...]."""
+    def update(self, logits: Tensor, reference_logits: Tensor, targets: Tensor | None = None) -> None:
+        """Append a batch: logits [..., vocabulary], and the tokens that followed, as integers [...].
+
+        Without targets, here and in every other batch: what is scored are classes of which the true one is not known.
+        """
         check_pair(logits, reference_logits, names=("logits", "reference_logits"))
+        if targets is None:
+            if logits.ndim == 0:
+                raise ValueError("the logits are a single number. Expected [..., classes].")
+            self._has_targets = False
+            targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
         if targets.shape != logits.shape[:-1] or logits.ndim == 0:
             raise ValueError(
                 f"targets have shape {list(targets.shape)} and logits {list(logits.shape)}. "
@@ -136,7 +146,8 @@ class LogitComparison:
         """Append the whole stream of `other`, which stays as it is; returns itself."""
         check_kind(self, other)
         self._first_nonfinite = first_index(self._first_nonfinite, self._positions, other._first_nonfinite)
-        for name in vars(self).keys() - {"_first_nonfinite"}:
+        self._has_targets &= other._has_targets
+        for name in vars(self).keys() - {"_first_nonfinite", "_has_targets"}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
@@ -147,6 +158,9 @@ class LogitComparison:
         def mean(total: float) -> float | None:
             return cast(float | None, finite(total / self._compared)) if self._compared else None
 
+        def bits(nats: float) -> float | None:
+            return mean(nats / math.log(2)) if self._has_targets else None
+
         return LogitMetrics(
             positions=self._positions,
             compared=self._compared,
@@ -156,9 +170,9 @@ class LogitComparison:
             first_nonfinite=self._first_nonfinite,
             kl=mean(0.0 if self._kl < 0 else self._kl),  # rounding may leave it slightly below 0; NaN stays
             top1_agreement=mean(self._agreed),
-            bits_per_token=mean(self._nats / math.log(2)),
-            reference_bits_per_token=mean(self._reference_nats / math.log(2)),
-            change_in_bits=mean(self._change / math.log(2)),
+            bits_per_token=bits(self._nats),
+            reference_bits_per_token=bits(self._reference_nats),
+            change_in_bits=bits(self._change),
         )
 
     def __repr__(self) -> str:

@@ -4,8 +4,9 @@ import importlib
 import importlib.machinery
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from probe.words import describe_error, near
 
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
+
+
+def check_function(key: str, name: str) -> None:
+    """Refuse what is not written as the name of a function."""
+    if not FACTORY.fullmatch(name):
+        raise ValueError(f"{key} is {name!r}; expected package.module:function, which returns a list of batches.")
 
 
 def check_factory(name: str, *, where: str) -> None:
@@ -41,32 +48,45 @@ def _is_in_project(package: str) -> bool:
     return bool(paths) and all(root.resolve() in path.parents and not installed & {*path.parts} for path in paths)
 
 
-def from_factory(name: str, module_name: str, attribute: str) -> "nn.Module":
-    """The model that a function makes; whatever is wrong with it is a ValueError."""
-    from torch import nn
-
+def function_named(what: str, name: str, *, returns: str) -> Callable[[], Any]:
+    """The function `package.module:function`, which is not called; `what` and `returns` are for the message."""
+    module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as problem:
         raise ValueError(
-            f"model {name!r}: module {module_name!r} cannot be imported: {describe_error(problem)} "
-            "Expected package.module:factory with the module installed or on PYTHONPATH."
+            f"{what} {name!r}: module {module_name!r} cannot be imported: {describe_error(problem)} "
+            "Expected package.module:function with the module installed or on PYTHONPATH."
         ) from problem
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        close = near(attribute, public, count=1)
-        hint = f" Did you mean '{module_name}:{close[0]}'?" if close else ""
-        wrong = f"{'has no' if factory is None else 'has an uncallable'} {attribute!r}"
-        expected = f"expected a function that returns the model.{hint}"
-        raise ValueError(f"model {name!r}: module {module_name!r} {wrong}; {expected}")
+    found: Callable[[], Any] | None = getattr(module, attribute, None)
+    if callable(found):
+        return found
+    public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    close = near(attribute, public, count=1)
+    hint = f" Did you mean '{module_name}:{close[0]}'?" if close else ""
+    wrong = f"{'has no' if found is None else 'has an uncallable'} {attribute!r}"
+    raise ValueError(
+        f"{what} {name!r}: module {module_name!r} {wrong}; expected a function that returns {returns}.{hint}"
+    )
+
+
+def called(what: str, name: str, function: Callable[[], Any]) -> Any:
+    """What the function of that name returns; its exception becomes one message."""
     try:
-        model = factory()
+        return function()
     except Exception as problem:
+        module, _, attribute = name.partition(":")
         raise ValueError(
-            f"model {name!r}: the factory failed: {describe_error(problem)} "
-            f"It is called without arguments; try: python -c 'import {module_name}; {module_name}.{attribute}()'"
+            f"{what} {name!r}: the function failed: {describe_error(problem)} "
+            f"It is called without arguments; try: python -c 'import {module}; {module}.{attribute}()'"
         ) from problem
+
+
+def from_factory(name: str) -> "nn.Module":
+    """The model that a function makes; whatever is wrong with it is a ValueError."""
+    from torch import nn
+
+    model = called("model", name, function_named("model", name, returns="the model"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r}: the factory returned a {type(model).__name__}; expected a torch.nn.Module.")
     if found := _quantized_part(model):

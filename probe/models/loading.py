@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ class Loaded:
     tokenizer: Tokenizer
     fingerprint: str
     notes: tuple[str, ...] = ()
+    folder: Path | None = None  # where its files are, if it has a folder
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         if name in EMBEDDED:
             return _from_embedded(EMBEDDED[name], dtype, room)
-        if made := FACTORY.fullmatch(name):
-            model = _in_dtype(name, from_factory(name, *made.groups()), dtype)
+        if FACTORY.fullmatch(name):
+            model = _in_dtype(name, from_factory(name), dtype)
             return _finish(name, model, *tokenizer_of_factory(name, model))
         folder = _folder_of(name, allow_download=allow_download)
         model, notes = from_folder(folder, dtype, trust_remote_code, room)
         tokenizer, more = tokenizer_of_folder(folder, model, trust_remote_code)
-        return _finish(name, model, tokenizer, (*notes, *more))
+        return replace(_finish(name, model, tokenizer, (*notes, *more)), folder=folder)
 
 
 def _in_dtype(name: str, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -49,7 +49,7 @@ from probe.files import atomic, defects
 from probe.files.checked_json import Node, document, repeated
 from probe.files.defects import DefectError
 from probe.running.weights import Weights
-from probe.words import LOGITS
+from probe.words import LOGITS, OUTPUT
 
 VERSION = 1
 Layout = Literal["safetensors", "npy", "npz", "pt"]
@@ -61,7 +61,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 #: What can be tapped beside whole layers, `embedding.output`, and inside of them, `layer_0.scan.input`.
 ENDS = ("embedding", "final_norm")
 PARTS = ("mixer", "conv1d", "scan")
-TENSOR_NAME = re.compile(rf"{LOGITS}|(?P<label>.+)\.(output|input)", re.DOTALL)
+TENSOR_NAME = re.compile(rf"{LOGITS}|{OUTPUT}|(?P<label>.+)\.(output|input)", re.DOTALL)
 #: A plain name, in at most one folder: a manifest from elsewhere must not lead out of its own folder.
 FILE_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*\.(safetensors|npy|npz|pt|json)")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -80,7 +80,10 @@ writing = partial(atomic.writing, error=RecordingError)
 
 @dataclass(frozen=True)
 class Tokens:
-    """The input of the model: `samples` rows of `seqlen` tokens."""
+    """The input of the model: `samples` rows of `seqlen` tokens.
+
+    What is no token ids (`kind` is inputs) has no length: there `seqlen` is 1, and `source` says what it is.
+    """
 
     count: int
     samples: int
@@ -88,6 +91,12 @@ class Tokens:
     fingerprint: str | None  # of all samples in order, however they were batched; None if unknown
     file: str | None = None  # holds the ids
     source: str | None = None  # the name of the text; None for a prompt and for the caller's own tokens
+    kind: Literal["token ids", "inputs"] = "token ids"
+
+    def __str__(self) -> str:
+        if self.kind == "inputs":
+            return f"{self.samples} samples ({self.source or 'inputs of the caller'})"
+        return f"{self.samples} x {self.seqlen} tokens"
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,13 @@ def _list(node: Node) -> tuple[str, ...]:
 
 
 def _tokens(node: Node, files: dict[str, StoredFile]) -> Tokens:
-    tokens = node.as_dataclass(Tokens, file=lambda name: name.or_null(partial(_file_name, files=files)))
+    if isinstance(node.value, dict):  # older recordings have only token ids
+        node = Node(node.key, {"kind": "token ids", **node.value})
+    tokens = node.as_dataclass(
+        Tokens,
+        file=lambda name: name.or_null(partial(_file_name, files=files)),
+        kind=lambda kind: kind.one_of(("token ids", "inputs")),
+    )
     if tokens.count != tokens.samples * tokens.seqlen:
         raise node.members()["count"].wrong(f"{tokens.samples} x {tokens.seqlen}")
     return tokens
@@ -268,7 +283,8 @@ def _recipe(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile])
 def _tensor(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> StoredTensor:
     def shape(node: Node) -> tuple[int, ...]:
         sizes = tuple(size.count() for size in node.entries())
-        expected = (tokens.samples, tokens.seqlen) if name == LOGITS else (tokens.samples,)
+        by_token = name == LOGITS and tokens.kind == "token ids" and len(sizes) > 2
+        expected = (tokens.samples, tokens.seqlen) if by_token else (tokens.samples,)
         if sizes[: len(expected)] != expected:
             raise node.wrong(f"{' x '.join(map(str, expected))} first, as tokens says")
         return sizes
@@ -292,4 +308,4 @@ def _check_names(node: Node, recipe: RecordedRecipe) -> None:
     for name in recipe.tensors:
         match = TENSOR_NAME.fullmatch(name)
         if not match or match["label"] not in known:
-            raise DefectError(f"{node.key}.tensors.{name}: is neither {LOGITS} nor of a layer in {where}")
+            raise DefectError(f"{node.key}.tensors.{name}: is neither {LOGITS} or {OUTPUT} nor of a layer in {where}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from probe.data.samples import token_fingerprint
+from probe.data.calls import input_fingerprint
 from probe.files.defects import DefectError, file_inside, parsing, read_document
 from probe.files.tensors import Kind, check_storage, kind_of, load_plain, load_tensor, numpy_dtype, tensors_in
 from probe.recordings.manifest import (
@@ -103,7 +103,7 @@ class Recording:
         file = self._base / tokens.file
         with reading(file):
             ids = _token_ids(file) if tokens.file.endswith(".safetensors") else _token_ids_of_metadata(file)
-            if ids is not None and token_fingerprint([ids]) != tokens.fingerprint:
+            if ids is not None and input_fingerprint([ids]) != tokens.fingerprint:
                 raise DefectError(f"the tokens are not those of the manifest, {tokens.fingerprint}")
         return ids
 
@@ -311,5 +311,5 @@ def _script_tokens(
         return Tokens(rows[0] * rows[1], *rows, None), (NO_TOKENS,)
     given = (ids.shape[0], ids.shape[1])
     other = f"{METADATA} has {given[0]} x {given[1]} tokens, {first.layers[0]} is {list(shape)}: padded, or another run"
-    tokens = Tokens(ids.numel(), *given, token_fingerprint([ids]), METADATA)
+    tokens = Tokens(ids.numel(), *given, input_fingerprint([ids]), METADATA)
     return tokens, () if given == rows else (other,)

@@ -17,11 +17,11 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import Batch
 from probe.files.atomic import write
 from probe.recordings import publishing, taps
 from probe.recordings.manifest import (
     MANIFEST,
-    TOKENS,
     Manifest,
     RecordedRecipe,
     RecordingError,
@@ -34,9 +34,10 @@ from probe.recordings.reading import PARTIAL, Recording, check_files, read_manif
 from probe.recordings.request import (
     ModelToRun,
     RecordRequest,
-    batches_for,
     check_request,
+    check_whole,
     device_name,
+    inputs_for,
     model_to_run,
     recipes_for,
     script_facts,
@@ -181,7 +182,7 @@ class _Run:
 
     request: RecordRequest
     model: ModelToRun
-    batches: tuple[Tensor, ...]
+    batches: tuple[Batch, ...]
     existing: Recording | None
     partial: PartialRecording
     progress: Progress
@@ -214,9 +215,14 @@ def _record(request: RecordRequest, progress: Progress) -> Recording:
     for note in model.loaded.notes:
         progress.line(f"note: {note}")
     recipes = recipes_for(request, model)
-    batches = batches_for(request, model)
+    inputs = inputs_for(request, model)
+    for note in inputs.notes:
+        progress.line(f"note: {note}")
+    batches = inputs.batches
+    check_whole(request, model, batches)
     keys = tuple(map(str, recipes))
     tokens, weights = tokens_of(batches, request.source), model.loaded.fingerprint
+    tokens = tokens if tokens.kind == "token ids" else replace(tokens, source=inputs.about)
     begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
     asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, recipes)
     if publishing.was_finished(folder, asked) and not request.overwrite:
@@ -228,8 +234,8 @@ def _record(request: RecordRequest, progress: Progress) -> Recording:
         if partial.reused:
             progress.line(f"continuing {partial.folder}: {', '.join(partial.reused)} recorded already")
             partial.save()  # what is asked for now
-        elif not partial.manifest.files:
-            partial.manifest = replace(partial.manifest, files={TOKENS: write_tokens(partial.folder, batches)})
+        elif not partial.manifest.files and not partial.manifest.recipes:
+            partial.manifest = replace(partial.manifest, files=write_tokens(partial.folder, batches))
             partial.save()
         run = _Run(request, model, tuple(batches), existing, partial, progress)
         _record_missing(run, [recipe for recipe in recipes if str(recipe) in partial.missing])
@@ -238,7 +244,7 @@ def _record(request: RecordRequest, progress: Progress) -> Recording:
 
 
 def _resume_facts(
-    request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor], recipes: Sequence[Recipe]
+    request: RecordRequest, model: ModelToRun, batches: Sequence[Batch], recipes: Sequence[Recipe]
 ) -> dict[str, str]:
     """The facts, beside the shared ones, that must be the same to continue an interrupted recording."""
     modes = (find_mode(mode) for mode in dict.fromkeys(recipe.mode for recipe in recipes))
@@ -262,8 +268,7 @@ def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
     for index, recipe in enumerate(recipes):
         if calibration is None and recipe.needs_calibration and not run.model.runs_as_is:
             run.progress.line(f"[calibration] {request.calibration}")
-            sizes = (request.calib_data_num, request.calib_seqlen)
-            calibration = calibrate_on(loaded, request.calib_data, *sizes, percentile=request.percentile)
+            calibration = calibrate_on(loaded, *request.calibrated, percentile=request.percentile)
         used = calibration if recipe.needs_calibration else None
         twin, mode, weights = loaded.model, find_mode(recipe.mode), None
         if not run.model.runs_as_is:

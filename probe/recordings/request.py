@@ -13,21 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import Batch
 from probe.data.samples import TextSamples, token_batches
-from probe.data.texts import text_of
-from probe.data.tokenizers import Tokenizer
+from probe.data.tokenizers import NoTokenizer, Tokenizer
 from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, load_model, weight_fingerprint
 from probe.models.mamba import is_all_mamba
 from probe.models.offload import device_of
+from probe.models.outputs import output_kind
 from probe.models.positions import check_positions
 from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration
 from probe.recordings.script_formats import NPZ, ScriptFacts
 from probe.recordings.taps import TAPS, is_compiled, points_returned, unwrapped
 from probe.running.calibration import check_percentile
 from probe.running.environment import check_device, is_present, is_recorded
+from probe.running.inputs import Inputs, batch_of, calibrating, check_samples, input_batches, with_decoder_tokens
 from probe.running.recipes import Recipe, check_recipes, recipes_of
-from probe.words import look_up
+from probe.words import WHOLE, look_up
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,10 @@ class RecordRequest:
     data: str | None = None
     prompt: str | None = None
     """This text instead of `data`: one sample."""
-    batches: Sequence[Tensor] | None = None
-    """These tokens instead of a text, [samples, tokens]."""
+    inputs: str | None = None
+    """What `package.module:function` returns, instead of a text."""
+    batches: Sequence[Any] | None = None
+    """These tokens instead of a text, [samples, tokens]; or tensors, tuples and dicts that the model is called with."""
     batch_size: int = 1
     device: str = "cpu"
     compile: bool = False
@@ -106,7 +110,8 @@ class RecordRequest:
         if not self.archive.endswith(".npz") or "/" in self.archive or not FILE_NAME.fullmatch(self.archive):
             raise ValueError(f"the output file is {self.archive!r}. Expected a plain name that ends in .npz.")
         for first, others, why in (
-            ("batches", ("prompt", "data", "samples", "seqlen"), "batches are whole"),
+            ("batches", ("inputs", "prompt", "data", "samples", "seqlen"), "batches are whole"),
+            ("inputs", ("prompt", "data", "samples", "seqlen"), "what a function returns is whole"),
             ("prompt", ("data", "samples"), "a prompt is one sample of its own"),
         ):
             for other in others:
@@ -143,17 +148,32 @@ class RecordRequest:
     @property
     def source(self) -> str | None:
         """The text that the tokens come from; None for a prompt and for batches."""
-        return (self.data or "evaluation") if self.prompt is None and self.batches is None else None
+        return (self.inputs or self.data or "evaluation") if self.prompt is None and self.batches is None else None
+
+    @property
+    def evaluated(self) -> TextSamples | None:
+        """The samples; None for a prompt and for batches."""
+        if self.source is None:
+            return None
+        samples = self.defaults.samples if self.samples is None else self.samples
+        return TextSamples(self.source, samples, SEQLEN if self.seqlen is None else self.seqlen, self.batch_size)
+
+    @property
+    def calibrated(self) -> TextSamples:
+        """The samples that static scales are computed from."""
+        wanted = TextSamples(self.calib_data, self.calib_data_num, self.calib_seqlen)
+        return wanted if self.evaluated is None else calibrating(self.evaluated, wanted)
 
     @property
     def calibration(self) -> str:
         """The data that static scales are computed from, in words."""
-        return f"{self.calib_data_num} x {self.calib_seqlen} of {self.calib_data}, percentile {self.percentile}"
+        ours = self.calibrated
+        return f"{ours.samples} x {ours.seqlen} of {ours.source}, percentile {self.percentile}"
 
     def recorded_calibration(self, fingerprint: str) -> RecordedCalibration:
         """The facts of a calibration that was made as requested, on data with this fingerprint."""
-        sizes = (self.calib_data_num, self.calib_seqlen)
-        return RecordedCalibration(self.calib_data, fingerprint, self.percentile, *sizes)
+        ours = self.calibrated
+        return RecordedCalibration(ours.source, fingerprint, self.percentile, ours.samples, ours.seqlen)
 
 
 # --------------------------------------------------------------------------------------------------- the model
@@ -167,24 +187,10 @@ class ModelToRun:
     runs_as_is: bool = False
 
 
-@dataclass(frozen=True)
-class _NoTokenizer:
-    model: str
-
-    def encode(self, text: str) -> list[int]:
-        raise ValueError(f"{self.model} brings no tokenizer. Give the tokens themselves: batches=[...].")
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return ""
-
-
 def check_request(request: RecordRequest) -> None:
     """Refuse what no model is needed for to see that it cannot be."""
     recipes_of(list(request.modes or ()), list(request.formats))
-    TextSamples(request.calib_data, request.calib_data_num, request.calib_seqlen).check()
-    if request.source is not None:
-        samples, seqlen = (1 if one is None else one for one in (request.samples, request.seqlen))
-        TextSamples(request.source, samples, seqlen, request.batch_size).check()
+    check_samples(*(one for one in (request.calibrated, request.evaluated) if one is not None))
     if request.prompt == "":
         raise ValueError("the prompt is empty. Expected text.")
     if isinstance(request.model, str):
@@ -210,7 +216,8 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
     inner = unwrapped(model)
     name = type(inner).__name__
     own = getattr(inner, "tokenizer", None)
-    tokenizer = own if isinstance(own, Tokenizer) else _NoTokenizer(name)
+    absent = NoTokenizer(f"{name} brings no tokenizer. Give the tokens themselves: batches=[...].")
+    tokenizer = own if isinstance(own, Tokenizer) else absent
     loaded = Loaded(name, model, tokenizer, weight_fingerprint(inner))
     return ModelToRun(loaded, runs_as_is=is_compiled(model) or returns)
 
@@ -259,29 +266,40 @@ def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
     return recipes
 
 
-def batches_for(request: RecordRequest, model: ModelToRun) -> list[Tensor]:
-    """The batches of the request, windows of a text, or a prompt; never fewer tokens than the request says."""
+def inputs_for(request: RecordRequest, model: ModelToRun) -> Inputs:
+    """The batches of the request, samples, or a prompt; never fewer tokens than the request says."""
+    inner = replace(model.loaded, model=unwrapped(model.loaded.model))
     if request.batches is not None:
-        return list(request.batches)
-    tokenizer = model.loaded.tokenizer
+        batches = [batch_of(one, where=f"batch {index}") for index, one in enumerate(request.batches)]
+        return Inputs(batches, "inputs of the caller", "")
     if request.prompt is None:
-        text: str | list[int] = text_of(str(request.source))
-        samples = request.defaults.samples if request.samples is None else request.samples
-        seqlen = SEQLEN if request.seqlen is None else request.seqlen
-    else:
-        text, samples = tokenizer.encode(request.prompt), 1
-        if not text:
-            raise ValueError("the prompt is empty. Expected text.")
-        seqlen = len(text) if request.seqlen is None else request.seqlen
-    check_positions(unwrapped(model.loaded.model), seqlen, key="seqlen")
-    return token_batches(text, tokenizer, samples=samples, seqlen=seqlen, batch_size=request.batch_size)
+        assert request.evaluated is not None
+        return input_batches(inner, request.evaluated)
+    text = inner.tokenizer.encode(request.prompt)
+    if not text:
+        raise ValueError("the prompt is empty. Expected text.")
+    seqlen = len(text) if request.seqlen is None else request.seqlen
+    check_positions(inner.model, seqlen, key="seqlen")
+    tokens = token_batches(text, inner.tokenizer, samples=1, seqlen=seqlen, batch_size=request.batch_size)
+    return Inputs(with_decoder_tokens(inner.model, tokens), "a prompt", f"1 x {seqlen}")
 
 
-def script_facts(request: RecordRequest, model: ModelToRun, batches: Sequence[Tensor]) -> ScriptFacts:
+def check_whole(request: RecordRequest, model: ModelToRun, batches: Sequence[Batch]) -> None:
+    """Refuse a tap of the whole model's output by a name that it does not have."""
+    asked = next((tap for tap in request.chosen_taps if tap in WHOLE), None)
+    if asked is None or model.runs_as_is:
+        return
+    kind = output_kind(model.loaded.model, batches[0])
+    if kind.label != asked:
+        raise ValueError(f"the output of {model.loaded.name} is {kind.what}, and its tap is {kind.label}, not {asked}.")
+
+
+def script_facts(request: RecordRequest, model: ModelToRun, batches: Sequence[Batch]) -> ScriptFacts:
     """The facts of the users' scripts: the text of each sample, and the configuration in plain values."""
     prompt: str | list[str] | None = request.prompt
     if prompt is None:
-        texts = [model.loaded.tokenizer.decode(row.tolist()) for batch in batches for row in batch]
+        rows = [row for batch in batches if isinstance(batch, Tensor) for row in batch]
+        texts = [model.loaded.tokenizer.decode(row.tolist()) for row in rows]
         prompt = texts[0] if len(texts) == 1 else texts
     config: Any = getattr(unwrapped(model.loaded.model), "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from probe.data.samples import token_fingerprint
+from probe.data.calls import Batch, Call, as_call, input_fingerprint
 from probe.files.atomic import create, move, write
 from probe.files.tensors import CHUNK, SAFETENSORS_TYPES, Kind, kind_of
 from probe.recordings.manifest import (
@@ -40,7 +40,7 @@ from probe.recordings.reading import Recording, check_files
 from probe.running.environment import environment
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe
-from probe.words import LOGITS
+from probe.words import LOGITS, OUTPUT
 
 #: Room for an entry of the header beside the name: dtype, offsets, a shape of up to ten axes.
 ENTRY = 384
@@ -192,7 +192,7 @@ def write_recording(
     recipes: Iterable[tuple[Recipe, Mapping[str, Sequence[Tensor]]]],
     *,
     model: str,
-    batches: Sequence[Tensor],
+    batches: Sequence[Batch],
     device: str,
     model_fingerprint: str | None = None,
     versions: Mapping[str, str] | None = None,
@@ -209,7 +209,7 @@ def write_recording(
     with locked_folder(folder):
         is_to_be_replaced(folder, overwrite=overwrite)
         with new_files(folder) as fresh:
-            files = {TOKENS: write_tokens(fresh, batches)}
+            files = write_tokens(fresh, batches)
             recorded: dict[str, RecordedRecipe] = {}
             for recipe, parts in recipes:
                 key = str(recipe)
@@ -218,7 +218,7 @@ def write_recording(
                 with TensorStream(fresh / f"{key}.safetensors", list(parts), tokens.samples, label=key) as stream:
                     for name, some in parts.items():
                         if not TENSOR_NAME.fullmatch(name):
-                            expected = f"Expected layer_0.output, layer_0.input or {LOGITS}."
+                            expected = f"Expected layer_0.output, layer_0.input, {LOGITS} or {OUTPUT}."
                             raise RecordingError(f"{key}: {name!r} names no tensor. {expected}")
                         for part in some:
                             stream.add(name, part)
@@ -233,22 +233,31 @@ def write_recording(
     return Recording(folder, manifest)
 
 
-def tokens_of(batches: Sequence[Tensor], source: str | None = None) -> Tokens:
-    """The facts about the input of a model; batches must be token ids in rows of one length."""
+def tokens_of(batches: Sequence[Batch], source: str | None = None) -> Tokens:
+    """The facts about the input of a model; token ids must be in rows of one length."""
+    if any(isinstance(batch, Call) for batch in batches):
+        samples = sum(map(len, batches))
+        return Tokens(samples, samples, 1, input_fingerprint(batches), None, source, "inputs")
     shapes = [tuple(batch.shape) for batch in batches]
     if not shapes or any(len(shape) != 2 or shape[1] != shapes[0][1] or 0 in shape for shape in shapes):
         raise RecordingError(f"batches have the shapes {shapes}. Expected [samples, tokens], all of one length.")
-    if any(batch.is_floating_point() or batch.is_complex() for batch in batches):
-        raise RecordingError(f"batches are {batches[0].dtype}. Expected token ids, whole numbers.")
+    kinds = [as_call(batch).main.dtype for batch in batches]
+    if any(kind.is_floating_point or kind.is_complex for kind in kinds):
+        raise RecordingError(f"batches are {kinds[0]}. Expected token ids, whole numbers.")
     samples, seqlen = sum(shape[0] for shape in shapes), shapes[0][1]
-    return Tokens(samples * seqlen, samples, seqlen, token_fingerprint(batches), TOKENS, source)
+    return Tokens(samples * seqlen, samples, seqlen, input_fingerprint(batches), TOKENS, source)
 
 
-def write_tokens(folder: Path, batches: Sequence[Tensor]) -> StoredFile:
-    """Write the token ids, so that a comparison with another recording can say which token differs."""
-    ids = torch.cat([batch.detach().cpu().to(torch.int64) for batch in batches])
+def write_tokens(folder: Path, batches: Sequence[Batch]) -> dict[str, StoredFile]:
+    """Write the token ids, so that a comparison with another recording can say which token differs; the file by name.
+
+    Other inputs are not written: their fingerprint is in the manifest.
+    """
+    rows = [batch.detach().cpu().to(torch.int64) for batch in batches if isinstance(batch, Tensor)]
+    if not rows:
+        return {}
     with writing(folder / TOKENS):
-        return StoredFile.of(write(folder / TOKENS, save({"input_ids": ids})))
+        return {TOKENS: StoredFile.of(write(folder / TOKENS, save({"input_ids": torch.cat(rows)})))}
 
 
 def finished(

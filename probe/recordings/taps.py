@@ -13,15 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import Batch
 from probe.data.library_logs import quietly
-from probe.models.forward import call_options, logits_in, run_model
+from probe.models.forward import call_model, call_options, run_model, tensor_in
 from probe.models.layers import select
 from probe.models.offload import device_of
 from probe.models.outside import embedding_of, final_norm_of
 from probe.running.capture import UncoveredError, capture, first_tensor
 from probe.running.coverage import watching
 from probe.running.recipes import Recipe
-from probe.words import LOGITS, look_up
+from probe.words import LOGITS, WHOLE, look_up
 
 Side = Literal["input", "output"]
 Consumer = Callable[[str, Tensor], None]
@@ -33,12 +34,12 @@ class TapPoints:
 
     layers: tuple[str, ...]  # their labels
     sources: dict[str, tuple[str, Side]]  # the module of each tensor, and the side of it
-    logits: bool
+    whole: str = ""  # the label of the whole model's output, logits or output; empty: it is not recorded
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors, the logits last."""
-        return (*self.sources, *((LOGITS,) if self.logits else ()))
+        """All tensors, the output of the model last."""
+        return (*self.sources, *((self.whole,) if self.whole else ()))
 
 
 #: Taps of every selected layer: the name of the tensor, the module in the layer, and the side of it.
@@ -50,7 +51,7 @@ OF_LAYERS: dict[str, tuple[tuple[str, str, Side], ...]] = {
 }
 #: Taps of the model: the module, if it has one.
 OF_MODEL: dict[str, Callable[[nn.Module], str | None]] = {"embedding": embedding_of, "final_norm": final_norm_of}
-TAPS = (*OF_LAYERS, *OF_MODEL, LOGITS)
+TAPS = (*OF_LAYERS, *OF_MODEL, *WHOLE)
 
 
 def tap_points(
@@ -66,11 +67,11 @@ def tap_points(
     for tap in taps:
         look_up("tap", tap, dict.fromkeys(TAPS))
         found = _sources(model, tap, selected, there)
-        if not found and tap != LOGITS:
-            has = [one for one in TAPS if one == LOGITS or _sources(model, one, selected, there)]
+        if not found and tap not in WHOLE:
+            has = [one for one in TAPS if one in WHOLE or _sources(model, one, selected, there)]
             raise ValueError(f"{model_name} has no tap {tap!r} at these layers. It has: {', '.join(has)}.")
         sources |= found
-    return TapPoints(tuple(selected), sources, LOGITS in taps)
+    return TapPoints(tuple(selected), sources, next((tap for tap in taps if tap in WHOLE), ""))
 
 
 def _sources(model: nn.Module, tap: str, selected: dict[str, str], there: set[str]) -> dict[str, tuple[str, Side]]:
@@ -89,7 +90,7 @@ def _sources(model: nn.Module, tap: str, selected: dict[str, str], there: set[st
 
 
 class RecordedOutputs(nn.Module):
-    """The wrapper that record_outputs makes: it maps tokens to a dict of tensors by name, the logits among them.
+    """The wrapper that record_outputs makes: it maps its input to a dict of tensors by name, its output among them.
 
     The hooks belong to the wrapped model and are traced with it, so the tensors are results of the graph. All of them
     are in memory until the forward ends.
@@ -105,13 +106,15 @@ class RecordedOutputs(nn.Module):
         for name, (module, side) in points.sources.items():
             modules[module].register_forward_hook(self._keep(name, side), with_kwargs=True)
 
-    def forward(self, batch: Tensor) -> dict[str, Tensor]:
-        """`layer_0.output` and so on, as the modules returned them, and `logits`."""
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """`layer_0.output` and so on, as the modules returned them, and `logits` (or `output`)."""
         self.tensors = {}
-        logits = logits_in(self.model(batch, **self.options), self.model, batch)  # nothing that cannot be compiled
+        output = tensor_in(
+            self.model(*args, **{**self.options, **kwargs}), self.model
+        )  # nothing that cannot be compiled
         found = self.tensors
         self.tensors = {}
-        return {**found, LOGITS: logits}
+        return {**found, self.points.whole or LOGITS: output}
 
     def _keep(self, name: str, side: Side) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -150,7 +153,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def points_returned(model: nn.Module) -> TapPoints | None:
     """The tensors that a model wrapped by record_outputs returns, compiled or not; None for any other model."""
     inner = getattr(model, "_orig_mod", model)
-    return replace(inner.points, logits=True) if isinstance(inner, RecordedOutputs) else None
+    return replace(inner.points, whole=inner.points.whole or LOGITS) if isinstance(inner, RecordedOutputs) else None
 
 
 # ------------------------------------------------------------------------------------------------------- running
@@ -158,7 +161,7 @@ def points_returned(model: nn.Module) -> TapPoints | None:
 
 @torch.no_grad()
 def run_hooked(
-    model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
+    model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Batch], consumer: Consumer
 ) -> dict[str, str]:
     """Run all batches and pass each tensor to `consumer` as it appears; returns what is not on the recipe's grid.
 
@@ -180,8 +183,8 @@ def run_hooked(
             for batch in batches:
                 given = batch.to(device)
                 output = run_model(model, given)
-                if points.logits:
-                    consumer(LOGITS, logits_in(output, model, given))
+                if points.whole:
+                    consumer(points.whole, tensor_in(output, model))
     except UncoveredError as problem:
         if not is_compiled(model):
             raise
@@ -205,7 +208,7 @@ def _renamed(selected: dict[str, str], wanted: dict[str, list[str]], consumer: C
 
 @torch.no_grad()
 def run_returning(
-    model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Tensor], consumer: Consumer
+    model: nn.Module, recipe: Recipe, points: TapPoints, batches: Sequence[Batch], consumer: Consumer
 ) -> dict[str, str]:
     """The same for a model of record_outputs. Its sites are inside the graph, so only weights are checked."""
     with watching(unwrapped(model), recipe) as stray:
@@ -223,11 +226,11 @@ def run_returning(
     return stray
 
 
-def _outputs(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+def _outputs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        return dict(model(batch))
+        return dict(call_model(model, batch, {}))
     except TorchDynamoException as problem:
         words = " ".join(str(problem).split())[:200]
         raise ValueError(f"the model cannot be compiled here: {words}. Record it without --compile.") from None

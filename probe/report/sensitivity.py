@@ -10,7 +10,7 @@ from probe.files.atomic import write
 from probe.report import figure
 from probe.report.document import Document
 from probe.running.declarations import declaration_text
-from probe.sensitivity.results import Effect, Sensitivity
+from probe.sensitivity.results import LOSSES, Effect, Sensitivity
 
 #: The background of the layers to keep.
 KEPT = "#fbe9cf"
@@ -29,26 +29,29 @@ FORMS = {
 #: Bars or rows of a picture at most; the most sensitive are drawn.
 MOST = 40
 
-EXPLAINED = (
-    "alone: only this one is quantized; without: all but this one are. kl: of the logits from those of the float "
+EXPLAINED = {
+    "kl": "alone: only this one is quantized; without: all but this one are. kl: of the logits from those of the float "
     "model, in nats, mean over positions; mse: of the logits. gain: the share of the KL of the quantized model that "
-    "is removed by keeping this one float; below 0 the KL grows."
-)
+    "is removed by keeping this one float; below 0 the KL grows.",
+    "mse": "alone: only this one is quantized; without: all but this one are. mse: of the output. gain: the share of "
+    "the mse of the quantized model that is removed by keeping this one float; below 0 the mse grows.",
+}
 
 
 def describe(found: Sensitivity, model: str) -> str:
-    """One line: what was measured, and the KL of the quantized model."""
-    kl = "not finite" if found.everything.kl is None else f"{found.everything.kl:.4g}"
+    """One line: what was measured, and the loss of the quantized model."""
+    loss = found.loss(found.everything)
+    shown = "not finite" if loss is None else f"{loss:.4g}"
     measured = f"{model}, {found.recipe}, {len(found.effects)} {found.kind}, {found.tokens} tokens"
-    return f"{measured}; KL of the quantized model: {kl}"
+    return f"{measured}; {LOSSES[found.measure]} of the quantized model: {shown}"
 
 
 def table_rows(found: Sensitivity, *, top: int | None = None) -> list[dict[str, object]]:
-    """The figures as text, the most sensitive first, by KL alone."""
+    """The figures as text, the most sensitive first, by their loss alone."""
     return [
-        {name: _text(name, value) for name, value in row.items() if name != "mse without"}
+        {name: _text(name, value) for name, value in row.items() if name != "mse without" or found.measure == "mse"}
         | {"keep": "keep" if effect.name in found.advice.keep else ""}
-        for row, effect in list(zip(_rows(found), found.by_kl(), strict=True))[:top]
+        for row, effect in list(zip(_rows(found), found.by_loss(), strict=True))[:top]
     ]
 
 
@@ -59,7 +62,9 @@ def _text(name: str, value: Any) -> object:
 
 def _rows(found: Sensitivity) -> list[dict[str, object]]:
     by_mse = {effect.name: place for place, effect in enumerate(found.by_mse(), 1)}
-    return [
+    absent: tuple[str, ...] = () if found.measure == "kl" else ("kl alone", "by mse", "top-1 alone", "kl without")
+    absent += ("bits alone",) if found.reference_bits_per_token is None else ()
+    rows = [
         {
             "rank": place,
             found.kind.removesuffix("s"): effect.name,
@@ -72,8 +77,9 @@ def _rows(found: Sensitivity) -> list[dict[str, object]]:
             "mse without": effect.without.mse,
             "gain": found.gain(effect),
         }
-        for place, effect in enumerate(found.by_kl(), 1)
+        for place, effect in enumerate(found.by_loss(), 1)
     ]
+    return [{name: value for name, value in row.items() if name not in absent} for row in rows]
 
 
 def write_report(found: Sensitivity, folder: str | Path, *, model: str) -> Path:
@@ -94,11 +100,13 @@ def page(found: Sensitivity, *, model: str) -> Document:
     for note in found.notes:
         document.text(f"Note: {note}")
     document.heading("Picture")
-    document.picture(picture(found), alt=f"KL of each of the {found.kind}", caption=_caption(found))
+    document.picture(
+        picture(found), alt=f"{LOSSES[found.measure]} of each of the {found.kind}", caption=_caption(found)
+    )
     document.heading("Every figure")
-    kept = [effect.name in found.advice.keep for effect in found.by_kl()]
+    kept = [effect.name in found.advice.keep for effect in found.by_loss()]
     rows = [{"rank by mse" if name == "by mse" else name: value for name, value in row.items()} for row in _rows(found)]
-    document.table(rows, EXPLAINED, bad=kept)
+    document.table(rows, EXPLAINED[found.measure], bad=kept)
     document.text("Marked rows are those to keep.")
     return document
 
@@ -108,7 +116,8 @@ def _caption(found: Sensitivity) -> str:
         return "Layers in the order of the model; those to keep are shaded. Dashed: the whole model quantized."
     if found.kind == "sites":
         return "Sites, each quantized in all layers, the most sensitive on top. Dashed: the whole model quantized."
-    return "KL of every site of every layer, quantized alone, as a power of ten; kept ones are framed."
+    loss = LOSSES[found.measure]
+    return f"{loss} of every site of every layer, quantized alone, as a power of ten; kept ones are framed."
 
 
 def picture(found: Sensitivity) -> bytes:
@@ -125,51 +134,55 @@ def picture(found: Sensitivity) -> bytes:
 
 
 def _curves(axes: Any, found: Sensitivity) -> None:
-    """KL alone and KL without, over the layers, on one logarithmic axis."""
+    """The loss alone and without, over the layers, on one logarithmic axis."""
     effects = found.effects
     kept = [place for place, effect in enumerate(effects) if effect.name in found.advice.keep]
     figure.shade_layers(axes, kept, colour=KEPT, zorder=0)
     size = 5 if len(effects) <= 48 else 2
     for side, (colour, marker, name) in SIDES.items():
-        values = [figure.positive(getattr(effect, side).kl) for effect in effects]
+        values = [figure.positive(found.loss(getattr(effect, side))) for effect in effects]
         axes.plot(values, color=colour, marker=marker, markersize=size, linewidth=1.2, label=name.format("layer"))
-    if figure.positive(found.everything.kl) > 0:
-        axes.axhline(found.everything.kl, color=figure.GREY, linestyle="--", linewidth=1, label="everything quantized")
+    if figure.positive(found.loss(found.everything)) > 0:
+        axes.axhline(
+            found.loss(found.everything), color=figure.GREY, linestyle="--", linewidth=1, label="everything quantized"
+        )
     figure.log_axis(axes)
     axes.grid(visible=False, axis="x")
-    axes.set_ylabel("KL from the float model, nats")
+    axes.set_ylabel(_axis(found))
     figure.layer_axis(axes, [effect.name for effect in effects])
 
 
 def _bars(axes: Any, found: Sensitivity) -> None:
     """Both figures of every site, the most sensitive on top."""
-    shown = found.by_kl()[:MOST]
+    shown = found.by_loss()[:MOST]
     places = np.arange(len(shown))
     for shift, (side, (colour, _, name)) in zip((-0.19, 0.19), SIDES.items(), strict=True):
-        values = [figure.positive(getattr(effect, side).kl) for effect in shown]
+        values = [figure.positive(found.loss(getattr(effect, side))) for effect in shown]
         axes.barh(places + shift, values, height=0.36, color=colour, label=name.format("site"))
-    if figure.positive(found.everything.kl) > 0:
-        axes.axvline(found.everything.kl, color=figure.GREY, linestyle="--", linewidth=1, label="everything quantized")
+    if figure.positive(found.loss(found.everything)) > 0:
+        axes.axvline(
+            found.loss(found.everything), color=figure.GREY, linestyle="--", linewidth=1, label="everything quantized"
+        )
     kept = set(found.advice.keep)
     axes.set_yticks(places, [f"{one.name} (keep)" if one.name in kept else one.name for one in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
-    axes.set(xscale="log", xlabel="KL from the float model, nats")
+    axes.set(xscale="log", xlabel=_axis(found))
     figure.log_ticks(axes.xaxis)
 
 
 def _map(axes: Any, found: Sensitivity) -> None:
-    """Layers down, sites across, coloured by the KL alone; of many layers, those with the most sensitive sites."""
+    """Layers down, sites across, coloured by the loss alone; of many layers, those with the most sensitive sites."""
     from matplotlib.patches import Rectangle
 
-    most = list(dict.fromkeys(effect.layer for effect in found.by_kl()))[:MOST]
+    most = list(dict.fromkeys(effect.layer for effect in found.by_loss()))[:MOST]
     layers = [name for name in dict.fromkeys(effect.layer for effect in found.effects) if name in most]
     sites = list(dict.fromkeys(_site(effect) for effect in found.effects))
     values = np.full((len(layers), len(sites)), np.nan)
     for effect in found.effects:
         if effect.layer in layers:
             row, column = layers.index(effect.layer), sites.index(_site(effect))
-            values[row, column] = np.log10(figure.positive(effect.alone.kl))
+            values[row, column] = np.log10(figure.positive(found.loss(effect.alone)))
             if effect.name in found.advice.keep:
                 corner = (column - 0.47, row - 0.47)
                 axes.add_patch(Rectangle(corner, 0.94, 0.94, fill=False, edgecolor=figure.BAD, linewidth=2))
@@ -182,7 +195,11 @@ def _map(axes: Any, found: Sensitivity) -> None:
             axes.text(column, row, f"{values[row, column]:.1f}", ha="center", va="center", color=colour, fontsize=8)
     axes.set_xticks(range(len(sites)), sites, rotation=30, ha="right")
     axes.set_yticks(range(len(layers)), layers)
-    axes.figure.colorbar(shown, ax=axes, label="log10 KL, alone", fraction=0.03, pad=0.01)
+    axes.figure.colorbar(shown, ax=axes, label=f"log10 {LOSSES[found.measure]}, alone", fraction=0.03, pad=0.01)
+
+
+def _axis(found: Sensitivity) -> str:
+    return "KL from the float model, nats" if found.measure == "kl" else "mse of the output"
 
 
 def _site(effect: Effect) -> str:

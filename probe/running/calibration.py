@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.samples import TextSamples, token_fingerprint
+from probe.data.calls import Batch, input_fingerprint
+from probe.data.samples import TextSamples
 from probe.files.atomic import write
 from probe.files.defects import DefectError, parsing, reading
 from probe.formats import PERCENTILE
@@ -21,6 +22,7 @@ from probe.models.linear import expert_sites, linear_key, linear_layers
 from probe.models.loading import Loaded
 from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
+from probe.running.inputs import input_batches
 from probe.words import near_or_first
 
 #: Sites whose scale is a quantile of |x| over all calibration data; all others take the largest |x|.
@@ -108,7 +110,7 @@ def check_percentile(percentile: float) -> None:
 
 def calibrate(
     model: nn.Module,
-    batches: Iterable[Tensor],
+    batches: Iterable[Batch],
     *,
     model_fingerprint: str,
     data_fingerprint: str,
@@ -159,12 +161,12 @@ def _observe(observer: Observer, module: nn.Module, inputs: Any, output: Tensor 
 def calibrate_on(
     loaded: Loaded, source: str, samples: int, seqlen: int, batch_size: int = 8, *, percentile: float = PERCENTILE
 ) -> Calibration:
-    """Calibrate a model on `samples` windows of `seqlen` tokens of a text."""
-    batches = TextSamples(source, samples, seqlen, batch_size).batches(loaded.tokenizer)
+    """Calibrate a model on `samples` windows of `seqlen` tokens of a text, or on what else `source` names."""
+    batches = input_batches(loaded, TextSamples(source, samples, seqlen, batch_size)).batches
     return calibrate(
         loaded.model,
         batches,
         model_fingerprint=loaded.fingerprint,
-        data_fingerprint=token_fingerprint(batches),
+        data_fingerprint=input_fingerprint(batches),
         percentile=percentile,
     )

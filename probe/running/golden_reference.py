@@ -42,13 +42,15 @@ class MovedTensor:
     """A tensor of the reference that is not the golden one."""
 
     label: str
-    kind: str  # input, output, injected; empty for the logits
+    kind: str  # input, output, injected; empty for that of the whole model
     distance: float  # as a part of the golden rms
     tolerance: float
 
     def __str__(self) -> str:
         """From layer_1 on: its input differs by 0.032 of its golden rms (tolerance 2e-05)."""
-        what = f"its {_KINDS[self.kind]} differs" if self.kind else "they differ"
+        what = (
+            f"its {_KINDS[self.kind]} differs" if self.kind else "they differ" if self.label == LOGITS else "it differs"
+        )
         return f"from {self.label} on: {what} by {self.distance:.2g} of its golden rms (tolerance {self.tolerance:.2g})"
 
 
@@ -67,7 +69,7 @@ def reference_rows(reference: Reference) -> dict[str, Tensor]:
     named: dict[str, Sequence[Tensor]] = {
         name: reference.tensors[name] for name in sorted(reference.tensors, key=place)
     }
-    return {name: _row(tensors) for name, tensors in {**named, LOGITS: reference.logits}.items()}
+    return {name: _row(tensors) for name, tensors in {**named, reference.kind.label: reference.outputs}.items()}
 
 
 def moved_tensors(now: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> list[MovedTensor]:

@@ -11,21 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import Batch, shortened
 from probe.data.samples import CALIBRATION, EVALUATION, TextSamples
 from probe.files.checked_json import finite
 from probe.formats import PERCENTILE
-from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
+from probe.metrics import Comparison, Metrics
 from probe.models.layers import select
 from probe.models.loading import load_model
 from probe.models.mamba import is_all_mamba
-from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
+from probe.running.inputs import calibrating, check_samples, input_batches
 from probe.running.kept_float import changed_weights, float_layers
 from probe.running.modes import equal_to, find_mode
+from probe.running.outputs import OutputComparison, OutputMetrics
 from probe.running.recipes import Recipe, apply, check_recipes, recipes_of
 from probe.running.reference import Reference, check_reference, replay, run_reference
 from probe.running.weights import Weights, count_weights
-from probe.words import LOGITS, first_few
+from probe.words import first_few
 
 #: Two float32 runs of one layer that only add in another order differ by less than this, relative to its output;
 #: no format rounds so finely (float16: 1e-7).
@@ -46,7 +48,7 @@ class Measured:
 
     recipe: Recipe
     layers: dict[str, Metrics]
-    logits: LogitMetrics
+    output: OutputMetrics
     weights: Weights
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,7 +62,7 @@ class Measured:
             "keep_float": list(mode.keep_float),
             "weights": self.weights.as_dict(),
             "layers": finite(layers),
-            "logits": finite(self.logits.as_dict()),
+            self.output.kind.label: finite(self.output.as_dict()),
         }
 
 
@@ -96,12 +98,12 @@ def measure(
 def _measured(model: nn.Module, twin: nn.Module, recipe: Recipe, reference: Reference, *, injected: bool) -> Measured:
     weights = count_weights(model, twin, recipe)
     layers = {label: Comparison() for label in reference.layers}
-    whole = LogitComparison()
+    whole = OutputComparison(reference.kind)
     batches = iter(reference.batches)
 
     def compare(label: str, output: Tensor, expected: Tensor) -> None:
-        if label == LOGITS:
-            whole.update(output[:, :-1], expected[:, :-1], next(batches)[:, 1:])
+        if label == reference.kind.label:
+            whole.update(output, expected, next(batches))
         elif not injected:
             layers[label].update(output, expected)
 
@@ -158,9 +160,9 @@ def _check_layers(
         )
 
 
-def short_reference(model: nn.Module, batches: Sequence[Tensor], layers: Sequence[str | int]) -> Reference:
+def short_reference(model: nn.Module, batches: Sequence[Batch], layers: Sequence[str | int]) -> Reference:
     """The reference of the first SHORT tokens of one sequence, for `check_twin`; modules may run several times."""
-    return run_reference(model, [batches[0][:1, :SHORT]], layers, once=False)
+    return run_reference(model, [shortened(batches[0], samples=1, tokens=SHORT)], layers, once=False)
 
 
 @torch.no_grad()
@@ -200,14 +202,14 @@ def equal_groups(measured: Sequence[Measured]) -> tuple[list[list[Measured]], li
         first = groups.get((*definition, 0))
         if first is None:
             groups[(*definition, 0)] = [one]
-        elif (one.layers, one.logits) == (first[0].layers, first[0].logits):
+        elif (one.layers, one.output) == (first[0].layers, first[0].output):
             first.append(one)
         else:
             groups[(*definition, len(groups))] = [one]
             layers = [label for label in one.layers if one.layers[label] != first[0].layers[label]]
             problems.append(
                 f"{one.recipe} must be identical to {first[0].recipe}, by definition, and differs in "
-                f"{first_few(layers) or LOGITS}: one of the two is wrong."
+                f"{first_few(layers) or one.output.kind.label}: one of the two is wrong."
             )
     return list(groups.values()), problems
 
@@ -231,26 +233,24 @@ def measure_all(
     Without modes: those that fit the model. `data` and `calibration_data` are TextSamples, or the same as plain tuples.
     """
     evaluated, calibrated = TextSamples(*data), TextSamples(*calibration_data)
-    if evaluated.seqlen < 2:
-        raise ValueError(f"seqlen is {evaluated.seqlen}; expected at least 2, a token and the next one.")
-    evaluated.check()
-    calibrated.check()
+    check_samples(evaluated, calibrated)
     check_percentile(percentile)
     recipes = recipes_of(modes or (), formats)
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:
         recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
     check_recipes(loaded, recipes)
-    check_positions(loaded.model, evaluated.seqlen, key="seqlen")
     select(loaded.model, layers, model_name=model)
-    for note in loaded.notes:
+    inputs = input_batches(loaded, evaluated)
+    batches = inputs.batches
+    for note in (*loaded.notes, *inputs.notes):
         progress(f"note: {note}")
-    batches = evaluated.batches(loaded.tokenizer)
-    progress(f"[reference] {loaded.name}, {evaluated}")
+    progress(f"[reference] {loaded.name}, {inputs.about}")
     reference = run_reference(loaded.model, batches, layers)
     short = short_reference(loaded.model, batches, layers)
     calibration = None
     if any(recipe.needs_calibration for recipe in recipes):
+        calibrated = calibrating(evaluated, calibrated)
         progress(f"[calibration] {calibrated}")
         calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
     measured = []

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import Batch
 from probe.formats import FORMATS
 from probe.models.mamba import Site, mamba_blocks
 from probe.models.offload import device_of
@@ -175,6 +176,14 @@ def path_layers(reference: Reference) -> list[str]:
     return found
 
 
+def token_rows(batches: Iterable[Batch]) -> list[Tensor]:
+    """The batches, which must be token ids."""
+    found = [batch for batch in batches if isinstance(batch, Tensor)]
+    if not found:
+        raise UncoveredError("the model reads more than token ids, so that there are no paths.")
+    return found
+
+
 def joined_rows(tensors: Iterable[Tensor], rows: int) -> Tensor:
     """The first rows of [batch, time, ...] tensors, in one line: [rows * time, ...]."""
     parts, missing = [], rows
@@ -193,7 +202,7 @@ def run_path(twin: nn.Module, path: Path, reference: Reference) -> dict[str, Ten
     A layer that did not run as often as the model is an UncoveredError.
     """
     labels, rows = path_layers(reference), path.rows
-    tokens = joined_rows(reference.batches, rows)
+    tokens = joined_rows(token_rows(reference.batches), rows)
     inputs = {label: _fed(joined_rows(reference.tensors[f"{label}.input"], rows), path) for label in labels}
     outputs: dict[str, list[Tensor]] = {label: [] for label in labels}
     modules = dict(twin.named_modules())

@@ -1,40 +1,37 @@
 """The float reference: the inputs and outputs of the model's layers without quantization, and their replay."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from probe.files import atomic
-from probe.models.forward import logits_in, run_model
+from probe.data.calls import Batch, shortened
+from probe.models.forward import output_of
 from probe.models.layers import select
 from probe.models.loading import weight_fingerprint
 from probe.models.offload import device_of
+from probe.models.outputs import FEW, OutputKind, output_kind
 from probe.running.capture import UncoveredError, capture, with_first_tensor
 from probe.running.noise import Anchors, jittered, narrowed, near_ties, refined
 from probe.running.recipes import Recipe, apply
-from probe.words import LOGITS
+from probe.words import WHOLE
 
 #: The module outside the layers that is not fed: its input are the tokens, so that a run on others shows.
 UNFED = "embedding"
-#: Called with a label, the output of that layer (or the logits), and what the reference has for it.
+#: Called with a label, the output of that layer (or of the whole model), and what the reference has for it.
 Take = Callable[[str, Tensor, Tensor], None]
 Inputs = Mapping[str, Sequence[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The float model over some batches: inputs and outputs of the chosen layers and the logits, batch by batch.
+    """The float model over some batches: inputs and outputs of the chosen layers and its own, batch by batch.
 
     `layer_0.input` is rounded to bfloat16, so that every machine feeds the same bits; `layer_0.injected` is what
     the float layer makes of that, `layer_0.output` what it gave in the run of the whole model. Modules outside the
@@ -42,12 +39,13 @@ class Reference:
     """
 
     model: str  # fingerprint of the weights
-    batches: tuple[Tensor, ...]
+    batches: tuple[Batch, ...]
     layers: tuple[str, ...]  # labels, in model order
     wanted: tuple[str | int, ...]  # the layers as the caller named them
     modules: dict[str, str]  # label -> module name
     tensors: dict[str, list[Tensor]]  # one entry a batch
-    logits: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # of the whole model: the logits, where there are any
+    kind: OutputKind  # what they mean
     ties: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # places and values, as in Anchors
     outside: dict[str, str] = field(default_factory=dict)  # label -> module name, of words.OUTSIDE
 
@@ -64,7 +62,7 @@ def float_copy(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def run_reference(
     model: nn.Module,
-    batches: Sequence[Tensor],
+    batches: Sequence[Batch],
     layers: Sequence[str | int] = ("all",),
     *,
     outside: Mapping[str, str] | None = None,
@@ -82,7 +80,7 @@ def run_reference(
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
     twin, beyond = float_copy(model), dict(outside or {})
     with capture(twin, layers, inputs=True) as captured, _inputs_of(twin, beyond) as fed:
-        logits = tuple(logits_of(twin, batch) for batch in batches)
+        outputs_whole = tuple(output_of(twin, batch) for batch in batches)
     modules = captured.selected
     given = {label: captured.tensors[f"{label}.input"] for label in modules}
     outputs = {label: captured.tensors[f"{label}.output"] for label in modules}
@@ -101,10 +99,11 @@ def run_reference(
     injected: dict[str, list[Tensor]] = {label: [] for label in (*modules, *beyond)}
 
     def keep(label: str, output: Tensor) -> None:
-        if label != LOGITS:
+        if label not in WHOLE:
             injected[label].append(output.float().clone())
 
-    _run_injected(twin, batches, {**modules, **beyond}, inputs, keep)
+    kind_of_output = output_kind(twin, batches[0])
+    _run_injected(twin, batches, {**modules, **beyond}, inputs, keep, whole=kind_of_output.label)
     kinds = {"input": inputs, "output": outputs, "injected": injected}
     return Reference(
         model=weight_fingerprint(model),
@@ -113,7 +112,8 @@ def run_reference(
         wanted=tuple(layers),
         modules=modules,
         tensors={f"{label}.{kind}": stored for kind, tensors in kinds.items() for label, stored in tensors.items()},
-        logits=logits,
+        outputs=outputs_whole,
+        kind=kind_of_output,
         ties=ties,
         outside=beyond,
     )
@@ -148,7 +148,7 @@ def check_reference(model: nn.Module, reference: Reference) -> None:
 def replay(twin: nn.Module, reference: Reference, take: Take, *, injected: bool = False) -> None:
     """Run a copy of the model over the reference's batches; `take(label, output, expected)` of every layer and batch.
 
-    propagated (the default): the run of the whole model, and `take` of the `logits` too.
+    propagated (the default): the run of the whole model, and `take` of its output too, by the label of its kind.
     injected: every layer is fed the reference's input, and expected to give what the float layer made of it; the
     modules outside the layers likewise.
     A layer that did not run is an UncoveredError, after all others were taken.
@@ -157,22 +157,23 @@ def replay(twin: nn.Module, reference: Reference, take: Take, *, injected: bool 
     _check_present(reference.modules, there)
     every = {**reference.modules, **{label: name for label, name in reference.outside.items() if name in there}}
     calls: Counter[str] = Counter()
+    whole = reference.kind.label
 
     def compare(label: str, output: Tensor) -> None:
-        if label == LOGITS and injected:
+        if label == whole and injected:
             return
         kind = "injected" if injected else "output"
-        expected = reference.logits if label == LOGITS else reference.tensors[f"{label}.{kind}"]
+        expected = reference.outputs if label == whole else reference.tensors[f"{label}.{kind}"]
         take(label, output.float(), expected[calls[label]].float())
         calls[label] += 1
 
     if injected:
         found = {label: reference.tensors.get(f"{label}.input") for label in every}
         inputs = {label: tensors for label, tensors in found.items() if tensors is not None}
-        _run_injected(twin, reference.batches, every, inputs, compare)
+        _run_injected(twin, reference.batches, every, inputs, compare, whole=whole)
         _check_present(reference.outside, there)
     else:
-        _run(twin, reference.batches, reference.modules, compare)
+        _run(twin, reference.batches, reference.modules, compare, whole=whole)
 
 
 def _check_present(modules: Mapping[str, str], there: Collection[str]) -> None:
@@ -186,10 +187,12 @@ def _check_present(modules: Mapping[str, str], there: Collection[str]) -> None:
 
 def _run_injected(
     twin: nn.Module,
-    batches: Sequence[Tensor],
+    batches: Sequence[Batch],
     modules: Mapping[str, str],
     inputs: Inputs,
     take: Callable[[str, Tensor], None],
+    *,
+    whole: str,
 ) -> None:
     """Run with every module fed from `inputs`; one without inputs there gets what the model gives it.
 
@@ -205,7 +208,7 @@ def _run_injected(
         run[label] = name
     for run in runs:
         with injecting(twin, run, inputs):
-            _run(twin, batches, run, take)
+            _run(twin, batches, run, take, whole=whole)
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -214,16 +217,21 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _run(
-    twin: nn.Module, batches: Sequence[Tensor], modules: Mapping[str, str], take: Callable[[str, Tensor], None]
+    twin: nn.Module,
+    batches: Sequence[Batch],
+    modules: Mapping[str, str],
+    take: Callable[[str, Tensor], None],
+    *,
+    whole: str,
 ) -> None:
-    """Run every batch; `take` the output of each of the modules by its label, and then the logits, on the CPU."""
+    """Run every batch; `take` the output of each of the modules by its label, then that of the model, on the CPU."""
     device = device_of(twin)
     patterns = [f"^{re.escape(name)}$" for name in modules.values()]
     labels = {name: label for label, name in modules.items()}
     selected = {f"{label}.output": labels[name] for label, name in select(twin, patterns).items()}
     with capture(twin, patterns, consumer=lambda name, tensor: take(selected[name], tensor)):
         for batch in batches:
-            take(LOGITS, logits_of(twin, batch.to(device)).cpu())
+            take(whole, output_of(twin, batch.to(device)).cpu())
 
 
 @contextmanager
@@ -243,12 +251,8 @@ def injecting(twin: nn.Module, modules: Mapping[str, str], inputs: Inputs) -> It
         yield
 
 
-#: Tokens of the forward in which `running_once` looks at modules.
-FEW = 16
-
-
 @torch.no_grad()
-def running_once(model: nn.Module, modules: Mapping[str, str], batch: Tensor) -> dict[str, str]:
+def running_once(model: nn.Module, modules: Mapping[str, str], batch: Batch) -> dict[str, str]:
     """Those of the modules, by label, that run exactly once in a forward; a short one of the first tokens shows it.
 
     A model that reads the weights of its head without calling it, or calls its embedding twice, lacks that one. A model
@@ -261,47 +265,13 @@ def running_once(model: nn.Module, modules: Mapping[str, str], batch: Tensor) ->
         for label, name in modules.items():
             hook = found[name].register_forward_hook(lambda *_, label=label: calls.update([label]))
             hooks.callback(hook.remove)
-        for tokens in (batch[:1, :FEW], batch):
+        for tokens in (shortened(batch, samples=1, tokens=FEW), batch):
             calls.clear()
             try:
-                logits_of(model, tokens.to(device_of(model)))
+                output_of(model, tokens.to(device_of(model)))
                 break
             except Exception:
                 continue
         else:
             return dict(modules)
     return {label: name for label, name in modules.items() if calls[label] == 1}
-
-
-def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """The logits of a forward."""
-    return logits_in(run_model(model, batch), model, batch)
-
-
-def save_reference(reference: Reference, file: Path) -> None:
-    """Write a reference as one safetensors file, for `load_reference`."""
-    named: dict[str, Mapping[str, Sequence[Tensor]]] = {"tensors": reference.tensors, "ties": reference.ties}
-    lists = {f"{field} {name}": parts for field, group in named.items() for name, parts in group.items()}
-    lists |= {"batches": reference.batches, "logits": reference.logits}
-    facts: dict[str, Any] = {
-        name: getattr(reference, name) for name in ("model", "layers", "wanted", "modules", "outside")
-    }
-    facts["lists"] = {name: len(parts) for name, parts in lists.items()}
-    tensors = {f"{name} {i}": x.contiguous().clone() for name, parts in lists.items() for i, x in enumerate(parts)}
-    atomic.write(file, save(tensors, {"facts": json.dumps(facts)}))
-
-
-def load_reference(file: Path) -> Reference:
-    """A reference that `save_reference` wrote; its tensors are mapped from the file."""
-    with safe_open(file, framework="pt") as opened:
-        facts = json.loads(opened.metadata()["facts"])
-        lists = {name: [opened.get_tensor(f"{name} {i}") for i in range(n)] for name, n in facts.pop("lists").items()}
-    found: dict[str, Any] = {"tensors": {}, "ties": {}}
-    for name, parts in lists.items():
-        field, _, label = name.partition(" ")
-        if label:
-            found[field][label] = parts if field == "tensors" else tuple(parts)
-        else:
-            found[field] = tuple(parts)
-    found |= {name: tuple(facts.pop(name)) for name in ("layers", "wanted")}
-    return Reference(**facts, **found)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import as_call
 from probe.models.linear import GridLinear, linear_layers
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.running.calibration import Calibration
@@ -96,7 +97,8 @@ class LayerTrace:
                 output = _output(self.twin, one)
             parts = {owner: {name: own[0] for name, own in tensors.items()} for owner, tensors in calls.items()}
             expected = one.tensors[f"{self.label}.injected"][0].float()
-            given = one.tensors.get(f"{self.label}.input", list(one.batches))[0]  # the embedding reads the tokens
+            tokens = [as_call(one.batches[0]).main]  # which the embedding reads
+            given = one.tensors.get(f"{self.label}.input", tokens)[0]
             yield BatchTrace(given.float(), expected, output, parts)
 
     @torch.no_grad()
@@ -161,7 +163,7 @@ class LayerTrace:
             modules=one if is_layer else {},
             outside={} if is_layer else one,
             tensors={key: whole.tensors[key][index : index + 1] for key in keys if key in whole.tensors},
-            logits=whole.logits[index : index + 1],
+            outputs=whole.outputs[index : index + 1],
         )
 
 

@@ -185,14 +185,16 @@ def count_parameters(model: nn.Module, twin: nn.Module, recipe: Recipe) -> list[
     return found
 
 
-def count_by_layer(counted: Iterable[CountedParameter], modules: Mapping[str, str]) -> dict[str, Count]:
-    """The weights of each layer by its label; under LOGITS those of the whole model, with embedding and head.
+def count_by_layer(
+    counted: Iterable[CountedParameter], modules: Mapping[str, str], *, whole: str = LOGITS
+) -> dict[str, Count]:
+    """The weights of each layer by its label; under `whole` those of the whole model, with embedding and head.
 
     `modules` has the names of the layers' modules. The count of the whole does not depend on which are selected.
     """
     found = [one for one in counted if one.kind in ("weights", "embedding", "head")]
     inside = {label: [one for one in found if one.name.startswith(f"{module}.")] for label, module in modules.items()}
-    return {label: _sum(some) for label, some in {**inside, LOGITS: found}.items()}
+    return {label: _sum(some) for label, some in {**inside, whole: found}.items()}
 
 
 def _claimed(model: nn.Module, mode: Mode) -> set[str]:

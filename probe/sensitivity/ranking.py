@@ -1,29 +1,31 @@
 """Ranking layers and sites: one at a time quantized, one at a time float, against one run of the float model."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from probe.data.calls import Batch, shortened
 from probe.data.samples import TextSamples
 from probe.formats import PERCENTILE
-from probe.metrics import Comparison, LogitComparison
+from probe.models.forward import output_of
 from probe.models.layers import blocks_of, select
 from probe.models.loading import load_model, weight_fingerprint
 from probe.models.mamba import is_all_mamba
 from probe.models.offload import device_of
-from probe.models.positions import check_positions
+from probe.models.outputs import OutputKind, output_kind
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.declarations import DeclaredMode, short_patterns
 from probe.running.environment import check_device, is_present, is_recorded
+from probe.running.inputs import calibrating, check_samples, input_batches
 from probe.running.kept_float import float_names
 from probe.running.measurement import check_twin, short_reference
 from probe.running.modes import find_mode
+from probe.running.outputs import OutputComparison
 from probe.running.recipes import Recipe, check_recipes
-from probe.running.reference import logits_of
 from probe.running.weights import count_weights
 from probe.sensitivity.advice import advise
 from probe.sensitivity.results import Advice, Effect, Figures, Sensitivity
@@ -39,29 +41,30 @@ Progress = Callable[[int, int, str], Any]
 TRIED_TOKENS = 16
 
 _KINDS = {None: "layers", "across": "sites", "within": "layer sites"}
-_NO_ADVICE = Advice(keep=(), kl_all=None, kl_kept=None, reached=False, text="Advice is off.")
+_NO_ADVICE = Advice(keep=(), loss_all=None, loss_kept=None, reached=False, text="Advice is off.")
 
 
-@dataclass
 class _Tally:
     """The figures of one run, gathered batch by batch."""
 
-    logits: LogitComparison = field(default_factory=LogitComparison)
-    values: Comparison = field(default_factory=lambda: Comparison(percentiles=False))
+    def __init__(self, kind: OutputKind) -> None:
+        self.output = OutputComparison(kind)
 
-    def update(self, found: Tensor, expected: Tensor, batch: Tensor) -> None:
-        found, expected = (logits[:, :-1].cpu().float() for logits in (found, expected))  # those with a next token
-        self.logits.update(found, expected, batch[:, 1:].cpu())
-        self.values.update(found, expected)
+    def update(self, found: Tensor, expected: Tensor, batch: Batch) -> None:
+        found, expected = (one.cpu().float() for one in (found, expected))
+        self.output.update_kind(found, expected, batch)
+        scored = (self.output.predictions(one, batch)[0] for one in (found, expected))  # those with a next token
+        self.output.values.update(*scored)
 
     def figures(self) -> Figures:
-        whole, values = self.logits.metrics(), self.values.metrics()
+        found = self.output.metrics()
+        whole, values = found.classes, found.values
         return Figures(
-            kl=whole.kl,
+            kl=whole.kl if whole else None,
             mse=values.mse,
-            top1_agreement=whole.top1_agreement,
-            change_in_bits=whole.change_in_bits,
-            finite=whole.finite and values.finite,
+            top1_agreement=whole.top1_agreement if whole else None,
+            change_in_bits=whole.change_in_bits if whole else None,
+            finite=values.finite and (whole is None or whole.finite),
             identical=values.identical,
         )
 
@@ -70,7 +73,7 @@ class _Tally:
 def rank_layers(
     model: nn.Module,
     recipe: Recipe,
-    batches: Sequence[Tensor],
+    batches: Sequence[Batch],
     calibration: Calibration | None = None,
     *,
     layers: Sequence[str | int] = ("all",),
@@ -81,7 +84,9 @@ def rank_layers(
     threads: int | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Sensitivity:
-    """Quantize one layer at a time, and all but one; rank them by the KL and the mse of the logits.
+    """Quantize one layer at a time, and all but one; rank them by the KL and the mse of the output.
+
+    Where the output has no classes, by the mse alone.
 
     layers     which; anything that `select` knows
     sites      rank the sites inside those layers: `across`, one site in all of them at once, or `within`, one site
@@ -92,7 +97,7 @@ def rank_layers(
     together   runs in one forward; None chooses. The figures do not depend on it beyond the order of sums
     threads    forwards at a time, on the CPU; None: as many as torch has threads, which are divided among them
 
-    Batches are worked on one at a time: of one the outputs of all layers are kept, of the others the logits.
+    Batches are worked on one at a time: of one the outputs of all layers are kept, of the others the output.
     """
     _check(batches, sites)
     require_positive("together", together)
@@ -102,23 +107,26 @@ def rank_layers(
     units = site_units(twins, recipe, layers, across=sites == "across") if sites else layer_units(twins, layers)
     check_twin(model, twins.quantized, recipe, short_reference(model, batches, layers))
     batches = [batch.to(device_of(model)) for batch in batches]
-    alone, without, notes = _sides(twins, batches[0][:2, :TRIED_TOKENS] if restart else None)
+    alone, without, notes = _sides(twins, shortened(batches[0], samples=2, tokens=TRIED_TOKENS) if restart else None)
     alone, without = (replace(side, together=together, threads=threads) for side in (alone, without))
-    runs = _Runs(alone, without, units, batches, progress)
+    kind = output_kind(model, batches[0])
+    runs = _Runs(alone, without, units, batches, kind, progress)
     runs.measure()
     effects = runs.effects()
     if all(effect.alone.identical for effect in effects) and not runs.everything.figures().identical:
         raise ValueError(
-            f"quantized alone, none of these {len(effects)} ({effects[0].name}, ...) changes a bit of the logits, but "
+            f"quantized alone, none of these {len(effects)} ({effects[0].name}, ...) changes a bit of the output, but "
             f"all of {recipe} does. Choose what it quantizes; or the model calls its layers past its modules, so that "
             "they cannot be exchanged."
         )
+    classes = runs.everything.output.classes
     found = Sensitivity(
         model=weight_fingerprint(model),
         recipe=str(recipe),
         kind=_KINDS[sites],
         tokens=sum(batch.numel() for batch in batches),
-        reference_bits_per_token=runs.everything.logits.metrics().reference_bits_per_token,
+        reference_bits_per_token=classes.metrics().reference_bits_per_token if classes else None,
+        measure="kl" if kind.has_classes else "mse",
         everything=runs.everything.figures(),
         effects=effects,
         advice=_NO_ADVICE,
@@ -127,7 +135,7 @@ def rank_layers(
     )
     if not advice:
         return found
-    advised = advise(found, runs.kl_keeping)
+    advised = advise(found, runs.loss_keeping)
     paths = [path for unit in units if unit.name in advised.keep for path in unit.paths]
     return replace(found, advice=replace(advised, declared=_declared(model, recipe, paths) if paths else None))
 
@@ -138,16 +146,16 @@ def _declared(model: nn.Module, recipe: Recipe, paths: Sequence[str]) -> Declare
     return DeclaredMode(mode.base or mode.name, (*mode.keep_float, *short_patterns(paths, float_names(model))))
 
 
-def _check(batches: Sequence[Tensor], sites: str | None) -> None:
+def _check(batches: Sequence[Batch], sites: str | None) -> None:
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
-    if min(batch.shape[1] for batch in batches) < 2:
+    if min((batch.shape[1] for batch in batches if isinstance(batch, Tensor)), default=2) < 2:
         raise ValueError("a batch has sequences of one token. Expected at least 2: a token and the next one.")
     if sites not in _KINDS:
         raise ValueError(f"sites is {sites!r}. Give 'across', 'within', or None for whole layers.")
 
 
-def _sides(twins: Twins, sample: Tensor | None) -> tuple[Side, Side, list[str]]:
+def _sides(twins: Twins, sample: Batch | None) -> tuple[Side, Side, list[str]]:
     """Both sides, and a note if they cannot be restarted; without a sample to try it on they are not."""
     layers = tuple(blocks_of(twins.plain))
     alone = Side("alone", twins.plain, twins.floating, twins.quantized, layers)
@@ -167,18 +175,24 @@ def _idle(effects: Sequence[Effect]) -> list[str]:
     """A note of the units that do nothing: a mode that was not applied there looks like a layer that costs nothing."""
     idle = [effect.name for effect in effects if effect.alone.identical]
     some = ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else "")
-    return [f"{len(idle)} of {len(effects)} change no bit of the logits when quantized alone: {some}."] if idle else []
+    return [f"{len(idle)} of {len(effects)} change no bit of the output when quantized alone: {some}."] if idle else []
 
 
 class _Runs:
     """All runs of one analysis, and their figures."""
 
     def __init__(
-        self, alone: Side, without: Side, units: Sequence[Unit], batches: Sequence[Tensor], progress: Progress
+        self,
+        alone: Side,
+        without: Side,
+        units: Sequence[Unit],
+        batches: Sequence[Batch],
+        kind: OutputKind,
+        progress: Progress,
     ) -> None:
         self.alone, self.without, self.units, self.batches, self.progress = alone, without, units, batches, progress
-        self.tallies = {side.name: {unit.name: _Tally() for unit in units} for side in (alone, without)}
-        self.everything = _Tally()
+        self.tallies = {side.name: {unit.name: _Tally(kind) for unit in units} for side in (alone, without)}
+        self.everything, self.kind = _Tally(kind), kind
         self.expected: list[Tensor] = []
         self.done = 0
         self.total = len(batches) * (alone.work(units) + without.work(units))
@@ -191,11 +205,11 @@ class _Runs:
                 shared = side.run(batch, self.units)
                 self.done += len(side.layers)
                 if side is self.alone:
-                    self.expected.append(shared.logits)
+                    self.expected.append(shared.output)
                 else:
-                    self.everything.update(shared.logits, self.expected[-1], batch)
-                for unit, logits, layers in side.logits(shared, self.units):
-                    self.tallies[side.name][unit.name].update(logits, self.expected[-1], batch)
+                    self.everything.update(shared.output, self.expected[-1], batch)
+                for unit, output, layers in side.outputs(shared, self.units):
+                    self.tallies[side.name][unit.name].update(output, self.expected[-1], batch)
                     self.done += layers
                     self._report(f"{unit.name} {side.name}")
 
@@ -207,15 +221,16 @@ class _Runs:
 
         return tuple(Effect(name=unit.name, layer=unit.layer, **figures(unit.name)) for unit in self.units)
 
-    def kl_keeping(self, names: Sequence[str]) -> float | None:
-        """The KL of the quantized model in which the units of these names are float: a whole run."""
+    def loss_keeping(self, names: Sequence[str]) -> float | None:
+        """The loss of the quantized model in which the units of these names are float: a whole run."""
         self._report(f"checking: {len(names)} kept")
-        tally = _Tally()
+        tally = _Tally(self.kind)
         paths = [path for unit in self.units if unit.name in names for path in unit.paths]
         model = self.without.whole(paths)
         for batch, expected in zip(self.batches, self.expected, strict=True):
-            tally.update(logits_of(model, batch), expected, batch)
-        return tally.figures().kl
+            tally.update(output_of(model, batch), expected, batch)
+        figures = tally.figures()
+        return figures.kl if self.kind.has_classes else figures.mse
 
     def _report(self, what: str) -> None:
         self.progress(self.done, self.total, what)
@@ -245,23 +260,21 @@ def rank_model(
     check_device(device, Path())
     if is_recorded(device) or not is_present(device):
         raise ValueError(f"device {device!r} is not present here. Leave --device out to run on the cpu.")
-    if data[2] < 2:
-        raise ValueError(f"seqlen is {data[2]}; expected at least 2, a token and the next one.")
     early = Recipe(mode or "linear_wa", format)
     check_percentile(percentile)
-    for samples in (TextSamples(*data), TextSamples(*calibration_data)):
-        samples.check()
+    evaluated = TextSamples(*data)
+    calibrated = calibrating(evaluated, TextSamples(*calibration_data))
+    check_samples(evaluated, calibrated)
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     recipe = Recipe("2-1", format) if mode is None and is_all_mamba(loaded.model) else early
     check_recipes(loaded, [recipe])
     select(loaded.model, layers, model_name=model)  # before a minute of calibration
-    check_positions(loaded.model, data[2], key="seqlen")
-    batches = TextSamples(*data).batches(loaded.tokenizer)
+    inputs = input_batches(loaded, evaluated)
     calibration = None
     if recipe.needs_calibration:
-        progress(0, 0, f"calibration on {TextSamples(*calibration_data)}")
-        calibration = calibrate_on(loaded, *calibration_data, percentile=percentile)
+        progress(0, 0, f"calibration on {calibrated}")
+        calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
     loaded.model.to(device)
     options: dict[str, Any] = {"layers": layers, "sites": sites, "advice": advice, "progress": progress}
-    found = rank_layers(loaded.model, recipe, batches, calibration, **options)
-    return replace(found, notes=(*loaded.notes, *found.notes))
+    found = rank_layers(loaded.model, recipe, inputs.batches, calibration, **options)
+    return replace(found, notes=(*loaded.notes, *inputs.notes, *found.notes))

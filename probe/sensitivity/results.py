@@ -3,24 +3,28 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from probe.files.checked_json import Node
 from probe.files.defects import DefectError
 from probe.running.declarations import DeclaredMode
 from probe.running.weights import Weights
 
-VERSION = 2
+VERSION = 3
+
+#: What a loss is called: the KL where the output has classes, the mse where it has none.
+LOSSES = {"kl": "KL", "mse": "mse"}
+_PLAIN = ("model", "recipe", "kind", "tokens", "reference_bits_per_token", "measure")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The logits of one run against those of the float model, at every position that has a next token.
+    """The output of one run against that of the float model; of predictions of the next token, where there is one.
 
-    None where a figure is not finite.
+    None where a figure is not finite, or has no meaning for the output.
 
     kl               mean over positions of KL(float || run), in nats
-    mse              mean squared difference of the logits
+    mse              mean squared difference of the output
     top1_agreement   share of positions with the same most likely token
     change_in_bits   bits per token of the text, run minus float
     """
@@ -29,8 +33,8 @@ class Figures:
     mse: float | None
     top1_agreement: float | None
     change_in_bits: float | None
-    finite: bool  # no NaN and no Inf in any logit
-    identical: bool  # every logit has the same bits as that of the float model
+    finite: bool  # no NaN and no Inf in the output
+    identical: bool  # every element has the same bits as that of the float model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +51,15 @@ class Effect:
 class Advice:
     """Which units to keep in higher precision, and the run that checked it.
 
-    The rule: units are ordered twice, by `gain` and by their KL alone; of each order the shortest start with which
-    the KL of the quantized model falls to half or less, and of the two the shorter. Whole runs were made of what is
-    kept and of one unit fewer (which is not enough), so `kl_kept` is measured.
+    The rule: units are ordered twice, by `gain` and by their loss alone; of each order the shortest start with which
+    the loss of the quantized model falls to half or less, and of the two the shorter. Whole runs were made of what is
+    kept and of one unit fewer (which is not enough), so `loss_kept` is measured.
     """
 
     keep: tuple[str, ...]
-    kl_all: float | None  # everything quantized
-    kl_kept: float | None  # everything but `keep` quantized; all units kept, where that does not halve it
-    reached: bool  # whether kl_kept <= kl_all / 2; if not, `keep` is empty
+    loss_all: float | None  # everything quantized
+    loss_kept: float | None  # everything but `keep` quantized; all units kept, where that does not halve it
+    reached: bool  # whether loss_kept <= loss_all / 2; if not, `keep` is empty
     text: str
     declared: DeclaredMode | None = None  # the mode that keeps them float; None where there is nothing to keep
 
@@ -74,27 +78,33 @@ class Sensitivity:
     advice: Advice
     weights: Weights  # how much the recipe puts on a grid
     notes: tuple[str, ...] = ()
+    measure: Literal["kl", "mse"] = "kl"  # the figure that is the loss
 
-    def by_kl(self) -> list[Effect]:
-        """The most sensitive first: by the KL of the unit alone; what is not finite is worst, ties as in the model."""
-        return sorted(self.effects, key=lambda effect: _descending(effect.alone.kl, missing=-math.inf))
+    def loss(self, figures: Figures) -> float | None:
+        """How much worse a run is than the float model."""
+        found: float | None = getattr(figures, self.measure)
+        return found
+
+    def by_loss(self) -> list[Effect]:
+        """The most sensitive first: by the loss of the unit alone; not finite is worst, ties as in the model."""
+        return sorted(self.effects, key=lambda effect: _descending(self.loss(effect.alone), missing=-math.inf))
 
     def by_mse(self) -> list[Effect]:
-        """The most sensitive first: by the mse of the logits of the unit alone."""
+        """The most sensitive first: by the mse of the unit alone."""
         return sorted(self.effects, key=lambda effect: _descending(effect.alone.mse, missing=-math.inf))
 
     def gain(self, effect: Effect) -> float | None:
-        """The share of the KL of the quantized model that goes when this unit is kept float; below 0 it got worse."""
-        whole, left = self.everything.kl, effect.without.kl
+        """The share of the loss of the quantized model that goes when this unit is kept float; below 0 it got worse."""
+        whole, left = self.loss(self.everything), self.loss(effect.without)
         return None if whole is None or left is None or whole <= 0 else 1 - left / whole
 
     def by_gain(self) -> list[Effect]:
         """The largest gain first; those of which it is not known come last."""
-        return sorted(self.by_kl(), key=lambda effect: _descending(self.gain(effect), missing=math.inf))
+        return sorted(self.by_loss(), key=lambda effect: _descending(self.gain(effect), missing=math.inf))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. `rank_kl` and `rank_mse` count from 1 and `gain` is a share; all three follow from the rest."""
-        orders = {"rank_kl": self.by_kl(), "rank_mse": self.by_mse()}
+        """For JSON. The ranks by mse and by KL, where there is one, count from 1; they and the gain follow from the rest."""
+        orders = {f"rank_{self.measure}": self.by_loss(), "rank_mse": self.by_mse()}
         effects = [
             asdict(one) | {rank: order.index(one) + 1 for rank, order in orders.items()} | {"gain": self.gain(one)}
             for one in self.effects
@@ -112,7 +122,7 @@ class Sensitivity:
             )
         try:
             return cls(
-                **{name: found[name] for name in ("model", "recipe", "kind", "tokens", "reference_bits_per_token")},
+                **{name: found[name] for name in _PLAIN},
                 everything=Figures(**found["everything"]),
                 effects=tuple(_effect(one) for one in found["effects"]),
                 advice=_advice(found["advice"]),

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from probe.running.reference import logits_of
+from probe.data.calls import Batch, repeated as repeat
+from probe.models.forward import output_of
 from probe.sensitivity.units import Unit, by_layer, mixed, structure
 
 #: Tokens in one forward over several runs: larger batches are no faster and take more memory.
@@ -45,16 +46,16 @@ class CannotRestartError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class WholeRun:
-    """A run of the whole model over one batch: its logits, and what each of its layers was given and returned."""
+    """A run of the whole model over one batch: its output, and what each of its layers was given and returned."""
 
-    batch: Tensor
-    logits: Tensor
+    batch: Batch
+    output: Tensor
     returned: dict[str, Any]
     given: dict[str, list[Any]]
 
 
 @torch.no_grad()
-def whole_run(model: nn.Module, batch: Tensor, layers: Sequence[str], *, keep_inputs: bool = False) -> WholeRun:
+def whole_run(model: nn.Module, batch: Batch, layers: Sequence[str], *, keep_inputs: bool = False) -> WholeRun:
     """Run the model and keep what `layers` return, in the order in which they run.
 
     With `keep_inputs` also their arguments; then a layer that runs twice, or with an object that could carry state
@@ -79,7 +80,7 @@ def whole_run(model: nn.Module, batch: Tensor, layers: Sequence[str], *, keep_in
             if keep_inputs:
                 hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(after).remove)
-        return WholeRun(batch, logits_of(model, batch), returned, given)
+        return WholeRun(batch, output_of(model, batch), returned, given)
 
 
 def _plain_leaves(where: str, value: Any) -> list[Any]:
@@ -138,11 +139,11 @@ class RestartPlan:
     stackable: bool  # whether several runs fit in one forward
 
 
-def restart_plan(model: nn.Module, batch: Tensor, layers: Sequence[str]) -> RestartPlan:
+def restart_plan(model: nn.Module, batch: Batch, layers: Sequence[str]) -> RestartPlan:
     """The plan for a model whose runs may start at any of these layers; else a CannotRestartError.
 
     The model runs once as it is, and once with layers that only return what they returned before: every argument of
-    every layer and the logits must be the same, bit for bit. A layer that leaves a tensor in an attribute for a later
+    every layer and the output must be the same, bit for bit. A layer that leaves a tensor in an attribute for a later
     one to read is not noticed.
     """
     modules = dict(model.named_modules())
@@ -157,8 +158,8 @@ def restart_plan(model: nn.Module, batch: Tensor, layers: Sequence[str]) -> Rest
     for name, leaves in first.given.items():
         if len(again.given[name]) != len(leaves) or not all(map(_same, again.given[name], leaves)):
             raise CannotRestartError(f"{name} is given something that the layers before it do not return")
-    if not torch.equal(again.logits, first.logits):
-        raise CannotRestartError("its logits depend on more than what its layers return")
+    if not torch.equal(again.output, first.output):
+        raise CannotRestartError("its output depends on more than what its layers return")
     by_sample = _arguments_by_sample(model, first)
     return RestartPlan(tuple(first.returned), by_sample or {}, by_sample is not None)
 
@@ -169,7 +170,7 @@ def _idle_run(model: nn.Module, known: WholeRun, times: int) -> WholeRun:
     for name, output in known.returned.items():
         layer: Any = idle.get_submodule(name)
         layer.forward = split_forward([None] * times, output, len(known.batch), ())
-    return whole_run(idle, torch.cat([known.batch] * times), list(known.returned), keep_inputs=True)
+    return whole_run(idle, repeat(known.batch, times), list(known.returned), keep_inputs=True)
 
 
 def _arguments_by_sample(model: nn.Module, first: WholeRun) -> dict[str, list[bool]] | None:
@@ -194,7 +195,7 @@ def _arguments_by_sample(model: nn.Module, first: WholeRun) -> dict[str, list[bo
         for repeated, leaf, is_cut in zip(twice.given[name], leaves, found[name], strict=True):
             if is_cut and not (isinstance(leaf, Tensor) and leaf.ndim and _same(repeated, torch.cat([leaf, leaf]))):
                 return None
-    return found if torch.allclose(twice.logits, torch.cat([first.logits] * 2), rtol=1e-4, atol=1e-4) else None
+    return found if torch.allclose(twice.output, torch.cat([first.output] * 2), rtol=1e-4, atol=1e-4) else None
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -216,7 +217,7 @@ class Side:
     together: int | None = None  # runs in one forward; None chooses by TOKENS_TOGETHER
     threads: int | None = None  # forwards at a time on a CPU; None: as many as torch has threads
 
-    def run(self, batch: Tensor, units: Sequence[Unit]) -> WholeRun:
+    def run(self, batch: Batch, units: Sequence[Unit]) -> WholeRun:
         """The whole run, with the outputs that the runs of these units need."""
         order = self.plan.order if self.plan else ()
         return whole_run(self.shell, batch, order[: max(self._start(unit) for unit in units)])
@@ -225,8 +226,8 @@ class Side:
         """How many layers all these runs go through, with the whole run that they share."""
         return len(self.layers) + sum(len(self.layers) - self._start(unit) for unit in units)
 
-    def logits(self, shared: WholeRun, units: Sequence[Unit]) -> Iterator[tuple[Unit, Tensor, int]]:
-        """(unit, its logits, the layers that its run went through) of every unit, in the order of their starts."""
+    def outputs(self, shared: WholeRun, units: Sequence[Unit]) -> Iterator[tuple[Unit, Tensor, int]]:
+        """(unit, its output, the layers that its run went through) of every unit, in the order of their starts."""
         inside = [unit for unit in sorted(units, key=self._start) if self._paths_by_layer(unit)]
         is_stackable = self.plan is not None and self.plan.stackable
         size = (self.together or max(1, TOKENS_TOGETHER // shared.batch.numel())) if is_stackable else 1
@@ -234,15 +235,15 @@ class Side:
         groups += [inside[first : first + size] for first in range(0, len(inside), size)]
         threads = (self.threads or torch.get_num_threads()) if shared.batch.device.type == "cpu" else 1
         for group, found in at_once(partial(self._forward, shared), groups, threads):
-            for unit, logits in zip(group, found, strict=True):
-                yield unit, logits, len(self.layers) - self._start(unit)
+            for unit, output in zip(group, found, strict=True):
+                yield unit, output, len(self.layers) - self._start(unit)
 
     @torch.no_grad()  # a thread has a grad mode of its own
     def _forward(self, shared: WholeRun, units: Sequence[Unit]) -> Sequence[Tensor]:
-        """The logits of each of these runs, which are made in one forward."""
+        """The output of each of these runs, which are made in one forward."""
         inside = [paths for unit in units if (paths := self._paths_by_layer(unit))]
         if self.plan is None or not inside:
-            return [logits_of(self.whole(unit.paths), shared.batch) for unit in units]
+            return [output_of(self.whole(unit.paths), shared.batch) for unit in units]
         model, starts, samples = structure(self.shell), [self._start(unit) for unit in units], len(shared.batch)
         for place, name in enumerate(self.plan.order):
             layer: Any = model.get_submodule(name)
@@ -254,7 +255,7 @@ class Side:
             ]
             by_sample = self.plan.by_sample.get(name, ())
             layer.forward = split_forward(forwards, shared.returned.get(name), samples, by_sample)
-        return torch.split(logits_of(model, torch.cat([shared.batch] * len(units))), samples)
+        return torch.split(output_of(model, repeat(shared.batch, len(units))), samples)
 
     @torch.no_grad()
     def whole(self, paths: Sequence[str]) -> nn.Module:

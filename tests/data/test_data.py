@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from probe.data.samples import bytes_per_target, token_batches, token_fingerprint
+from probe.data.calls import input_fingerprint
+from probe.data.samples import bytes_per_target, token_batches
 from probe.data.texts import TEXTS, text_of
 from probe.data.tokenizers import ByteTokenizer
 
@@ -125,13 +126,13 @@ def test_bytes_per_target_are_those_of_what_is_predicted() -> None:
 def test_the_fingerprint_does_not_depend_on_the_batching() -> None:
     text = text_of("evaluation")
     batched = [token_batches(text, BYTES, samples=7, seqlen=16, batch_size=size) for size in (1, 2, 3, 7, 50)]
-    prints = {token_fingerprint(batches) for batches in batched}
+    prints = {input_fingerprint(batches) for batches in batched}
     assert len(prints) == 1
     assert len(prints.pop()) == 16
 
 
 def test_the_fingerprint_sees_tokens_order_count_and_length() -> None:
     variants = [[[1, 2, 3, 4]], [[1, 2], [3, 4]], [[3, 4], [1, 2]], [[1, 2]], [[1, 2], [3, 5]], []]
-    prints = {token_fingerprint(list(torch.tensor([rows]))) for rows in variants if rows}
-    assert len(prints | {token_fingerprint([])}) == len(variants)
-    assert token_fingerprint([torch.tensor([[1, 2]])]) == token_fingerprint([torch.tensor([[1, 2]], dtype=torch.int32)])
+    prints = {input_fingerprint(list(torch.tensor([rows]))) for rows in variants if rows}
+    assert len(prints | {input_fingerprint([])}) == len(variants)
+    assert input_fingerprint([torch.tensor([[1, 2]])]) == input_fingerprint([torch.tensor([[1, 2]], dtype=torch.int32)])

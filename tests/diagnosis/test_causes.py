@@ -164,7 +164,7 @@ def test_a_sample_that_is_there_twice_is_told(loaded: Loaded, calibration: Calib
     trace = LayerTrace(
         loaded.model, Recipe("2-1", "int8"), run_reference(loaded.model, batches), calibration, "layer_1"
     )
-    assert diagnose(trace) == "tokens; sample 2 is sample 0, evaluated twice"
+    assert diagnose(trace) == "input; sample 2 is sample 0, evaluated twice"
 
 
 def test_a_part_that_never_ran_is_the_cause(loaded: Loaded, reference: Reference, calibration: Calibration) -> None:

@@ -95,7 +95,7 @@ def row(name: str, **changes: Any) -> Iterator[None]:
 @contextmanager
 def running(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Whatever runs, the reference or a copy, runs on other tokens than it is said to."""
-    real = probe.running.reference.logits_of
+    real = probe.running.reference.output_of
     with replacing(real, lambda model, batch: real(model, change(batch))):
         yield
 

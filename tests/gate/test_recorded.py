@@ -57,7 +57,7 @@ def test_the_same_values_in_other_batches_are_the_same_figures(stored: Path, ref
         reference,
         batches=(torch.cat(reference.batches),),
         tensors={name: [torch.cat(some)] for name, some in reference.tensors.items()},
-        logits=(torch.cat(reference.logits),),
+        outputs=(torch.cat(reference.outputs),),
     )
     recording = read_recording(stored)
     one, other = (seen(recording, QUANTIZED, some) for some in (reference, whole))

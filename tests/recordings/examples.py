@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probe.data.samples import token_fingerprint
+from probe.data.calls import input_fingerprint
 from probe.gate.measured_layers import Observation
 from probe.gate.recorded_observations import observe_recording
 from probe.models.loading import Loaded
@@ -60,7 +60,7 @@ def write_small(folder: Path, seed: int = 0, **more: Any) -> Recording:
 
 
 def seen(recording: Recording, recipe: Recipe, reference: Reference, **more: Any) -> dict[str, Observation]:
-    facts = {"model_fingerprint": reference.model, "data_fingerprint": token_fingerprint(reference.batches)} | more
+    facts = {"model_fingerprint": reference.model, "data_fingerprint": input_fingerprint(reference.batches)} | more
     return observe_recording(recording, recipe, reference, **facts)
 
 

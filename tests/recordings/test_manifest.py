@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from probe.data.samples import token_fingerprint
+from probe.data.calls import input_fingerprint
 from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording, write_recording
 from probe.recordings.manifest import manifest_from_json, manifest_to_json
@@ -47,7 +47,7 @@ def test_the_manifest_states_what_ran(stored: Path, loaded: Loaded, batches: lis
         "count": 48,
         "samples": 3,
         "seqlen": 16,
-        "fingerprint": token_fingerprint(batches),
+        "fingerprint": input_fingerprint(batches),
         "file": "tokens.safetensors",
         "source": None,
     }

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import probe
-from probe.data.samples import token_fingerprint
+from probe.data.calls import input_fingerprint
 from probe.recordings import RecordingError, read_recording
 from tests.recordings.models import Stack
 
@@ -51,7 +51,7 @@ def test_a_folder_of_pt_files_is_read(tmp_path: Path) -> None:
     ids = found.input_ids()
     assert ids is not None
     assert torch.equal(ids, IDS)
-    assert found.manifest.tokens.fingerprint == token_fingerprint([IDS])
+    assert found.manifest.tokens.fingerprint == input_fingerprint([IDS])
     assert found.notes == (UNVERIFIED, "no manifest: which mode ran is not known; it is called 'unknown'")
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from probe.data.samples import token_batches, token_fingerprint
+from probe.data.calls import input_fingerprint
+from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import SITES, rotated_twin
@@ -110,5 +111,5 @@ def test_mistakes_are_told(loaded: Loaded, calibration: Calibration) -> None:
     batches = token_batches(text_of("calibration"), loaded.tokenizer, samples=1, seqlen=8, batch_size=1)
     with pytest.raises(ValueError, match="alpha"):
         calibrate(
-            loaded.model, batches, model_fingerprint="a", data_fingerprint=token_fingerprint(batches), percentile=2
+            loaded.model, batches, model_fingerprint="a", data_fingerprint=input_fingerprint(batches), percentile=2
         )

@@ -19,7 +19,7 @@ from probe.running.kept_float import changed_weights, float_layers
 from probe.running.measurement import NotAppliedError, check_applied, measure
 from probe.running.modes import GROUPS, MODES, find_mode, register_mode
 from probe.running.recipes import Recipe, apply, as_it_is, check_recipes, gridded_sites
-from probe.running.reference import logits_of, run_reference
+from probe.running.reference import output_of, run_reference
 from tests.running.declared import declared
 
 
@@ -33,7 +33,7 @@ def test_a_kept_mamba_block_has_the_bits_of_the_reference_and_all_others_change(
         measured = check_applied(loaded.model, Recipe(name, format), reference, calibration)
         twin = apply(loaded.model, Recipe(name, format), calibration)
         with watching(twin, Recipe(name, format)) as strays:
-            logits_of(twin, tokens)
+            output_of(twin, tokens)
     assert [label for label, metrics in measured.layers.items() if metrics.identical] == ["layer_2"]
     assert strays == {}, "what is declared float is not missed on its grid"
 
@@ -173,7 +173,7 @@ def test_a_kept_site_has_no_grid_in_its_layer_and_in_no_other(
         row = find_mode(name)
         assert site not in gridded_sites(row, _int8(), "backbone.layers.1.mixer")
         with watching(twin, Recipe(name, "int8")) as strays:
-            logits_of(twin, tokens)
+            output_of(twin, tokens)
     assert strays == {}
     plain: Any = apply(loaded.model, Recipe(mode, "int8"), calibration)
     for index in range(4):
@@ -197,7 +197,7 @@ def test_the_input_of_conv1d_that_mode_3_keeps_float_is_not_rounded(
     with declared("3", "layers.0.mixer.sites.conv1d.input") as name:
         twin = apply(loaded.model, Recipe(name, "int8"), calibration)
     with capture(twin, [r"layers\.0\.mixer\.(in_proj|sites\.conv1d\.input)$"]) as captured:
-        logits_of(twin, tokens)
+        output_of(twin, tokens)
     projected, seen = (tensors[0] for tensors in captured.tensors.values())
     assert torch.equal(seen, projected.chunk(2, dim=-1)[0])
 

@@ -21,7 +21,7 @@ from probe.running.kept_float import float_layers
 from probe.running.measurement import check_applied
 from probe.running.modes import GROUPS, find_mode
 from probe.running.recipes import Recipe, apply, gridded_weights
-from probe.running.reference import logits_of, run_reference
+from probe.running.reference import output_of, run_reference
 from tests.models.random_models import make_falcon_mamba, make_jamba
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {"falcon_mamba": make_falcon_mamba, "jamba": make_jamba}
@@ -52,7 +52,7 @@ def calibration(loaded: Loaded) -> Calibration:
 @pytest.fixture(scope="module")
 def outputs(loaded: Loaded, tokens: Tensor, calibration: Calibration) -> dict[tuple[str, str], Tensor]:
     return {
-        (mode, format): logits_of(apply(loaded.model, Recipe(mode, format), calibration), tokens)
+        (mode, format): output_of(apply(loaded.model, Recipe(mode, format), calibration), tokens)
         for format in GATE_FORMATS
         for mode in GROUPS["all"]
     }
@@ -121,7 +121,7 @@ def test_bit_identical(outputs: dict[tuple[str, str], Tensor], format: str, one:
 
 @FORMAT
 def test_must_differ(loaded: Loaded, tokens: Tensor, outputs: dict[tuple[str, str], Tensor], format: str) -> None:
-    reference = logits_of(apply(loaded.model, Recipe("fp32")), tokens)
+    reference = output_of(apply(loaded.model, Recipe("fp32")), tokens)
     assert all(not torch.equal(reference, outputs[mode, format]) for mode in GROUPS["all"])
     assert not torch.equal(outputs["2-4", format], outputs["2-2", format])
     assert not torch.equal(outputs["3", format], outputs["2-4", format])

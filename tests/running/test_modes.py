@@ -14,7 +14,7 @@ from probe.running.capture import capture
 from probe.running.measurement import check_applied
 from probe.running.modes import GROUPS, MODES, expand_modes, find_mode, register_mode, unregister_mode
 from probe.running.recipes import Recipe, apply
-from probe.running.reference import logits_of, run_reference
+from probe.running.reference import output_of, run_reference
 
 QUANTIZED = GROUPS["all"]
 
@@ -30,7 +30,7 @@ FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)
 def outputs(loaded: Loaded, tokens: Tensor, calibration: Calibration) -> dict[tuple[str, str], Tensor]:
     """Logits of every mode under every format, each model made, run and dropped."""
     return {
-        (mode, format): logits_of(apply(loaded.model, Recipe(mode, format), calibration), tokens)
+        (mode, format): output_of(apply(loaded.model, Recipe(mode, format), calibration), tokens)
         for format in GATE_FORMATS
         for mode in QUANTIZED
     }
@@ -50,14 +50,14 @@ def test_fast_and_sequential_modes_are_equal_in_the_first_layer_up_to_summation_
     for mode in ("0", "2-1"):
         twin = apply(loaded.model, Recipe(mode, format), calibration)
         with capture(twin, [r"layers\.0\.mixer\.sites\.scan\.y$"]) as captured:
-            logits_of(twin, tokens)
+            output_of(twin, tokens)
         ys[mode] = next(iter(captured.tensors.values()))[0]
     assert (ys["0"] - ys["2-1"]).abs().max() <= 2e-6 * ys["0"].abs().max()
 
 
 @FORMAT
 def test_must_differ(loaded: Loaded, tokens: Tensor, outputs: dict[tuple[str, str], Tensor], format: str) -> None:
-    reference = logits_of(apply(loaded.model, Recipe("fp32")), tokens)
+    reference = output_of(apply(loaded.model, Recipe("fp32")), tokens)
     for mode in QUANTIZED:
         assert not torch.equal(outputs[mode, format], reference), mode
     assert not torch.equal(outputs["2-4", format], outputs["2-2", format])
@@ -82,7 +82,7 @@ def test_x_proj_input_dt_b_and_c_are_the_same_in_every_mode_given_the_same_block
     for mode in QUANTIZED[:-1]:  # mode 3 has another scale at the input of conv1d
         twin = apply(loaded.model, Recipe(mode, format), calibration)
         with capture(twin, [r"layers\.0\.mixer\.sites\.(x_proj|dt_proj)\."]) as captured:
-            logits_of(twin, tokens)
+            output_of(twin, tokens)
         for name, (tensor,) in captured.tensors.items():
             seen.setdefault(name, []).append(tensor)
     assert len(seen) == 3
@@ -110,7 +110,7 @@ def test_the_order_in_which_modes_run_does_not_matter(
     loaded: Loaded, tokens: Tensor, calibration: Calibration, outputs: dict[tuple[str, str], Tensor]
 ) -> None:
     for mode in reversed(QUANTIZED):
-        again = logits_of(apply(loaded.model, Recipe(mode, "int8"), calibration), tokens)
+        again = output_of(apply(loaded.model, Recipe(mode, "int8"), calibration), tokens)
         assert torch.equal(again, outputs[mode, "int8"]), mode
 
 
@@ -120,7 +120,7 @@ def test_a_sample_does_not_depend_on_its_batch(
 ) -> None:
     for mode in ("0", "3"):
         twin = apply(loaded.model, Recipe(mode, format), calibration)
-        whole, alone = logits_of(twin, tokens)[1:], logits_of(twin, tokens[1:])
+        whole, alone = output_of(twin, tokens)[1:], output_of(twin, tokens[1:])
         assert (whole - alone).abs().max() <= 1e-4 * whole.abs().max()
 
 

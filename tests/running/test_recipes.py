@@ -18,7 +18,7 @@ from probe.running.capture import capture
 from probe.running.measurement import Measured, check_applied, measure
 from probe.running.modes import register_mode, unregister_mode
 from probe.running.recipes import Recipe, apply
-from probe.running.reference import logits_of, run_reference
+from probe.running.reference import output_of, run_reference
 
 FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)
 
@@ -51,7 +51,7 @@ def test_every_weight_and_site_lies_on_its_grid(
         )
         assert all(mixer.site(site).grid is not None for site in sites)
     with capture(twin, [r"sites\.(in_proj|conv1d|x_proj|dt_proj|out_proj)\."]) as captured:
-        logits_of(twin, tokens)
+        output_of(twin, tokens)
     for name, (tensor,) in captured.tensors.items():
         site = twin.get_submodule(name.removesuffix(".output"))
         assert isinstance(site, Site)
@@ -125,8 +125,8 @@ def test_linear_modes_quantize_every_layer_of_a_transformer(llama: Loaded, mode:
     measured = check_applied(llama.model, Recipe(mode, format), reference, calibration)
     assert set(measured.layers) == {f"layer_{i}" for i in range(4)}
     wholly = measure(llama.model, Recipe(mode, format), reference, calibration)
-    assert wholly.logits.kl is not None
-    assert 0 < wholly.logits.kl < 1
+    assert wholly.output.classes.kl is not None
+    assert 0 < wholly.output.classes.kl < 1
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from probe.models.loading import Loaded, weight_fingerprint
 from probe.running.capture import UncoveredError
 from probe.running.recipes import Recipe, apply
-from probe.running.reference import Reference, logits_of, replay, run_reference
+from probe.running.reference import Reference, output_of, replay, run_reference
 from probe.words import LOGITS
 
 
@@ -66,7 +66,7 @@ def test_a_reference_holds_inputs_outputs_and_what_the_layers_make_of_rounded_in
         assert torch.equal(fed, batch.bfloat16())
         assert torch.equal(reference.tensors["layer_0.injected"][index], model.layers[0](fed.float()))
         assert torch.equal(reference.tensors["layer_0.output"][index], model.layers[0](batch))
-        assert torch.equal(reference.logits[index], model(batch))
+        assert torch.equal(reference.outputs[index], model(batch))
     assert reference.count("layer_1") == sum(batch.numel() for batch in batches)
 
 
@@ -134,4 +134,4 @@ def test_a_model_without_logits_is_refused(batches: list[Tensor]) -> None:
             return [x, x]
 
     with pytest.raises(ValueError, match="Pair returned a list without logits; expected a causal language model"):
-        logits_of(Pair(), batches[0])
+        output_of(Pair(), batches[0])

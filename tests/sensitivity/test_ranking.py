@@ -87,7 +87,7 @@ def test_a_users_mode_is_ranked_if_it_declares_what_it_leaves_float() -> None:
         register_mode("first_only", first_only, keep_float=["layers.[12]"])
         found = rank_layers(model, Recipe("first_only", "fp4_e2m1"), batches)
         assert found.notes == ("2 of 3 change no bit of the logits when quantized alone: layer_1, layer_2.",)
-        assert found.by_kl()[0].name == "layer_0"
+        assert found.by_loss()[0].name == "layer_0"
         assert found.advice.keep == ("layer_0",)
         assert found.advice.declared == DeclaredMode("first_only", ("layers.[12]", "layers.0"))
         with pytest.raises(ValueError, match="builds its model by itself, so its sites are not known"):
@@ -114,7 +114,7 @@ def test_the_declared_mode_has_the_kl_that_the_advice_measured(
             for batch in batches:
                 expected, found = (model(batch, use_cache=False).logits[:, :-1] for model in twins)
                 kept.update(found, expected, batch[:, 1:])
-    assert kept.metrics().kl == pytest.approx(advice.kl_kept, rel=1e-6)
+    assert kept.metrics().kl == pytest.approx(advice.loss_kept, rel=1e-6)
 
 
 def test_progress_ends_at_the_whole_of_the_work(llama: tuple[Loaded, Calibration]) -> None:

@@ -37,7 +37,7 @@ def found_with(
             Effect(name=name, layer=name.split(" ")[0], alone=figures(kl), without=figures(without[name]))
             for name, kl in alone.items()
         ),
-        advice=Advice(keep=(), kl_all=whole, kl_kept=whole, reached=False, text="none"),
+        advice=Advice(keep=(), loss_all=whole, loss_kept=whole, reached=False, text="none"),
         weights=Weights(
             300, 100, [FloatWeights("layers.*.conv.weight", "convolutions", 100)], {"biases": Count(2, 0)}, False, []
         ),
@@ -53,7 +53,7 @@ def additive(names: Sequence[str]) -> float:
 
 def test_the_most_sensitive_come_first_and_what_is_not_finite_before_all() -> None:
     found = found_with({**LAYERS, "layer_4": None}, dict.fromkeys([*LAYERS, "layer_4"], 0.5))
-    assert [effect.name for effect in found.by_kl()] == ["layer_4", "layer_1", "layer_2", "layer_0", "layer_3"]
+    assert [effect.name for effect in found.by_loss()] == ["layer_4", "layer_1", "layer_2", "layer_0", "layer_3"]
     assert [effect.name for effect in found.by_mse()] == ["layer_4", "layer_1", "layer_2", "layer_0", "layer_3"]
 
 
@@ -76,7 +76,7 @@ def test_the_advice_is_the_fewest_that_halve_the_kl_and_was_measured() -> None:
     assert advice.keep == ("layer_1",)
     assert advice.reached
     assert asked == []  # one alone was measured already
-    assert advice.kl_kept == pytest.approx(1 - 0.5 / 0.85)
+    assert advice.loss_kept == pytest.approx(1 - 0.5 / 0.85)
     assert advice.text == "Keep layer_1 in higher precision: the KL falls from 1 to 0.412 (41%), measured."
 
 
@@ -95,7 +95,7 @@ def test_the_search_ends_between_one_that_is_enough_and_one_that_is_not(needed: 
     alone = {name: float(30 - index) for index, name in enumerate(names)}
     advice = advise(found_with(dict(alone), dict.fromkeys(names, first)), measure)
     assert advice.keep == tuple(names[:needed])
-    assert advice.kl_kept == 0.4
+    assert advice.loss_kept == 0.4
     assert needed <= 2 or {needed, needed - 1} <= asked
     assert len(asked) <= 11
 
@@ -117,7 +117,7 @@ def test_advice_that_does_not_reach_its_aim_says_so() -> None:
     advice = advise(found, lambda names: 0.8)
     assert not advice.reached
     assert advice.keep == ()
-    assert advice.kl_kept == 0.8
+    assert advice.loss_kept == 0.8
     assert advice.text.startswith(
         "No choice among these 2 halves the KL: with all of them in higher precision it falls"
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.comparisons.devices.diff import DeviceComparison, diff
-from probe.data.samples import token_fingerprint as of_data
+from probe.data.calls import input_fingerprint as of_data
 from probe.models.loading import weight_fingerprint as of_model
 from probe.recordings import Recording, read_recording, write_recording
 from probe.running.calibration import calibrate
