@@ -16,7 +16,7 @@ import torch
 from probe.activations.collecting import Collector
 from probe.activations.plan import Plan
 from probe.data.library_logs import quietly
-from probe.data.samples import Batch, token_batches
+from probe.data.samples import TokenBatch as Batch, token_batches
 from probe.data.texts import text_of
 from probe.models.loading import load_model
 from probe.models.mamba import with_sites

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from probe.activations.plan import SIDES, Plan, Side
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure, measure_bands
-from probe.data.samples import Batch
+from probe.data.samples import TokenBatch
 from probe.models.offload import return_free_memory
 from probe.running.capture import UncoveredError, first_tensor
 
@@ -26,6 +26,8 @@ TOKENS, CHANNELS = 128, 256
 #: After so many measured bytes freed memory goes back to the system. The small tables of each tensor lie between the
 #: large blocks of the forward, so that freed blocks do not join: without this the peak grows by a quarter.
 RETURN_AFTER = 1 << 27
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 Key = tuple[str, str]
 Floats = npt.NDArray[np.float32]
@@ -44,7 +46,7 @@ class Collector:
         self.gaps: dict[Key, str] = {}
         self.ran: set[str] = set()
         self._threshold, self._heat_sample = threshold, heat_sample
-        self._batch: Batch | None = None
+        self._batch: TokenBatch | None = None
         self._measured_bytes = 0
         self._last: tuple[Any, Any, LayerStatistics, Floats] | None = None
         self._wanted = {side: set(plan.measured(side)) for side in SIDES}
@@ -58,7 +60,7 @@ class Collector:
                 hooks.callback(handle.remove)
             yield self
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: TokenBatch) -> None:
         """Set the batch that runs next."""
         self._batch, self._last = batch, None
 
@@ -83,7 +85,7 @@ class Collector:
         batch = self._batch
         assert batch is not None, "begin(batch) was not called"
         shape = (batch.tokens.shape[0], batch.tokens.shape[1])
-        rows = token_rows(tensor, shape, module)
+        rows = token_rows(tensor, shape, module, reads_tokens=batch.reads_tokens)
         if not rows.are_tokens and batch.padded:
             raise UncoveredError(
                 f"the {side} of {name} is {list(tensor.shape)}: no axis is the {shape[1]} tokens, so padding cannot be "
@@ -119,7 +121,7 @@ class Collector:
         self._last = weakref.ref(tensor), layout, found, amax
         return found, amax
 
-    def _take_tokens(self, name: str, side: Side, values: Tensor, amax: Floats, batch: Batch) -> None:
+    def _take_tokens(self, name: str, side: Side, values: Tensor, amax: Floats, batch: TokenBatch) -> None:
         if side == "output" and name in self.plan.outliers:
             for row, (tokens, mask) in enumerate(zip(batch.tokens.numpy(), batch.mask.numpy(), strict=True)):
                 sample = batch.first + row  # padding is on the right, so indices are positions also without it
@@ -139,7 +141,7 @@ class TokenRows:
     are_tokens: bool
 
 
-def token_rows(x: Tensor, shape: tuple[int, int], module: nn.Module) -> TokenRows:
+def token_rows(x: Tensor, shape: tuple[int, int], module: nn.Module, *, reads_tokens: bool = True) -> TokenRows:
     """The rows of `x`, of a batch of `shape` samples and tokens. The first rule that fits:
 
         [samples, channels, tokens or more]      of a convolution; anything after the last token is padding
@@ -148,9 +150,13 @@ def token_rows(x: Tensor, shape: tuple[int, int], module: nn.Module) -> TokenRow
         [samples, heads, tokens, channels]       heads and channels are channels
         [samples, channels, tokens]
 
-    Anything else (the tokens of one expert, a state) is rows of its last axis.
+    Anything else (the tokens of one expert, a state) is rows of its last axis, of a convolution of its second one.
+    Of a model that does not read tokens, or not only, only the second rule tells tokens for sure.
     """
     samples, tokens = shape
+    if not reads_tokens and not (x.dim() >= 3 and x.shape[:2] == shape):
+        of_channels = x.movedim(1, -1) if isinstance(module, CONVOLUTIONS) and x.dim() > 2 else x
+        return TokenRows(of_channels.reshape(1, -1, of_channels.shape[-1]) if x.dim() else x.reshape(1, 1, 1), False)
     if isinstance(module, nn.Conv1d) and x.dim() == 3 and x.shape[0] == samples and x.shape[2] >= tokens:
         return TokenRows(x[..., :tokens].transpose(1, 2), True)
     if x.dim() >= 3 and x.shape[:2] == shape:

@@ -1,6 +1,5 @@
 """Running an analysis: load model and data, run every batch once with hooks, and collect the results."""
 
-import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,18 +12,23 @@ from torch import Tensor, nn
 from probe.activations.collecting import Collector, HeatGrid, Key, LayerOutliers
 from probe.activations.plan import Plan, expert_rows, expert_weights, make_plan, weight_rows
 from probe.activations.prediction import mismatched_channels
-from probe.activations.settings import Settings
+from probe.activations.settings import DataSettings, Settings
 from probe.activations.statistics import ChannelBands, LayerStatistics, measure
-from probe.data.calls import input_fingerprint
+from probe.data.calls import as_call, input_fingerprint
 from probe.data.library_logs import quietly
-from probe.data.samples import Batch, batches_of, samples_of
-from probe.data.sources import documents_of
-from probe.models.forward import call_options
+from probe.data.media import is_folder
+from probe.data.samples import TextSamples, TokenBatch, batches_of, samples_of
+from probe.data.sources import Documents, documents_of
+from probe.models.factories import check_function
+from probe.models.forward import call_model
 from probe.models.linear import put_expert_sites
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
+from probe.models.outputs import real_tokens, target_tokens
 from probe.models.positions import position_notes
+from probe.running.inputs import input_batches, input_kind, with_decoder_tokens
+from probe.running.paths import arguments as arguments_of
 from probe.words import describe_error, first_few, printable
 
 Progress = Callable[[str], Any]
@@ -69,9 +73,8 @@ class Prepared:
     model: nn.Module
     plan: Plan
     room: Room
-    batches: list[Batch]
+    batches: list[TokenBatch]
     about_data: str
-    takes_mask: bool
 
     def samples(self) -> list[Tensor]:
         """The tokens of every sample, without padding."""
@@ -85,10 +88,7 @@ def prepare(
     dtype = None if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
     memory, data = settings.memory, settings.data
     room = Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
-    format, column = data.custom.format, data.custom.text_column
-    documents = documents_of(
-        data.source, format=format, text_column=column, split=data.split, allow_download=allow_download
-    )
+    documents = None if _reads_no_text(data) else _documents(data, allow_download=allow_download)
     loaded = load_model(
         settings.model.path,
         dtype=dtype,
@@ -101,14 +101,47 @@ def prepare(
     for line in names_of(model):
         progress(line)
     plan = make_plan(model, settings, model_name=settings.model.path)
-    samples = samples_of(documents, loaded.tokenizer, count=data.num_samples, length=data.seq_len, seed=data.seed)
-    takes_mask = "attention_mask" in _parameters(model)
-    batches = batches_of(samples, batch_size=data.batch_size, pad=takes_mask)
-    position_warnings = position_notes(model, data.seq_len, key="data.seq_len", longest=max(map(len, samples)))
-    loaded = replace(loaded, notes=(*loaded.notes, *plan.notes, *position_warnings))
+    if documents is None or input_kind(loaded.model) is not None:
+        batches, about, notes = _other_inputs(loaded, data)
+    else:
+        samples = samples_of(documents, loaded.tokenizer, count=data.num_samples, length=data.seq_len, seed=data.seed)
+        batches = batches_of(samples, batch_size=data.batch_size, pad="attention_mask" in arguments_of(model))
+        about, longest = documents.about, max(map(len, samples))
+        notes = position_notes(model, data.seq_len, key="data.seq_len", longest=longest)
+    loaded = replace(loaded, notes=(*loaded.notes, *plan.notes, *notes))
     for note in loaded.notes:
         progress(f"note: {note}")
-    return Prepared(settings, loaded, model, plan, room, batches, documents.about, takes_mask)
+    return Prepared(settings, loaded, model, plan, room, batches, about)
+
+
+def _reads_no_text(data: DataSettings) -> bool:
+    """Whether the data are a user's function, or a folder of files; the two are refused together."""
+    if data.inputs is not None and data.source != DataSettings().source:
+        raise ValueError(f"data.inputs and data.source {data.source!r} are both set. Leave one of them out.")
+    if data.inputs is not None:
+        check_function("data.inputs", data.inputs)
+    return data.inputs is not None or is_folder(data.source.removeprefix("custom:"))
+
+
+def _documents(data: DataSettings, *, allow_download: bool) -> Documents:
+    format, column = data.custom.format, data.custom.text_column
+    return documents_of(data.source, format=format, text_column=column, split=data.split, allow_download=allow_download)
+
+
+def _other_inputs(loaded: Loaded, data: DataSettings) -> tuple[list[TokenBatch], str, tuple[str, ...]]:
+    """What a model is given that reads pictures or sounds, or what a function returns; in words; and notes."""
+    source = data.inputs or ("evaluation" if data.source == DataSettings().source else data.source[len("custom:") :])
+    inputs = input_batches(loaded, TextSamples(source, data.num_samples, data.seq_len, data.batch_size))
+    found, first = [], 0
+    for batch in inputs.batches:
+        tokens = target_tokens(batch)
+        tokens = torch.zeros(len(batch), 0, dtype=torch.int64) if tokens is None else tokens
+        real = real_tokens(batch)
+        is_mask = real is not None and real.shape == tokens.shape
+        mask = real if real is not None and is_mask else torch.ones_like(tokens, dtype=torch.bool)
+        found.append(TokenBatch(tokens, mask, first, as_call(batch)))
+        first += len(batch)
+    return found, inputs.about, inputs.notes
 
 
 def names_of(model: nn.Module) -> list[str]:
@@ -148,7 +181,8 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     if plan.hooked():
         with collector.hooked(placed.model):
             for index, batch in enumerate(prepared.batches):
-                progress(f"[{index + 1}/{len(prepared.batches)}] {list(batch.tokens.shape)} tokens")
+                given = f"{list(batch.tokens.shape)} tokens" if batch.call is None else str(batch.call)
+                progress(f"[{index + 1}/{len(prepared.batches)}] {given}")
                 collector.begin(batch)
                 _run(placed, batch)
     notes += _gaps(collector, prepared)
@@ -166,7 +200,7 @@ def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
     )
 
 
-def _run(placed: Placed, batch: Batch) -> None:
+def _run(placed: Placed, batch: TokenBatch) -> None:
     """One forward; an exception of the model becomes one message."""
     try:
         only: Any = NumbersOnly  # of torch, without types
@@ -177,25 +211,20 @@ def _run(placed: Placed, batch: Batch) -> None:
             "Its weights are offloaded, and modules that read the weights of others without calling them cannot run "
             "so: raise memory.max_memory."
             if placed.note
-            else "It is called with token ids [samples, tokens]; --debug shows where it failed."
+            else 'What its forward needs, a function returns: data.inputs "package.module:function". --debug shows '
+            "where it failed."
         )
-        failed = f"the model failed on {list(batch.tokens.shape)} tokens: {describe_error(problem)}"
+        given = f"{list(batch.tokens.shape)} tokens" if batch.call is None else str(batch.call)
+        failed = f"the model failed on {given}: {describe_error(problem)}"
         raise ValueError(f"{failed} {next_step}") from problem
 
 
-def forward(model: nn.Module, batch: Batch, device: torch.device) -> None:
+def forward(model: nn.Module, batch: TokenBatch, device: torch.device) -> None:
     """Run a batch, with an attention mask if the batch is padded. The decoder of an encoder-decoder reads it too."""
-    parameters, tokens = _parameters(model), batch.tokens.to(device)
-    arguments = call_options(model)
-    if batch.padded:
-        arguments["attention_mask"] = batch.mask.to(device, torch.int64)
-    if "decoder_input_ids" in parameters and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        arguments["decoder_input_ids"] = tokens
-    model(tokens, **arguments)
-
-
-def _parameters(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
+    call = batch.call or as_call(with_decoder_tokens(model, [batch.tokens])[0])
+    if batch.padded and batch.call is None:
+        call = replace(call, kwargs={**call.kwargs, "attention_mask": batch.mask.long()})
+    call_model(model, call.to(device))
 
 
 def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
@@ -226,13 +255,15 @@ def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
 
 def facts_of(prepared: Prepared) -> dict[str, Any]:
     """Facts about model and data, known before anything runs."""
-    model, samples = prepared.settings.model, prepared.samples()
+    model, samples, calls = prepared.settings.model, prepared.samples(), [batch.call for batch in prepared.batches]
     return {
         "model": model.name or model.path,
         "path": model.path,
         "model_fingerprint": prepared.loaded.fingerprint,
         "data": prepared.about_data,
-        "data_fingerprint": input_fingerprint([tokens[None] for tokens in samples]),
+        "data_fingerprint": input_fingerprint(
+            [tokens[None] for tokens in samples] if calls[0] is None else [call for call in calls if call]
+        ),
         "samples": len(samples),
         "tokens": sum(map(len, samples)),
         "shortest": min(map(len, samples)),

@@ -105,6 +105,8 @@ class DataSettings:
     seed: int = key(0, whole(0))
     split: str | None = key(None, word_or_none)
     """Of a hub dataset; null: the one that is usual for it, else train."""
+    inputs: str | None = key(None, word_or_none)
+    """package.module:function, which returns the batches, instead of a source; null: none."""
     custom: CustomSettings = CustomSettings()
 
 
@@ -250,6 +252,8 @@ def read_configuration(
         settings = with_value(settings, name.split("."), _value(text), where=f"--{given}")
     if "model.path" not in names and not allow_factory:
         check_factory(settings.model.path, where=f"{path}: model.path")
+    if "data.inputs" not in names and not allow_factory and settings.data.inputs:
+        check_factory(settings.data.inputs, where=f"{path}: data.inputs")
     return settings
 
 

@@ -103,7 +103,7 @@ def call_of(given: Any, *, where: str) -> Call:
         Call(kwargs=dict(given)) if isinstance(given, Mapping) else Call(tuple(given) if _is_list(given) else (given,))
     )
     for name, value in call.arguments.items():
-        if not isinstance(value, Tensor | PLAIN):
+        if not isinstance(value, (Tensor, *PLAIN)):
             raise ValueError(
                 f"{where}: argument {name} is a {type(value).__name__}. Expected a tensor or a plain value (None, "
                 "bool, int, float, str): one batch is a tensor, a tuple or a dict of them."

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from probe.data.calls import Call
 from probe.data.sources import Documents
 from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
@@ -87,13 +88,22 @@ POOL = 10_000
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """Tokens int64 [samples, tokens], short samples padded on the right; `mask` is True at real tokens."""
+class TokenBatch:
+    """Tokens int64 [samples, tokens], short samples padded on the right; `mask` is True at real tokens.
+
+    With a `call`, that is what the model is given; of one that reads no tokens, there are none, [samples, 0].
+    """
 
     tokens: Tensor
     mask: Tensor
     first: int
     """The index of the first sample."""
+    call: Call | None = None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the tokens are the first thing that the model is given."""
+        return self.call is None or self.call.main is self.tokens
 
     @property
     def padded(self) -> bool:
@@ -138,9 +148,9 @@ def _check(documents: Documents, found: int, wanted: int, why: str) -> None:
         )
 
 
-def batches_of(samples: Sequence[Sequence[int]], *, batch_size: int, pad: bool) -> list[Batch]:
+def batches_of(samples: Sequence[Sequence[int]], *, batch_size: int, pad: bool) -> list[TokenBatch]:
     """Batches in order. Without `pad`, a batch holds samples of one length, so it may be smaller."""
-    batches: list[Batch] = []
+    batches: list[TokenBatch] = []
     start = 0
     while start < len(samples):
         stop = min(start + batch_size, len(samples))
@@ -148,6 +158,6 @@ def batches_of(samples: Sequence[Sequence[int]], *, batch_size: int, pad: bool) 
             stop = next((i for i in range(start, stop) if len(samples[i]) != len(samples[start])), stop)
         rows = [torch.tensor(ids, dtype=torch.int64) for ids in samples[start:stop]]
         real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
-        batches.append(Batch(pad_sequence(rows, batch_first=True), pad_sequence(real, batch_first=True), start))
+        batches.append(TokenBatch(pad_sequence(rows, batch_first=True), pad_sequence(real, batch_first=True), start))
         start = stop
     return batches

@@ -37,7 +37,6 @@ from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
 from probe.running.recipes import Recipe
 from probe.running.traces import BatchTrace, LayerTrace
-from probe.words import LOGITS
 
 #: The longest line that a diagnosis may be.
 WIDTH = 110
@@ -127,7 +126,7 @@ def _cause(trace: LayerTrace, sources: Sequence[str], golden: tuple[float, ...] 
         return (
             _outside_cause(trace) or outside or _told(sources) or f"{label}; {UNKNOWN}: it differs by less than sums do"
         )
-    if label == LOGITS or label not in trace.reference.modules:
+    if label not in trace.reference.modules:
         return outside or _told(sources) or f"{UNKNOWN}: embedding, norm and head are those of the float model"
     examined = 0
     conv_outputs: dict[str, list[Tensor]] = {}

@@ -172,7 +172,13 @@ class Bench(Matrix):
             jitter = variation.jitter if variation else 0
             wanted = self.settings.layers
             return run_reference(
-                self.loaded.model, batches, wanted, outside=self.outside, anchors=self.anchors, jitter=jitter
+                self.loaded.model,
+                batches,
+                wanted,
+                outside=self.outside,
+                anchors=self.anchors,
+                jitter=jitter,
+                kind=self.output,
             )
 
     def _calibrate(self, variation: Variation | None) -> Calibration:

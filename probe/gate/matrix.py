@@ -129,7 +129,10 @@ class Matrix:
 
         And the cases that the settings leave out, and that the weights of an offloaded model were brought in.
         """
-        without, left = self.settings.without, [f"{path} ({why})" for path, why in self._not_run.items()]
+        without, reasons = self.settings.without, dict[str, list[str]]()
+        for path, why in self._not_run.items():
+            reasons.setdefault(why, []).append(path)
+        left = [f"{', '.join(paths)} ({why})" for why, paths in reasons.items()]
         said = list(self.inputs.notes)
         said += [BROUGHT_IN] if BROUGHT_IN in self.loaded.notes else []
         said += [f"paths not run: {', '.join(left)}"] if left else []

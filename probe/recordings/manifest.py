@@ -283,7 +283,7 @@ def _recipe(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile])
 def _tensor(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> StoredTensor:
     def shape(node: Node) -> tuple[int, ...]:
         sizes = tuple(size.count() for size in node.entries())
-        by_token = name == LOGITS and tokens.kind == "token ids" and len(sizes) > 2
+        by_token = name == LOGITS and tokens.kind == "token ids" and len(sizes) != 2  # of classes, [samples, classes]
         expected = (tokens.samples, tokens.seqlen) if by_token else (tokens.samples,)
         if sizes[: len(expected)] != expected:
             raise node.wrong(f"{' x '.join(map(str, expected))} first, as tokens says")

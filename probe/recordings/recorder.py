@@ -45,6 +45,7 @@ from probe.recordings.request import (
 from probe.recordings.stream import TensorStream, finished, tokens_of, write_tokens
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.environment import differences, environment
+from probe.running.inputs import input_batches
 from probe.running.kept_float import float_layers
 from probe.running.measurement import NotAppliedError, check_twin, short_reference
 from probe.running.modes import find_mode
@@ -216,6 +217,8 @@ def _record(request: RecordRequest, progress: Progress) -> Recording:
         progress.line(f"note: {note}")
     recipes = recipes_for(request, model)
     inputs = inputs_for(request, model)
+    if any(recipe.needs_calibration for recipe in recipes) and not model.runs_as_is:
+        input_batches(model.loaded, request.calibrated, key="calib_seqlen")  # refused before anything runs
     for note in inputs.notes:
         progress.line(f"note: {note}")
     batches = inputs.batches

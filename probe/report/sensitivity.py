@@ -41,8 +41,9 @@ EXPLAINED = {
 def describe(found: Sensitivity, model: str) -> str:
     """One line: what was measured, and the loss of the quantized model."""
     loss = found.loss(found.everything)
+    size = f"{found.tokens} tokens" if found.tokens else f"{found.samples} samples"
     shown = "not finite" if loss is None else f"{loss:.4g}"
-    measured = f"{model}, {found.recipe}, {len(found.effects)} {found.kind}, {found.tokens} tokens"
+    measured = f"{model}, {found.recipe}, {len(found.effects)} {found.kind}, {size}"
     return f"{measured}; {LOSSES[found.measure]} of the quantized model: {shown}"
 
 

@@ -162,7 +162,7 @@ def calibrate_on(
     loaded: Loaded, source: str, samples: int, seqlen: int, batch_size: int = 8, *, percentile: float = PERCENTILE
 ) -> Calibration:
     """Calibrate a model on `samples` windows of `seqlen` tokens of a text, or on what else `source` names."""
-    batches = input_batches(loaded, TextSamples(source, samples, seqlen, batch_size)).batches
+    batches = input_batches(loaded, TextSamples(source, samples, seqlen, batch_size), key="calib_seqlen").batches
     return calibrate(
         loaded.model,
         batches,

@@ -101,8 +101,11 @@ def calibrating(evaluated: TextSamples, calibrated: TextSamples) -> TextSamples:
     return calibrated if is_text or not is_default else evaluated._replace(samples=calibrated.samples)
 
 
-def input_batches(loaded: Loaded, wanted: TextSamples) -> Inputs:
-    """The batches that `wanted` names, for this model; everything that does not fit is a ValueError."""
+def input_batches(loaded: Loaded, wanted: TextSamples, *, key: str = "seqlen") -> Inputs:
+    """The batches that `wanted` names, for this model; everything that does not fit is a ValueError.
+
+    `key` is what the user calls `seqlen`.
+    """
     if FACTORY.fullmatch(wanted.source):
         return _from_function(wanted)
     model, kind = loaded.model, input_kind(loaded.model)
@@ -114,8 +117,8 @@ def input_batches(loaded: Loaded, wanted: TextSamples) -> Inputs:
             f"calibration or a .txt file. {NEXT}"
         )
     if wanted.seqlen < 2:
-        raise ValueError(f"seqlen is {wanted.seqlen}; expected at least 2, a token and the next one.")
-    check_positions(model, wanted.seqlen, key="seqlen")
+        raise ValueError(f"{key} is {wanted.seqlen}; expected at least 2, a token and the next one.")
+    check_positions(model, wanted.seqlen, key=key)
     tokens, size = wanted.batches(loaded.tokenizer), f"{wanted.samples} x {wanted.seqlen}"
     also = ", the same as targets" if is_encoder_decoder(model) else ""
     return Inputs(with_decoder_tokens(model, tokens), f"{wanted}{also}", size)
@@ -207,6 +210,7 @@ def _from_function(wanted: TextSamples) -> Inputs:
 
 def _returned(name: str, function: Callable[[], Any]) -> list[Batch]:
     with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
         given = called("inputs", name, function)
     if isinstance(given, Tensor | dict | str) or not isinstance(given, Iterable):
         raise ValueError(

@@ -19,6 +19,7 @@ from probe.metrics import Comparison, Metrics
 from probe.models.layers import select
 from probe.models.loading import load_model
 from probe.models.mamba import is_all_mamba
+from probe.models.outputs import VALUES
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.inputs import calibrating, check_samples, input_batches
 from probe.running.kept_float import changed_weights, float_layers
@@ -162,7 +163,7 @@ def _check_layers(
 
 def short_reference(model: nn.Module, batches: Sequence[Batch], layers: Sequence[str | int]) -> Reference:
     """The reference of the first SHORT tokens of one sequence, for `check_twin`; modules may run several times."""
-    return run_reference(model, [shortened(batches[0], samples=1, tokens=SHORT)], layers, once=False)
+    return run_reference(model, [shortened(batches[0], samples=1, tokens=SHORT)], layers, once=False, kind=VALUES)
 
 
 @torch.no_grad()
@@ -241,7 +242,9 @@ def measure_all(
         recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
     check_recipes(loaded, recipes)
     select(loaded.model, layers, model_name=model)
-    inputs = input_batches(loaded, evaluated)
+    inputs, calibrated = input_batches(loaded, evaluated), calibrating(evaluated, calibrated)
+    if any(recipe.needs_calibration for recipe in recipes):
+        input_batches(loaded, calibrated, key="calib_seqlen")  # refused before anything runs
     batches = inputs.batches
     for note in (*loaded.notes, *inputs.notes):
         progress(f"note: {note}")
@@ -250,7 +253,6 @@ def measure_all(
     short = short_reference(loaded.model, batches, layers)
     calibration = None
     if any(recipe.needs_calibration for recipe in recipes):
-        calibrated = calibrating(evaluated, calibrated)
         progress(f"[calibration] {calibrated}")
         calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
     measured = []

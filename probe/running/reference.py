@@ -69,12 +69,14 @@ def run_reference(
     anchors: Anchors | None = None,
     jitter: int = 0,
     once: bool = True,
+    kind: OutputKind | None = None,
 ) -> Reference:
     """Run the float model (mode fp32) and keep the inputs and outputs of `layers`: two forwards.
 
     `outside` has modules outside the layers by label, of `models.outside`, which are kept too. With `anchors`, inputs
     that noise could round either way are rounded as they say. `jitter` is the seed of a one-ulp change of what layers
-    are fed. `once` refuses a module that runs several times in a forward.
+    are fed. `once` refuses a module that runs several times in a forward. `kind` is that of the output; None: it is
+    found out by two more short forwards.
     """
     if not batches:
         raise ValueError("there is nothing to run: not one batch was given. Pass at least one.")
@@ -102,18 +104,18 @@ def run_reference(
         if label not in WHOLE:
             injected[label].append(output.float().clone())
 
-    kind_of_output = output_kind(twin, batches[0])
-    _run_injected(twin, batches, {**modules, **beyond}, inputs, keep, whole=kind_of_output.label)
-    kinds = {"input": inputs, "output": outputs, "injected": injected}
+    kind = kind or output_kind(twin, batches[0])
+    _run_injected(twin, batches, {**modules, **beyond}, inputs, keep, whole=kind.label)
+    sides = {"input": inputs, "output": outputs, "injected": injected}
     return Reference(
         model=weight_fingerprint(model),
         batches=tuple(batches),
         layers=tuple(modules),
         wanted=tuple(layers),
         modules=modules,
-        tensors={f"{label}.{kind}": stored for kind, tensors in kinds.items() for label, stored in tensors.items()},
+        tensors={f"{label}.{side}": stored for side, tensors in sides.items() for label, stored in tensors.items()},
         outputs=outputs_whole,
-        kind=kind_of_output,
+        kind=kind,
         ties=ties,
         outside=beyond,
     )

@@ -16,7 +16,7 @@ from probe.models.layers import blocks_of, select
 from probe.models.loading import load_model, weight_fingerprint
 from probe.models.mamba import is_all_mamba
 from probe.models.offload import device_of
-from probe.models.outputs import OutputKind, output_kind
+from probe.models.outputs import OutputKind, output_kind, target_tokens
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.declarations import DeclaredMode, short_patterns
 from probe.running.environment import check_device, is_present, is_recorded
@@ -124,7 +124,8 @@ def rank_layers(
         model=weight_fingerprint(model),
         recipe=str(recipe),
         kind=_KINDS[sites],
-        tokens=sum(batch.numel() for batch in batches),
+        tokens=sum(tokens.numel() for batch in batches if (tokens := target_tokens(batch)) is not None),
+        samples=sum(map(len, batches)),
         reference_bits_per_token=classes.metrics().reference_bits_per_token if classes else None,
         measure="kl" if kind.has_classes else "mse",
         everything=runs.everything.figures(),

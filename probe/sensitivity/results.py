@@ -14,7 +14,7 @@ VERSION = 3
 
 #: What a loss is called: the KL where the output has classes, the mse where it has none.
 LOSSES = {"kl": "KL", "mse": "mse"}
-_PLAIN = ("model", "recipe", "kind", "tokens", "reference_bits_per_token", "measure")
+_PLAIN = ("model", "recipe", "kind", "tokens", "samples", "reference_bits_per_token", "measure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,8 @@ class Sensitivity:
     model: str  # fingerprint of the weights
     recipe: str
     kind: str  # layers, sites (one in all layers) or layer sites (one in one layer)
-    tokens: int
+    tokens: int  # 0 where the model reads none
+    samples: int
     reference_bits_per_token: float | None
     everything: Figures  # the whole model quantized
     effects: tuple[Effect, ...]
@@ -103,7 +104,7 @@ class Sensitivity:
         return sorted(self.by_loss(), key=lambda effect: _descending(self.gain(effect), missing=math.inf))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. The ranks by mse and by KL, where there is one, count from 1; they and the gain follow from the rest."""
+        """For JSON. Ranks by mse, and by KL where there is one, count from 1; they and the gain follow from the rest."""
         orders = {f"rank_{self.measure}": self.by_loss(), "rank_mse": self.by_mse()}
         effects = [
             asdict(one) | {rank: order.index(one) + 1 for rank, order in orders.items()} | {"gain": self.gain(one)}

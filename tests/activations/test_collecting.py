@@ -10,7 +10,7 @@ from torch import nn
 from probe.activations.collecting import token_rows
 from probe.activations.plan import Plan
 from probe.activations.statistics import measure
-from probe.data.samples import Batch
+from probe.data.samples import TokenBatch as Batch
 
 
 def shaped(*shape: int) -> torch.Tensor:

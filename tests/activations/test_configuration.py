@@ -210,6 +210,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.batch_size": (3, {}),
     "data.seed": (1, {}),
     "data.split": ("test", {"data.source": "hf:DATA/hub"}),
+    "data.inputs": ("tests.activations.toys:batches", {"data.source": "builtin"}),
     "data.custom.format": ("txt", {"data.source": "custom:DATA/own.jsonl"}),
     "data.custom.text_column": ("title", {"data.source": "custom:DATA/own.jsonl"}),
     "visualization.save_dir": ("elsewhere", {}),

@@ -14,7 +14,7 @@ from probe.activations.export import tables
 from probe.activations.plan import Plan
 from probe.activations.run import Analysis, analyze, forward, names_of, prepare, run
 from probe.activations.settings import EnabledSettings, read_configuration
-from probe.data.samples import Batch, batches_of
+from probe.data.samples import TokenBatch as Batch, batches_of
 from tests.activations.toys import CHANNEL, OUTLIER, make
 
 TOY = {"model.path": "tests.activations.toys:make", "data.num_samples": "3", "data.seq_len": "12"}
@@ -398,6 +398,6 @@ def test_weights_that_were_not_brought_in_are_never_taken_for_numbers() -> None:
 
 
 def test_a_model_that_fails_is_told_in_one_message() -> None:
-    expected = r"the model failed on \[3, 12\] tokens: RuntimeError: no kernel for this\. It is called with token ids"
+    expected = r"the model failed on \[3, 12\] tokens: RuntimeError: no kernel for this\. What its forward needs, a function returns"
     with pytest.raises(ValueError, match=expected):
         found(**{"model.path": "tests.activations.test_run:Fails", **LAYERS})

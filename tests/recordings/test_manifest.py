@@ -50,6 +50,7 @@ def test_the_manifest_states_what_ran(stored: Path, loaded: Loaded, batches: lis
         "fingerprint": input_fingerprint(batches),
         "file": "tokens.safetensors",
         "source": None,
+        "kind": "token ids",
     }
     assert document["unfinished"] is None
     assert document["versions"]["torch"] == torch.__version__
@@ -185,7 +186,7 @@ DEFECTS: list[tuple[str, Change, str]] = [
     (
         "output without layer",
         of_recipe("layers", value=["layer_2"]),
-        rf"tensors\.layer_10\.output: is neither logits nor of a layer in recipes\.{RECIPE}\.layers",
+        rf"tensors\.layer_10\.output: is neither logits or output nor of a layer in recipes\.{RECIPE}\.layers",
     ),
     ("no dtype", of_tensor("dtype", drop=True), r"the key recipes\..*\.tensors\.layer_2\.output\.dtype is missing"),
     ("no shape", of_tensor("shape", drop=True), r"the key recipes\..*\.tensors\.layer_2\.output\.shape is missing"),

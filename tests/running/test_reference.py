@@ -128,10 +128,10 @@ def test_what_cannot_be_a_reference_is_refused(batches: list[Tensor]) -> None:
         run_reference(Stack(times=2), batches)
 
 
-def test_a_model_without_logits_is_refused(batches: list[Tensor]) -> None:
+def test_a_model_that_returns_no_tensor_is_refused(batches: list[Tensor]) -> None:
     class Pair(nn.Module):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [x, x]
+        def forward(self, x: Tensor) -> list[str]:
+            return ["x", "x"]
 
-    with pytest.raises(ValueError, match="Pair returned a list without logits; expected a causal language model"):
+    with pytest.raises(ValueError, match="Pair returned a list without a tensor. Expected a tensor"):
         output_of(Pair(), batches[0])

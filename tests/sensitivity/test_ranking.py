@@ -58,7 +58,7 @@ def test_the_model_is_left_as_it_was(mamba: tuple[Loaded, Calibration]) -> None:
 def test_layers_that_cannot_be_exchanged_are_an_error_and_not_a_ranking_of_zeros() -> None:
     batches = [torch.arange(12).reshape(2, 6)]
     assert rank_layers(Stack("named"), Recipe("linear_wa", "fp4_e2m1"), batches, advice=False).effects
-    with pytest.raises(ValueError, match=r"quantized alone, none of these \d \(.*\) changes a bit of the logits"):
+    with pytest.raises(ValueError, match=r"quantized alone, none of these \d \(.*\) changes a bit of the output"):
         rank_layers(Hidden(), Recipe("linear_wa", "fp4_e2m1"), batches, advice=False)
 
 
@@ -86,7 +86,7 @@ def test_a_users_mode_is_ranked_if_it_declares_what_it_leaves_float() -> None:
         unregister_mode("first_only")
         register_mode("first_only", first_only, keep_float=["layers.[12]"])
         found = rank_layers(model, Recipe("first_only", "fp4_e2m1"), batches)
-        assert found.notes == ("2 of 3 change no bit of the logits when quantized alone: layer_1, layer_2.",)
+        assert found.notes == ("2 of 3 change no bit of the output when quantized alone: layer_1, layer_2.",)
         assert found.by_loss()[0].name == "layer_0"
         assert found.advice.keep == ("layer_0",)
         assert found.advice.declared == DeclaredMode("first_only", ("layers.[12]", "layers.0"))

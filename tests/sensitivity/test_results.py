@@ -31,6 +31,7 @@ def found_with(
         recipe="mode_2_1-int8",
         kind=kind,
         tokens=64,
+        samples=2,
         reference_bits_per_token=2.0,
         everything=figures(whole),
         effects=tuple(

@@ -85,7 +85,7 @@ def test_layers_called_in_other_ways_restart(how: str, stackable: bool) -> None:
         ("twice", "layers.0 runs more than once in a forward"),
         ("object", "layers.0 is given a _State, which may carry more than one tensor"),
         ("memory", "layers.1 is given something that the layers before it do not return"),
-        ("last memory", "its logits depend on more than what its layers return"),
+        ("last memory", "its output depends on more than what its layers return"),
     ],
 )
 def test_a_model_that_cannot_be_restarted_is_run_whole_and_says_so(how: str, why: str) -> None:

@@ -20,13 +20,13 @@ MOST_NAMES = 20
 def dry_run_text(prepared: Prepared) -> str:
     """The layers, the data and the files to be written, and where the configuration differs from the defaults."""
     settings, plan, batches = prepared.settings, prepared.plan, prepared.batches
-    tokens = sum(int(batch.mask.sum()) for batch in batches)
+    tokens, samples = sum(int(batch.mask.sum()) for batch in batches), sum(len(batch.tokens) for batch in batches)
     padded = sum(int((~batch.mask).sum()) for batch in batches)
     device, size = prepared.room.device, size_of(prepared.model)
     fits = "fits" if prepared.room.takes(size) else "does not fit: offloaded by accelerate"
     parts = [
         f"model: {prepared.loaded.name}, {format_bytes(size)} on {device} ({fits})",
-        f"data: {prepared.about_data}: {_counted(settings.data.num_samples, 'sample')}, {_counted(tokens, 'token')} "
+        f"data: {prepared.about_data}: {_counted(samples, 'sample')}, {_counted(tokens, 'token')} "
         f"in {_counted(len(batches), 'batch', 'batches')}, {padded} of padding",
     ]
     kinds: tuple[Kind, ...] = ("input", "output", "weight")

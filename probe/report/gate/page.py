@@ -184,7 +184,9 @@ def _recipes(found: Sequence[Run]) -> dict[str, Any]:
     relative = any("injected.relative_mse" in o.figures for run in found for o in run.layers)
     names = ["recipe", *["model"] * models, *["device"] * devices, "passed", "failed"]
     names += ["injected relative mse" if relative else "injected mse", "propagated mse", "correlation"]
-    names += ["KL of logits", "change in bits per byte", "verdict"]
+    known = {name for run in found if run.whole for name in run.whole.figures}
+    shown = [(title, name) for title, name in OF_WHOLE if name in known] or [*OF_WHOLE[:2]]
+    names += [*(title for title, _ in shown), "verdict"]
     rows = [
         {
             "recipe": group.recipes,
@@ -192,7 +194,9 @@ def _recipes(found: Sequence[Run]) -> dict[str, Any]:
             "texts": [*[run.model] * models, *[run.case.device] * devices],
             "passed": sum(outcome.status == "passed" for one in group.runs for outcome in one.outcomes),
             "failed": len(run.failing),
-            "figures": _worst(run, "injected.relative_mse" if relative else "injected.mse"),
+            "figures": _worst(
+                run, "injected.relative_mse" if relative else "injected.mse", [name for _, name in shown]
+            ),
             "verdict": ", ".join(totals(run.failing)) or run.outcomes[0].status,
         }
         for group in run_groups(sorted(found, key=lambda run: not run.failing))
@@ -201,7 +205,16 @@ def _recipes(found: Sequence[Run]) -> dict[str, Any]:
     return {"columns": names, "rows": rows}
 
 
-def _worst(run: Run, injected_name: str) -> list[dict[str, str]]:
+#: The figures of the whole model in the table of recipes: those that a run has.
+OF_WHOLE = (
+    ("KL of logits", "logits.kl"),
+    ("change in bits per byte", "logits.change_in_bits_per_byte"),
+    ("mse of output", "output.mse"),
+    ("cosine of output", "output.cosine"),
+)
+
+
+def _worst(run: Run, injected_name: str, of_whole: Sequence[str]) -> list[dict[str, str]]:
     """The worst figures over the layers, with their labels, and those of the whole model."""
     from probe.metrics import label_correlation, label_mse  # loads torch; where a model ran, it is loaded already
 
@@ -209,12 +222,11 @@ def _worst(run: Run, injected_name: str) -> list[dict[str, str]]:
     mse = max(run.values("propagated.mse", "injected.mse"), default=None)
     correlation = min(run.values("propagated.correlation", "injected.correlation"), default=None)
     whole = run.whole.figures if run.whole else {}
-    kl, bits = value(whole, "logits.kl"), value(whole, "logits.change_in_bits_per_byte", "logits.change_in_bits")
     return [
         {"text": "" if x is None else form(x), "label": "" if x is None or label is None else label(x)}
         for x, form, label in (
             *((injected, short, None), (mse, short, label_mse), (correlation, number, label_correlation)),
-            *((kl, number, None), (bits, number, None)),
+            *((value(whole, name), number, None) for name in of_whole),
         )
     ]
 

@@ -17,7 +17,7 @@ from probe.report import figure
 from probe.report.gate.elements import Element, elements
 from probe.report.gate.recipes import Run, is_layer
 from probe.report.numbers import number
-from probe.words import LOGITS, OUTSIDE, PATHS
+from probe.words import OUTSIDE, PATHS, WHOLE
 
 #: Pixels: the height of a picture, the width of a panel of layers and of any other one; the room around and between.
 HEIGHT, FIRST, OTHER = 360, 540, 330
@@ -95,7 +95,7 @@ def _panels(run: Run, shown: Outcome) -> list[Panel]:
 
 def _mse_by_layer(run: Run, shown: Outcome) -> list[Panel]:
     """injected.mse and propagated.mse of every layer; of a case beside them, its own mse after the last layer."""
-    beside = shown.case.layer in (*OUTSIDE, LOGITS) and not is_layer(shown)
+    beside = shown.case.layer in (*OUTSIDE, *WHOLE) and not is_layer(shown)
     cases = [*run.layers, *[shown] * beside]
     curves = [
         Curve(name.removesuffix(".mse"), colour, marker, [one.figures.get(name) for one in cases])
@@ -105,7 +105,9 @@ def _mse_by_layer(run: Run, shown: Outcome) -> list[Panel]:
         )
     ]
     if beside:
-        own = next((shown.figures[name] for name in ("outside.mse", "logits.mse") if name in shown.figures), None)
+        own = next(
+            (shown.figures[name] for name in ("outside.mse", "logits.mse", "output.mse") if name in shown.figures), None
+        )
         curves.append(Curve(shown.case.layer, figure.GREEN, "D", [*[None] * len(run.layers), own]))
     marks = Marks(
         failed=[place for place, one in enumerate(cases) if one.status == "failed"],

@@ -9,7 +9,7 @@ from typing import get_args
 
 from probe.gate.cases import Case, Outcome, Verdict
 from probe.report.numbers import short, value
-from probe.words import BESIDE, LOGITS, OUTSIDE, PATHS, flow_key, natural_key, shared_lines, short_names
+from probe.words import BESIDE, LOGITS, OUTPUT, OUTSIDE, PATHS, WHOLE, flow_key, natural_key, shared_lines, short_names
 
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 
@@ -37,13 +37,13 @@ class Run:
 
     @property
     def beside(self) -> list[Outcome]:
-        """The outcomes of what is neither a layer nor the logits: embedding, norm, head and paths."""
-        return [one for one in self.outcomes if not is_layer(one) and one.case.layer != LOGITS]
+        """The outcomes of what is neither a layer nor the output of the model: embedding, norm, head and paths."""
+        return [one for one in self.outcomes if not is_layer(one) and one.case.layer not in WHOLE]
 
     @property
     def whole(self) -> Outcome | None:
         """The outcome of the whole model, if it was measured."""
-        return next((outcome for outcome in self.outcomes if outcome.case.layer == LOGITS), None)
+        return next((outcome for outcome in self.outcomes if outcome.case.layer in WHOLE), None)
 
     def values(self, *names: str) -> list[float]:
         """The first of these figures that each layer has."""
@@ -168,12 +168,13 @@ SHOWN = {
     "scaling.mse": Shown("mse of the scale", "mse of the tensor at the recommended scale"),
     "outside.mse": Shown("mse", "mse against the float one, given the reference's input"),
     "logits.kl": Shown("KL", "KL divergence of the logits from those of the float model"),
+    "output.mse": Shown("mse of the output", "mse of the output against that of the float model"),
 }
 OF_PATH = Shown(
     "from prefill or baseline",
     "the largest difference of a layer from the prefill or from the baseline, in units of the layer's own error",
 )
-_USUAL = {**dict.fromkeys(OUTSIDE, "outside.mse"), LOGITS: "logits.kl"}
+_USUAL = {**dict.fromkeys(OUTSIDE, "outside.mse"), LOGITS: "logits.kl", OUTPUT: "output.mse"}
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def _failing_beside(run: Run, room: int) -> list[Row]:
 
 
 def _whole_model(run: Run) -> list[Row]:
-    """The worst figure of the logits, if they failed too."""
+    """The worst figure of the whole model, if it failed too."""
     if run.whole is None or run.whole.status != "failed" or run.whole is run.failing[0]:
         return []
     return [("whole model", _worst_figure(run.whole, direction=True) or run.whole.message or heading(run.whole))]
