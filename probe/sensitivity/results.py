@@ -104,7 +104,7 @@ class Sensitivity:
         return sorted(self.by_loss(), key=lambda effect: _descending(self.gain(effect), missing=math.inf))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. Ranks by mse, and by KL where there is one, count from 1; they and the gain follow from the rest."""
+        """For JSON. Ranks by mse, and by KL if there is one, count from 1; they and the gain follow from the rest."""
         orders = {f"rank_{self.measure}": self.by_loss(), "rank_mse": self.by_mse()}
         effects = [
             asdict(one) | {rank: order.index(one) + 1 for rank, order in orders.items()} | {"gain": self.gain(one)}

@@ -398,6 +398,6 @@ def test_weights_that_were_not_brought_in_are_never_taken_for_numbers() -> None:
 
 
 def test_a_model_that_fails_is_told_in_one_message() -> None:
-    expected = r"the model failed on \[3, 12\] tokens: RuntimeError: no kernel for this\. What its forward needs, a function returns"
+    expected = r"the model failed on \[3, 12\] tokens: RuntimeError: no kernel for this\. What its forward needs"
     with pytest.raises(ValueError, match=expected):
         found(**{"model.path": "tests.activations.test_run:Fails", **LAYERS})

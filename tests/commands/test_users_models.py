@@ -71,7 +71,7 @@ def test_logits_of_the_last_token_only_have_no_bits(capsys: pytest.CaptureFixtur
     code, shown = run("errors", "last_only", capsys)
     assert code == 0
     assert "bits" not in shown
-    assert "output: mse of the whole model's output" in shown
+    assert "top-1: share of positions with the same highest score" in shown
 
 
 def test_the_head_of_a_model_that_names_none_stays_float() -> None:

@@ -134,7 +134,7 @@ def test_a_sensitivity_goes_to_json_and_comes_back() -> None:
     assert Sensitivity.from_dict(json.loads(text)) == found
     assert json.loads(text)["effects"][1]["rank_kl"] == 2
     assert json.loads(text)["effects"][1]["gain"] == 0.5
-    with pytest.raises(ValueError, match="this is not a sensitivity of version 2"):
+    with pytest.raises(ValueError, match="this is not a sensitivity of version 3"):
         Sensitivity.from_dict({"version": 1})
     broken = json.loads(text)
     del broken["advice"]
