@@ -67,6 +67,7 @@ def _layers(options: argparse.Namespace) -> int:
 
 def _errors(options: argparse.Namespace) -> int:
     from probe.running.measurement import equal_groups, measure_all
+    from probe.running.modes import find_mode
 
     declare_modes(options)
     with Progress() as progress:
@@ -86,7 +87,8 @@ def _errors(options: argparse.Namespace) -> int:
     else:
         print_rows(_measured_rows(groups))
         print("\nmse by layer; kl in nats; top-1: share of positions with the same most likely token; bits per token.")
-        for line in shared_lines((str(one.recipe), one.weights.line) for one in measured if one.recipe.format):
+        quantized = [one for one in measured if find_mode(one.recipe.mode).is_quantized]
+        for line in shared_lines((str(one.recipe), one.weights.line) for one in quantized):
             print(line)
     for problem in problems:
         echo(f"probe: error: {problem}", error=True)

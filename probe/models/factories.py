@@ -41,9 +41,14 @@ def _is_in_project(package: str) -> bool:
     return bool(paths) and all(root.resolve() in path.parents and not installed & {*path.parts} for path in paths)
 
 
-def from_factory(name: str, module_name: str, attribute: str) -> "nn.Module":
-    """The model that a function makes; whatever is wrong with it is a ValueError."""
+def from_factory(name: str, module_name: str, attribute: str, *, quantized: bool = False) -> "nn.Module":
+    """The model that a function makes; whatever is wrong with it is a ValueError.
+
+    A model that is quantized already is refused, unless `quantized`.
+    """
     from torch import nn
+
+    from probe.models.quantized import quantized_weights
 
     try:
         module = importlib.import_module(module_name)
@@ -69,23 +74,10 @@ def from_factory(name: str, module_name: str, attribute: str) -> "nn.Module":
         ) from problem
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r}: the factory returned a {type(model).__name__}; expected a torch.nn.Module.")
-    if found := _quantized_part(model):
+    for place, form in () if quantized else quantized_weights(model).items():
         raise ValueError(
-            f"model {name!r}: the factory returned a model that is quantized already: {found}. Expected the float "
-            "model, of which modes quantize copies. What another library quantized can be a mode: probe.register_mode."
+            f"model {name!r}: the factory returned a model that is quantized already: {place} is {form}. Name its "
+            'float original too, as reference = "package.module:factory" in [tool.probe] or --reference, to compare '
+            "the two. Or return the float model, of which modes quantize copies."
         )
     return model
-
-
-def _quantized_part(model: "nn.Module") -> str:
-    """The first weight or module that is not plain floats; empty if there is none."""
-    from torch import Tensor
-
-    for place, module in model.named_modules():
-        kind = type(module)
-        if "quantized" in kind.__module__.split(".") or getattr(module, "grid", None) is not None:
-            return f"{place} is a {kind.__module__}.{kind.__name__}"
-    for place, value in (*model.named_parameters(), *model.named_buffers()):
-        if type(value.data) is not Tensor or value.is_quantized:
-            return f"{place} is a {type(value.data).__name__} of {value.dtype}"
-    return ""
