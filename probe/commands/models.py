@@ -12,6 +12,7 @@ from probe.commands.options import (
     add_data,
     add_model,
     add_modes_from,
+    add_reference,
     data_arguments,
     declare_modes,
     model_arguments,
@@ -46,6 +47,7 @@ def add(commands: Subparsers) -> None:
     shown = "every mode and format against fp32: error by layer, KL, bits per token"
     errors = commands.add_parser("errors", help=shown)
     add_model(errors)
+    add_reference(errors)
     errors.add_argument("--modes", nargs="+", metavar="MODE", help="modes, or groups: all essential quant_only fp_only")
     add_modes_from(errors)
     errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
@@ -73,6 +75,7 @@ def _errors(options: argparse.Namespace) -> int:
     with Progress() as progress:
         measured = measure_all(
             options.model,
+            reference=options.reference,
             modes=options.modes,
             formats=options.formats,
             layers=options.layers,

@@ -77,7 +77,7 @@ def judge(
 
 
 def _is_float(case: Case) -> bool:
-    """Whether the case is of a float mode; of one that is not in the table, such as a tool's, whether it has no format."""
+    """Whether the case is of a float mode; one that is not in the table (a tool's) is float if it has no format."""
     try:
         return not find_mode(case.mode).is_quantized
     except ValueError:

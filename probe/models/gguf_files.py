@@ -14,7 +14,7 @@ from torch import nn
 
 from probe.data.library_logs import quietly
 from probe.models.checkpoints import check_weights
-from probe.models.quantized import STATEMENT, Statement
+from probe.models.quantized import Statement
 from probe.words import describe_error
 
 #: Types of tensors that are no codes.
@@ -36,6 +36,12 @@ class GgufFacts:
     blocks: int
     types: Mapping[str, str]
     has_tokenizer: bool
+
+    @property
+    def scheme(self) -> str:
+        """10 tensors F32, 28 tensors Q8_0."""
+        counts = Counter(self.types.values())
+        return ", ".join(f"{count} tensors {kind}" for kind, count in sorted(counts.items()))
 
 
 def read_facts(file: Path) -> GgufFacts:
@@ -67,7 +73,7 @@ def check_gguf(file: Path) -> None:
 
 
 def from_gguf(file: Path, dtype: torch.dtype | None) -> tuple[nn.Module, GgufFacts]:
-    """The model of a file, with plain floats in it; its statement has the types that they come from."""
+    """The model of a file, with plain floats in it, and the facts of the file."""
     facts = read_facts(file)
     place: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     with quietly(), redirect_stderr(io.StringIO()):  # transformers' bars of GGUF know no switch
@@ -93,11 +99,13 @@ def from_gguf(file: Path, dtype: torch.dtype | None) -> tuple[nn.Module, GgufFac
                 f"{facts.architecture}: {describe_error(problem)} Check that this version knows the architecture."
             ) from problem
     check_weights(file, model, info)
-    forms = {name: f"{kind} of GGUF" for name, kind in _types_by_parameter(model, facts).items()}
-    counts = Counter(facts.types.values())
-    scheme = ", ".join(f"{count} tensors {kind}" for kind, count in sorted(counts.items()))
-    setattr(model, STATEMENT, Statement("GGUF", scheme, forms, is_dequantized=True))
     return model, facts
+
+
+def gguf_statement(model: nn.Module, facts: GgufFacts) -> Statement:
+    """What a file states of the model that was made of it."""
+    forms = {name: f"{kind} of GGUF" for name, kind in _types_by_parameter(model, facts).items()}
+    return Statement("GGUF", facts.scheme, forms, is_dequantized=True)
 
 
 def _types_by_parameter(model: nn.Module, facts: GgufFacts) -> dict[str, str]:

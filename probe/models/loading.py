@@ -24,7 +24,7 @@ from probe.models.checkpoints import from_folder
 from probe.models.factories import FACTORY, from_factory
 from probe.models.gguf_files import from_gguf, is_gguf
 from probe.models.offload import Room, state_of
-from probe.models.quantized import plain_parts, statement_of
+from probe.models.quantized import plain_parts
 from probe.words import describe_error, did_you_mean
 
 FOLDER = Path(__file__).parent / "embedded"
@@ -111,7 +111,7 @@ def load_model(
             file = Path(os.path.expanduser(name))
             model, facts = from_gguf(file, dtype)
             found = tokenizer_of_gguf(file, model, has_tokenizer=facts.has_tokenizer)
-            return _finish(name, model, found[0], (f"values are dequantized: {statement_of(model)}", *found[1]))
+            return _finish(name, model, found[0], (f"values are dequantized: {facts.scheme}", *found[1]))
         folder = folder_of(name, allow_download=allow_download)
         model, notes = from_folder(folder, dtype, trust_remote_code, room)
         tokenizer, more = tokenizer_of_folder(folder, model, trust_remote_code)

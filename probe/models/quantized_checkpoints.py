@@ -21,7 +21,7 @@ from probe.data.library_logs import quietly
 from probe.files.tensors import tensors_in
 from probe.models.checkpoints import QUANTO_MAP, check_folder, from_folder, quantization_of, read_json, weight_files
 from probe.models.factories import FACTORY, from_factory
-from probe.models.gguf_files import check_gguf, from_gguf, is_gguf
+from probe.models.gguf_files import check_gguf, from_gguf, gguf_statement, is_gguf
 from probe.models.layers import blocks_of
 from probe.models.loading import folder_of
 from probe.models.quantized import STATEMENT, Statement, quantized_weights, statement_of
@@ -40,7 +40,13 @@ def check_source(source: str) -> None:
     if is_gguf(source):
         check_gguf(Path(os.path.expanduser(source)))
         return
-    folder = folder_of(source, allow_download=False)
+    try:
+        folder = folder_of(source, allow_download=False)
+    except ValueError:
+        raise ValueError(
+            f"checkpoint {source!r} is neither a folder (looked for {Path(source).absolute()}) nor a hub model in the "
+            "local cache. Expected the folder that the tool saved, a .gguf file, or package.module:factory."
+        ) from None
     check_folder(folder)
     if (folder / QUANTO_MAP).is_file():
         _check_installed(folder, "quanto", "optimum.quanto", "quanto")
@@ -82,12 +88,12 @@ def load_quantized(source: str, original: nn.Module) -> nn.Module:
     check_source(source)
     with torch.random.fork_rng(devices=[]):
         model = _load(source).eval().requires_grad_(False)
-    wrong = list(_misfits(model, original))
+    wrong = list(dict.fromkeys(_misfits(model, original)))
     if wrong:
         raise ValueError(
             f"checkpoint {source!r} does not fit {type(original).__name__}, its float original: "
-            f"{first_few(wrong, '; ')}. Expected the same layers by name, in the same shapes: give the float model "
-            "that was quantized."
+            f"{first_few(wrong, '; ', most=3)}. Expected the same layers by name, in the same shapes: give the float "
+            "model that was quantized."
         )
     stated = statement_of(model)
     if not (stated.forms if stated and stated.is_dequantized else quantized_weights(model)):
@@ -100,7 +106,9 @@ def _load(source: str) -> nn.Module:
     if made := FACTORY.fullmatch(source):
         return from_factory(source, *made.groups(), quantized=True)
     if is_gguf(source):
-        return from_gguf(Path(os.path.expanduser(source)), torch.float32)[0]
+        model, facts = from_gguf(Path(os.path.expanduser(source)), torch.float32)
+        setattr(model, STATEMENT, gguf_statement(model, facts))
+        return model
     folder = folder_of(source, allow_download=False)
     with quietly(), redirect_stderr(io.StringIO()):  # bars that know no switch
         if (folder / QUANTO_MAP).is_file():

@@ -26,6 +26,7 @@ from probe.recordings.script_formats import NPZ, ScriptFacts
 from probe.recordings.taps import TAPS, is_compiled, points_returned, unwrapped
 from probe.running.calibration import check_percentile
 from probe.running.environment import check_device, is_present, is_recorded
+from probe.running.modes import GIVEN, given_modes
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.words import look_up
 
@@ -66,6 +67,8 @@ class RecordRequest:
     only state its recipe."""
     pretrained_dir: str | None = None
     """The folder of the weights; `model` is then only the name in the manifest."""
+    reference: str | None = None
+    """The float original of a model that is quantized already, which is then the mode `given`."""
     modes: Sequence[str] | None = None
     formats: Sequence[str] = ("int8",)
     layers: Sequence[str | int] | None = None
@@ -124,6 +127,17 @@ class RecordRequest:
         return DEFAULTS[self.layout]
 
     @property
+    def weights(self) -> str:
+        """Where the weights of a model by name are."""
+        return str(self.pretrained_dir or self.model)
+
+    @property
+    def named_modes(self) -> list[str]:
+        """The modes that are asked for, by name; none: those of the layout."""
+        modes = self.modes or (("fp32", GIVEN) if self.reference else ())
+        return given_modes(modes, self.weights, self.reference)
+
+    @property
     def chosen_layers(self) -> tuple[str | int, ...]:
         """The layers, in the syntax of `select`."""
         return tuple(self.layers or self.defaults.layers)
@@ -180,7 +194,9 @@ class _NoTokenizer:
 
 def check_request(request: RecordRequest) -> None:
     """Refuse what no model is needed for to see that it cannot be."""
-    recipes_of(list(request.modes or ()), list(request.formats))
+    if request.reference is not None and not isinstance(request.model, str):
+        raise ValueError("a reference is the float original of a model by its name. Name the model, or leave it out.")
+    recipes_of(request.named_modes, list(request.formats))
     TextSamples(request.calib_data, request.calib_data_num, request.calib_seqlen).check()
     if request.source is not None:
         samples, seqlen = (1 if one is None else one for one in (request.samples, request.seqlen))
@@ -195,7 +211,7 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
     """The model of the request, loaded if it is a name, from `pretrained_dir` if there is one."""
     model = request.model
     if isinstance(model, str):
-        source = model if request.pretrained_dir is None else request.pretrained_dir
+        source = request.reference or request.weights
         found = load_model(source, allow_download=request.allow_download, trust_remote_code=request.trust_remote_code)
         return ModelToRun(replace(found, name=model))
     if request.pretrained_dir is not None:
@@ -253,7 +269,7 @@ def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
         return recipes
     default = request.defaults.modes
     fitting = default if is_all_mamba(model.loaded.model) or default == ("fp_only",) else PLAIN
-    names = [one for name in request.modes or fitting for one in (ALL if name == "all" else (name,))]
+    names = [one for name in request.named_modes or fitting for one in (ALL if name == "all" else (name,))]
     recipes = recipes_of(names, list(request.formats))
     check_recipes(model.loaded, recipes)
     return recipes

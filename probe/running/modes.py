@@ -143,7 +143,7 @@ def _checkpoint_mode(source: str) -> Mode:
     if not any(map(str.isalnum, _checkpoint_id(source).removeprefix("checkpoint_"))):
         raise ValueError(
             f"mode {CHECKPOINT}{source} names no checkpoint. Expected {CHECKPOINT}FOLDER, a .gguf file, or "
-            "package.module:factory. Test ids have the name of the folder: write . and .. as the path of a name."
+            "package.module:factory. Test ids have the last name of the path: give one that ends in a name."
         )
     row = Mode(f"{CHECKPOINT}{source}", f"quantized by another tool: {source}", "user", source=source)
     if row.name in MODES:
@@ -165,14 +165,21 @@ def _checkpoint_id(source: str) -> str:
     return f"checkpoint_{safe_name(last).replace('.', '_').replace('-', '_')}"
 
 
-def given_modes(names: Sequence[str], model: str, reference: str | None) -> list[str]:
+def given_modes(names: Sequence[str], model: str, reference: str | None, *, narrowed: bool = False) -> list[str]:
     """The names with the checkpoint mode of the model for `given`, which is all there is if no mode is named.
 
-    Only where `reference` names the float original of the model.
+    Only where `reference` names the float original of the model: names without the model itself are then refused,
+    unless they are `narrowed`, a part of all that are compared.
     """
     if reference is None:
         return list(names)
-    return [f"{CHECKPOINT}{model}" if name == GIVEN else name for name in names or (GIVEN,)]
+    found = [f"{CHECKPOINT}{model}" if name == GIVEN else name for name in names or (GIVEN,)]
+    if not narrowed and f"{CHECKPOINT}{model}" not in found:
+        raise ValueError(
+            f"{reference} is the reference of {model}, and the modes {', '.join(names)} leave that model out. Add the "
+            "mode given, which is the model itself, or leave the reference out."
+        )
+    return found
 
 
 def is_mode(name: str) -> bool:

@@ -88,7 +88,7 @@ class Weights(Count):
     tied: bool  # the head is the embedding, and counted there
     float_inputs: list[str]  # inputs that the mode should put on a grid and cannot reach
     forms: dict[str, int] = field(default_factory=dict)  # elements by the form that a library gave them
-    stated: str = ""  # of a checkpoint: the tool and its scheme, as its configuration states them
+    stated: str | None = None  # of a checkpoint: the tool and its scheme, as its configuration states them
     contradictions: list[str] = field(default_factory=list)  # what is not as the configuration states
 
     @property
@@ -122,7 +122,7 @@ class Weights(Count):
         whole = partial(Node.count, least=0)
         counts = {"on_grid": whole, "floating": whole}
         if isinstance(node.value, dict):  # written before there were forms
-            node = Node(node.key, {"forms": {}, "stated": "", "contradictions": [], **node.value})
+            node = Node(node.key, {"forms": {}, "stated": None, "contradictions": [], **node.value})
         return node.as_dataclass(
             cls,
             **counts,
@@ -172,7 +172,7 @@ def summarize(
         tied=of_head is not None and of_head is of_embedding,
         float_inputs=list(dict.fromkeys(unreached)),
         forms=forms,
-        stated=str(stated or ""),
+        stated=str(stated) if stated else None,
         contradictions=_contradictions(counted, stated.forms) if stated and stated.forms is not None else [],
     )
 
