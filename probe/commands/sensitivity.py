@@ -65,8 +65,8 @@ def _run(options: argparse.Namespace) -> int:
     declare_modes(options)
     if options.save_mode and (options.reference or (options.mode and find_mode(options.mode).source)):
         raise ValueError(
-            "--save-mode writes a mode that keeps layers float, and a checkpoint is quantized already. Leave it out: the "
-            "tool that makes the checkpoint can keep the advised layers float."
+            "--save-mode writes a mode that keeps layers float, and a checkpoint is quantized already. Leave it out: "
+            "the tool that makes the checkpoint can keep the advised layers float."
         )
     check_declarable(options.mode_name)
     if options.save_mode:

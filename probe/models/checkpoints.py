@@ -165,7 +165,8 @@ def _pretrained(
             if tool := quantization_of(folder).get("quant_method"):
                 raise ValueError(
                     f"{str(folder)!r} was quantized by {tool}, and transformers {transformers.__version__} cannot load "
-                    f"that here: {describe_error(problem)} Install what it names, or run where there is such a device."
+                    f"that here: {describe_error(problem)} Install what it names, run where there is such a device, or "
+                    "save the checkpoint again."
                 ) from problem
             raise ValueError(
                 f"transformers {transformers.__version__} cannot load {str(folder)!r}: {describe_error(problem)} "

@@ -27,10 +27,16 @@ from probe.models.loading import folder_of
 from probe.models.quantized import STATEMENT, Statement, quantized_weights, statement_of
 from probe.words import describe_error, first_few
 
-#: Packages that a tool needs beside itself, by the scheme that it states.
+#: The packages that the checkpoints of a tool need on a CPU, and what pip installs them by.
+NEEDS = {
+    "torchao": (("torchao",), '"quant-probe[torchao]"'),
+    "quanto": (("optimum.quanto",), '"quant-probe[quanto]"'),
+    "compressed-tensors": (("compressed_tensors",), '"quant-probe[compressed-tensors]"'),
+    "gptq": (("gptqmodel", "optimum.gptq"), "gptqmodel optimum"),
+    "awq": (("gptqmodel",), "gptqmodel"),
+}
+#: The same of a scheme, beside the tool.
 ALSO_NEEDED = {"Int4WeightOnlyConfig": "mslk"}
-#: The package and the extra of a tool that is not transformers' own.
-TOOLS = {"torchao": ("torchao", "torchao"), "compressed-tensors": ("compressed_tensors", "compressed-tensors")}
 
 
 def check_source(source: str) -> None:
@@ -49,7 +55,7 @@ def check_source(source: str) -> None:
         ) from None
     check_folder(folder)
     if (folder / QUANTO_MAP).is_file():
-        _check_installed(folder, "quanto", "optimum.quanto", "quanto")
+        _check_installed(folder, "quanto")
         return
     stated = quantization_of(folder)
     if not stated:
@@ -58,8 +64,7 @@ def check_source(source: str) -> None:
             f"{QUANTO_MAP}. Expected a model that another tool quantized and saved."
         )
     tool = str(stated.get("quant_method", ""))
-    if tool in TOOLS:
-        _check_installed(folder, tool, *TOOLS[tool])
+    _check_installed(folder, tool)
     scheme = _scheme(stated)
     if (package := ALSO_NEEDED.get(scheme)) and "OPAQUE" not in str(stated) and find_spec(package) is None:
         raise ValueError(
@@ -68,16 +73,21 @@ def check_source(source: str) -> None:
         )
 
 
-def _check_installed(folder: Path, tool: str, package: str, extra: str) -> None:
-    try:
-        found = find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package around it
-        found = False
-    if not found:
+def _check_installed(folder: Path, tool: str) -> None:
+    packages, install = NEEDS.get(tool, ((), ""))
+    missing = [package for package in packages if not _is_installed(package)]
+    if missing:
         raise ValueError(
-            f"{str(folder)!r} was quantized by {tool}, which is not installed. "
-            f'Install it with: pip install "quant-probe[{extra}]"'
+            f"{str(folder)!r} was quantized by {tool}, and needs {' and '.join(missing)}, not installed. "
+            f"Install with: pip install {install}"
         )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def load_quantized(source: str, original: nn.Module) -> nn.Module:
