@@ -69,10 +69,10 @@ def quantize_in_place(model: nn.Module, config: QuantizationConfig) -> nn.Module
     for module in model.modules():
         scheme: Any = getattr(module, "quantization_scheme", None)
         if scheme is not None:
-            weight: Tensor = module.weight.detach()  # type: ignore[union-attr,operator,assignment]
+            weight: Tensor = module.weight.detach()  # type: ignore[operator]
             groups = weight.reshape(weight.shape[0], -1, scheme.weights.group_size or weight.shape[1])
             scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
-            module.weight_scale.data.copy_(scale)  # type: ignore[union-attr,operator]
+            module.weight_scale.data.copy_(scale)  # type: ignore[operator]
     return model
 
 
