@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 
 
-def check_factory(name: str, *, where: str) -> None:
+#: What allows a factory outside of the project, in commands that have the option.
+ALLOW = "allow it with --allow-factory (allow_factory=True in Python)"
+
+
+def check_factory(name: str, *, where: str, allow: str = ALLOW) -> None:
     """Refuse a factory that a file names (`where`) unless it lies in the project; what is no factory is fine.
 
     The project is the folder of the nearest pyproject.toml above the current folder, or the current folder, without
@@ -25,7 +29,7 @@ def check_factory(name: str, *, where: str) -> None:
     if found and not _is_in_project(found[1].partition(".")[0]):
         raise ValueError(
             f"{where} is {name!r}, a function outside of this project, and files may come from anywhere. If you trust "
-            "it, allow it with --allow-factory (allow_factory=True in Python)."
+            f"it, {allow}."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from probe.files.paths import safe_name
-from probe.models.factories import FACTORY
+from probe.models.factories import FACTORY, check_factory
 from probe.models.linear import torchao_int8
 from probe.running.calibration import Calibration
 from probe.running.declarations import DeclaredMode, check_mode_name, checked_patterns
@@ -239,6 +239,9 @@ def _declare(name: str, declared: Mapping[str, DeclaredMode], where: str, before
     if wanted.base in declared:
         _declare(wanted.base, declared, where, (*before, name))
     try:
+        if wanted.base.startswith(CHECKPOINT):
+            allow = "call it in a function of your own, and name that"
+            check_factory(wanted.base.removeprefix(CHECKPOINT), where="the checkpoint of base", allow=allow)
         base = find_mode(wanted.base)
         if not base.is_quantized:
             raise ValueError(

@@ -54,11 +54,15 @@ def by_quanto(folder: Path) -> Path:
     return folder
 
 
-def scheme_of_compressed_tensors(bits: int = 4, *, ignore: tuple[str, ...] = ("lm_head",)) -> QuantizationConfig:
-    """int4 in groups of 32, or int8 by channel, of every nn.Linear but these."""
+def scheme_of_compressed_tensors(
+    bits: int = 4, *, ignore: tuple[str, ...] = ("lm_head",), inputs: bool = False
+) -> QuantizationConfig:
+    """int4 in groups of 32, or int8 by channel, of every nn.Linear but these; `inputs`: int8 by token as well."""
     size: Any = {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
     weights = QuantizationArgs(num_bits=bits, type="int", symmetric=True, **size)
-    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
+    by_token = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=by_token if inputs else None)
+    groups = {"group_0": scheme}
     return QuantizationConfig(config_groups=groups, ignore=list(ignore))
 
 
@@ -76,9 +80,9 @@ def quantize_in_place(model: nn.Module, config: QuantizationConfig) -> nn.Module
     return model
 
 
-def by_compressed_tensors(folder: Path, *, bits: int = 4, ignore: tuple[str, ...] = ("lm_head",)) -> Path:
-    """Packed by the library's own compressor, with its config.json."""
-    model: Any = quantize_in_place(load_model("tiny-llama").model, scheme_of_compressed_tensors(bits, ignore=ignore))
+def by_compressed_tensors(folder: Path, **scheme: Any) -> Path:
+    """Packed by the library's own compressor, with its config.json; `scheme_of_compressed_tensors` has the options."""
+    model: Any = quantize_in_place(load_model("tiny-llama").model, scheme_of_compressed_tensors(**scheme))
     with quietly():
         compressor = ModelCompressor.from_pretrained_model(model)
         compressor.compress_model(model)

@@ -89,6 +89,22 @@ def test_a_layer_works_with_codes_times_scales_of_the_file(
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_inputs_that_compressed_tensors_quantizes_are_quantized(tmp_path: Path, original: nn.Module) -> None:
+    """int8 by token: the scale is amax / 127.5, and code 128 is clipped to 127."""
+    folder = by_compressed_tensors(tmp_path / "both", bits=8, inputs=True)
+    model = load_quantized(str(folder), original)
+    assert str(statement_of(model)) == "compressed-tensors (int8 channel, inputs int8 token)"
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors[f"{Q_PROJ}.weight"].float() * tensors[f"{Q_PROJ}.weight_scale"]
+    given = torch.randn(1, 6, 128, generator=torch.Generator().manual_seed(0))
+    scale = given.abs().amax(-1, keepdim=True) / 127.5
+    rounded = (given / scale).round().clamp(-128, 127) * scale
+    with torch.no_grad():
+        made = model.get_submodule(Q_PROJ)(given)
+    torch.testing.assert_close(made, rounded @ weight.mT, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(made, given @ weight.mT, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("tool", DEFINED)
 def test_what_is_quantized_is_found_and_stated_by_name(
     tool: str, folders: dict[str, Path], original: nn.Module

@@ -193,6 +193,13 @@ def test_a_layer_that_the_tool_left_float_must_be_declared(tmp_path: Path) -> No
         measure_all("tiny-llama", modes=["wrong"], **SHORT)
 
 
+def test_a_function_outside_of_the_project_is_no_base_of_a_declared_mode() -> None:
+    """A file of declared modes may come from anywhere, and a factory is called."""
+    with pytest.raises(ValueError, match=r"the checkpoint of base is 'shutil:rmtree', a function outside of this pro"):
+        declare_modes({"mixed": DeclaredMode("checkpoint:shutil:rmtree", ("layers.1",))}, where="a.toml")
+    assert "checkpoint:shutil:rmtree" not in MODES
+
+
 def by_torchao_in_place(model: nn.Module) -> None:
     quantize_(
         model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: ".layers." in f".{name}" and is_linear(module)
