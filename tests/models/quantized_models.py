@@ -96,15 +96,15 @@ def write_gguf(
     kind: Kind,
     *,
     blocks: int = 4,
-    width: int = 128,
     change: Callable[[str, np.ndarray], np.ndarray] = lambda name, weight: weight,
+    more: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
 ) -> dict[str, np.ndarray]:
     """tiny-llama as GGUF, matrices but the embedding of this kind; the values that gguf's own dequantize gives."""
     model = load_model("tiny-llama").model
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(blocks)
     writer.add_context_length(256)
-    writer.add_embedding_length(width)
+    writer.add_embedding_length(128)
     writer.add_feed_forward_length(256)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
@@ -112,6 +112,7 @@ def write_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(32)
     writer.add_vocab_size(256)
+    more(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 4)
     values: dict[str, np.ndarray] = {}
     for name, parameter in model.named_parameters():

@@ -36,6 +36,25 @@ def test_every_value_of_a_model_is_that_of_ggufs_own_dequantize(kind: Kind, tmp_
     )
 
 
+def test_a_tokenizer_in_the_file_is_used(tmp_path: Path) -> None:
+    """The byte-level alphabet of GPT-2, in another order: the ids are not those of bytes."""
+    file = tmp_path / "model.gguf"
+    alphabet = [*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256))), *map(chr, range(256, 323)), "!!"]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(alphabet)
+        writer.add_token_merges(["! !"])
+        writer.add_bos_token_id(100)
+        writer.add_eos_token_id(100)
+
+    write_gguf(file, Kind.Q8_0, more=add)
+    found = load_model(str(file))
+    assert found.notes == ("values are dequantized: 10 tensors F32, 28 tensors Q8_0",)
+    assert found.tokenizer.encode("abc!!") == [*(alphabet.index(letter) for letter in "abc"), 255]
+    assert found.tokenizer.decode(found.tokenizer.encode("abc!!")) == "abc!!"
+
+
 def test_a_float_file_computes_what_its_original_does(tmp_path: Path) -> None:
     """Rows of q and k lie in another order in GGUF: values in the wrong one would still be the same set."""
     file = tmp_path / "model.gguf"
