@@ -148,7 +148,7 @@ def summarize(
         **asdict(_sum(weights)),
         float_weights=float_groups(weights),
         apart={name: _sum(some) for name, some in kinds.items() if some},
-        tied=of_head is not None and of_head is of_embedding,
+        tied=of_head is not None and of_head is of_embedding and not kinds["head"],
         float_inputs=list(dict.fromkeys(unreached)),
         forms=forms,
         stated=str(stated) if stated else None,
@@ -169,7 +169,7 @@ def _contradictions(counted: Sequence[CountedParameter], stated: Mapping[str, st
 
 @torch.no_grad()
 def count_parameters(model: nn.Module, twin: nn.Module, recipe: Recipe) -> list[CountedParameter]:
-    """Every parameter of the float model, once, in model order."""
+    """Every parameter of the float model, once, in model order; then tied ones that the copy has quantized apart."""
     mode = find_mode(recipe.mode)
     format = recipe.format if mode.kind in ("ssm", "linear") else None
     modules, copies = dict(model.named_modules()), dict(twin.named_parameters(remove_duplicate=False))
@@ -198,6 +198,13 @@ def count_parameters(model: nn.Module, twin: nn.Module, recipe: Recipe) -> list[
         what = "not in the copy" if copied is None and not on_grid else _what(modules[owner], own, parameter)
         what += other + (", kept float" if not on_grid and (kept(name) or kept(owner)) else "")
         found.append(CountedParameter(name, kind, what, on_grid, parameter.numel() - on_grid, form))
+    counted, shared = {one.name for one in found}, copies.keys() - dict(twin.named_parameters()).keys()
+    for name, parameter in model.named_parameters(remove_duplicate=False) if mode.kind == "user" else ():
+        owner, _, own = name.rpartition(".")
+        is_tied = name in counted or f"{start}{name}" in shared
+        if not is_tied and (form := _form(twin, f"{start}{name}")):
+            kind = _kind(modules[owner], own, parameter, head, embedding)
+            found.append(CountedParameter(name, kind, "tied in the model", parameter.numel(), 0, form))
     return found
 
 

@@ -46,11 +46,11 @@ def by_torchao(folder: Path, *, scheme: str = "int8", dtype: torch.dtype = torch
     return folder
 
 
-def by_quanto(folder: Path) -> Path:
+def by_quanto(folder: Path, *, exclude: str | None = "lm_head") -> Path:
     """int8 weights of all linear layers but the head, in quanto's own layout."""
     with quietly():
         model: Any = load_model("tiny-llama").model
-        QuantizedModelForCausalLM.quantize(model, weights=qint8, exclude="lm_head").save_pretrained(folder)
+        QuantizedModelForCausalLM.quantize(model, weights=qint8, exclude=exclude).save_pretrained(folder)
     return folder
 
 

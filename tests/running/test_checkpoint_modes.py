@@ -134,6 +134,29 @@ def test_the_weights_line_has_the_tool_the_scheme_and_the_forms(name: str, llama
     assert Weights.from_json(Node("weights", json.loads(json.dumps(weights.as_dict())))) == weights
 
 
+def test_a_head_that_is_tied_in_the_model_and_quantized_in_the_checkpoint_is_counted(
+    llama: Loaded, tmp_path: Path
+) -> None:
+    recipe = Recipe(f"checkpoint:{by_quanto(tmp_path / 'all', exclude=None)}")
+    weights = count_weights(llama.model, apply(llama.model, recipe), recipe)
+    assert weights.contradictions == []
+    assert weights.line.endswith("embedding 32,768 float, head 32,768 on a grid, norms 1,152 float")
+    assert weights.forms == {"qint8 of quanto": 589824 + 32768}
+
+
+def test_a_tensor_that_is_tied_in_the_copy_too_is_counted_once(llama: Loaded) -> None:
+    def build(model: Any, format: str, calibration: Calibration | None) -> nn.Module:
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda one, name: name == "lm_head")
+        model.model.embed_tokens.weight = model.lm_head.weight
+        return model
+
+    probe.register_mode("tied", build)
+    recipe = Recipe("tied", "int8")
+    weights = count_weights(llama.model, apply(llama.model, recipe), recipe)
+    assert weights.forms == {"Int8Tensor of torchao": 32768}
+    assert weights.line.endswith("embedding 32,768 on a grid, norms 1,152 float, head tied to the embedding")
+
+
 def test_counts_that_were_written_before_there_were_forms_are_read(llama: Loaded) -> None:
     recipe = Recipe("linear_w", "int8")
     weights = count_weights(llama.model, apply(llama.model, recipe), recipe)
