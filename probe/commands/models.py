@@ -12,6 +12,7 @@ from probe.commands.options import (
     add_data,
     add_model,
     add_modes_from,
+    add_reference,
     data_arguments,
     declare_modes,
     model_arguments,
@@ -47,6 +48,7 @@ def add(commands: Subparsers) -> None:
     shown = "every mode and format against fp32: error by layer, KL, bits per token"
     errors = commands.add_parser("errors", help=shown)
     add_model(errors)
+    add_reference(errors)
     errors.add_argument("--modes", nargs="+", metavar="MODE", help="modes, or groups: all essential quant_only fp_only")
     add_modes_from(errors)
     errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
@@ -68,11 +70,13 @@ def _layers(options: argparse.Namespace) -> int:
 
 def _errors(options: argparse.Namespace) -> int:
     from probe.running.measurement import equal_groups, measure_all
+    from probe.running.modes import find_mode
 
     declare_modes(options)
     with Progress() as progress:
         measured = measure_all(
             options.model,
+            reference=options.reference,
             modes=options.modes,
             formats=options.formats,
             layers=options.layers,
@@ -88,7 +92,8 @@ def _errors(options: argparse.Namespace) -> int:
         print_rows(_measured_rows(groups))
         shown = _output_columns(measured[0].output)
         print(f"\nmse by layer; {'; '.join(what for name, what in COLUMNS.items() if name in shown)}.")
-        for line in shared_lines((str(one.recipe), one.weights.line) for one in measured if one.recipe.format):
+        quantized = [one for one in measured if find_mode(one.recipe.mode).is_quantized]
+        for line in shared_lines((str(one.recipe), one.weights.line) for one in quantized):
             print(line)
     for problem in problems:
         echo(f"probe: error: {problem}", error=True)

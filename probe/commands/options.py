@@ -18,10 +18,16 @@ def add_option(parser: argparse.ArgumentParser, *names: str, **settings: Any) ->
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Which model, and what loading it may do."""
-    model = "embedded name, folder, hub id or package.module:factory (default: tiny-mamba)"
+    model = "embedded name, folder, .gguf file, hub id or package.module:factory (default: tiny-mamba)"
     parser.add_argument("--model", default="tiny-mamba", help=model)
     parser.add_argument("--allow-download", action="store_true", help="allow downloads from the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def add_reference(parser: argparse.ArgumentParser) -> None:
+    """The float original of a model that is quantized already."""
+    original = "the float original, named like a model, where --model is quantized already: it is then the mode given"
+    parser.add_argument("--reference", metavar="MODEL", help=original)
 
 
 def add_data(parser: argparse.ArgumentParser, *, samples: int, seqlen: int, batch_size: int) -> None:

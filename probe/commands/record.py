@@ -11,6 +11,7 @@ from probe.commands.options import (
     add_model,
     add_modes_from,
     add_option,
+    add_reference,
     declare_modes,
 )
 from probe.commands.output import Progress, write_document
@@ -26,6 +27,7 @@ def add(commands: Subparsers) -> None:
     parser = commands.add_parser("record", help="run a model under modes and keep the outputs of its layers")
     parser.add_argument("given_model", nargs="?", metavar="MODEL", help="the same as --model, as in the users' script")
     add_model(parser)
+    add_reference(parser)
     parser.set_defaults(model=None)
 
     option = partial(add_option, parser)
@@ -101,11 +103,12 @@ def _model(options: argparse.Namespace) -> str:
 def _check_quantizes(options: argparse.Namespace) -> None:
     """Refuse `--quantize`, which the users' script needs for a quantized model, where every mode is a float one."""
     from probe.recordings.request import DEFAULTS
-    from probe.running.modes import expand_modes
+    from probe.running.modes import expand_modes, given_modes
     from probe.words import look_up
 
     usual = look_up("layout", options.layout, {str(name): row for name, row in DEFAULTS.items()})
-    modes = expand_modes(list(options.modes or usual.modes))
+    source = options.pretrained_dir or options.model
+    modes = expand_modes(given_modes(options.modes or usual.modes, source, options.reference, narrowed=True))
     if all(mode.kind == "float" for mode in modes):
         raise ValueError(
             f"--quantize was given, and {', '.join(mode.name for mode in modes)} quantizes nothing. "

@@ -11,6 +11,7 @@ from probe.commands.options import (
     add_model,
     add_modes_from,
     add_option,
+    add_reference,
     data_arguments,
     declare_modes,
     model_arguments,
@@ -32,8 +33,9 @@ def add(commands: Subparsers) -> None:
     what = "quantize one layer or site at a time, and all but one: rank them by KL and mse"
     command = commands.add_parser("sensitivity", help=what)
     add_model(command)
+    add_reference(command)
     command.add_argument("--mode", metavar="MODE", help="default: 2-1 for a Mamba, linear_wa for other models")
-    command.add_argument("--format", default="int8", metavar="FORMAT", help="default: int8")
+    command.add_argument("--format", metavar="FORMAT", help="default: int8")
     command.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
     sites = "rank sites: each in all layers at once (across, the default), or each in each layer (within)"
     command.add_argument("--sites", nargs="?", const="across", choices=("across", "within"), help=sites)
@@ -53,7 +55,7 @@ def add(commands: Subparsers) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from probe.running.declarations import declaration_text, with_declaration
-    from probe.running.modes import check_declarable
+    from probe.running.modes import check_declarable, find_mode
     from probe.sensitivity.ranking import rank_model
 
     require_positive("--top", options.top)
@@ -61,12 +63,18 @@ def _run(options: argparse.Namespace) -> int:
     if options.save_mode and options.no_advice:
         raise ValueError("--save-mode writes the advice, and --no-advice leaves it out. Give one of the two.")
     declare_modes(options)
+    if options.save_mode and (options.reference or (options.mode and find_mode(options.mode).source)):
+        raise ValueError(
+            "--save-mode writes a mode that keeps layers float, and a checkpoint is quantized already. Leave it out: "
+            "the tool that makes the checkpoint can keep the advised layers float."
+        )
     check_declarable(options.mode_name)
     if options.save_mode:
         with_declaration(Path(options.save_mode), options.mode_name)  # before minutes of runs
     with Progress() as progress:
         found = rank_model(
             options.model,
+            reference=options.reference,
             mode=options.mode,
             format=options.format,
             layers=tuple(options.layers),

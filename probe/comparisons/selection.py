@@ -14,7 +14,7 @@ from torch import Tensor
 from probe.models.layers import compile_pattern, match_layers
 from probe.recordings import Recording, read_recording
 from probe.recordings.script_formats import script_name
-from probe.running.modes import equal_to, is_mode
+from probe.running.modes import CHECKPOINT, equal_to, find_mode, is_mode
 from probe.words import near, near_or_first
 
 #: Elements of a tensor that are mapped at a time: 128 MB of float32.
@@ -139,6 +139,7 @@ def find_side(recording: Recording, mode: str, format: str | None = None) -> Sid
 
     `format` picks one where a mode was recorded in several; a float mode has none to pick.
     """
+    mode = find_mode(mode).id if mode.startswith(CHECKPOINT) else mode
     sides = all_sides(recording)
     exact = [side for side in sides if mode in (side.recipe, f"{side.mode}-{side.format}")]
     found = exact or [side for side in sides if mode in (recording.manifest.recipes[side.recipe].mode, side.mode)]

@@ -75,26 +75,41 @@ class PretrainedTokenizer:
 def tokenizer_of_folder(folder: Path, model: nn.Module, trust_remote_code: bool) -> tuple[Tokenizer, tuple[str, ...]]:
     """The tokenizer beside the weights of a model, or bytes and a note that says so."""
     if any((folder / file).is_file() for file in TOKENIZER_FILES):
-        with quietly():
-            from transformers import AutoTokenizer
+        again = "Copy its files again, or remove them to read text as bytes."
+        return _pretrained(folder, folder, again, trust_remote_code=trust_remote_code), ()
+    lacking = f"model folder {str(folder)!r} has no tokenizer files"
+    remedy = "Add tokenizer.json, as save_pretrained of the tokenizer writes it."
+    return _as_bytes(model, lacking, remedy, f"no tokenizer files in {str(folder)!r}")
 
-            try:
-                auto: Any = AutoTokenizer
-                inner = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=trust_remote_code)
-            except Exception as problem:
-                raise ValueError(
-                    f"the tokenizer in {str(folder)!r} cannot be loaded: {describe_error(problem)} "
-                    "Copy its files again, or remove them to read text as bytes."
-                ) from problem
-        return PretrainedTokenizer(inner), ()
+
+def tokenizer_of_gguf(file: Path, model: nn.Module, *, has_tokenizer: bool) -> tuple[Tokenizer, tuple[str, ...]]:
+    """The tokenizer in a GGUF file, or bytes and a note that says so."""
+    if has_tokenizer:
+        return _pretrained(file, file.parent, "Copy or download the file again.", gguf_file=file.name), ()
+    lacking, remedy = f"{str(file)!r} has no tokenizer", "Add one, as llama.cpp's converter does."
+    return _as_bytes(model, lacking, remedy, f"no tokenizer in {str(file)!r}")
+
+
+def _pretrained(shown: Path, folder: Path, again: str, **options: Any) -> PretrainedTokenizer:
+    with quietly():
+        from transformers import AutoTokenizer
+
+        try:
+            auto: Any = AutoTokenizer
+            return PretrainedTokenizer(auto.from_pretrained(str(folder), local_files_only=True, **options))
+        except Exception as problem:
+            why = describe_error(problem)
+            raise ValueError(f"the tokenizer in {str(shown)!r} cannot be loaded: {why} {again}") from problem
+
+
+def _as_bytes(model: nn.Module, lacking: str, remedy: str, note: str) -> tuple[Tokenizer, tuple[str, ...]]:
+    """Bytes and a note, if the vocabulary of a model without a tokenizer has room for them."""
     vocabulary = _vocabulary_size(model)
-    if vocabulary is None or vocabulary < BYTES:
-        size = "an unknown vocabulary" if vocabulary is None else f"a vocabulary of {vocabulary}"
-        return NoTokenizer(
-            f"model folder {str(folder)!r} has no tokenizer files and {size}; text as bytes needs at least "
-            f"{BYTES} ids. Add tokenizer.json, as save_pretrained of the tokenizer writes it. {OTHERWISE}"
-        ), ()
-    return ByteTokenizer(), (f"no tokenizer files in {str(folder)!r}: text is read as bytes, ids 0 to 255",)
+    if vocabulary is not None and vocabulary >= BYTES:
+        return ByteTokenizer(), (f"{note}: text is read as bytes, ids 0 to 255",)
+    size = "an unknown vocabulary" if vocabulary is None else f"a vocabulary of {vocabulary}"
+    why = f"{lacking} and {size}; text as bytes needs at least {BYTES} ids. {remedy} {OTHERWISE}"
+    return NoTokenizer(why), ()
 
 
 def tokenizer_of_factory(name: str, model: nn.Module) -> tuple[Tokenizer, tuple[str, ...]]:

@@ -190,7 +190,7 @@ class Bench(Matrix):
         ours = self.settings
         data = (ours.data, ours.inputs, ours.samples, ours.seqlen, ours.batch_size, ours.calibration)
         digest = hashlib.sha256(
-            repr((ours.model, ours.baselines, ours.layers, ours.without, data)).encode()
+            repr((ours.model, ours.reference, ours.baselines, ours.layers, ours.without, data)).encode()
         ).hexdigest()[:16]
         return f"{kind}-{self.loaded.fingerprint}-{digest}-{name}{'-anew' if self.moved else ''}"
 

@@ -10,7 +10,7 @@ from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
 from probe.gate.tolerances import RULES, Rule
 from probe.models.factories import FACTORY
 from probe.running.declarations import MATRIX, DeclaredMode, declarations_of, declares_modes
-from probe.settings import ConfigurationError, check_keys, key, share, whole, with_values, word, yes_or_no
+from probe.settings import ConfigurationError, check_keys, key, share, whole, with_values, word, word_or_none, yes_or_no
 from probe.words import OUTSIDE, PATHS, look_up, near
 
 
@@ -47,6 +47,7 @@ class Settings:
     """The matrix, the model, the data and the standards of the gate."""
 
     model: str = key("tiny-mamba", word)
+    reference: str | None = key(None, word_or_none)  # the float original of a model that is quantized already
     modes: tuple[str, ...] = key((), _names)  # empty: what fits the model, and all that are declared
     modes_from: tuple[str, ...] = key((), _names)  # TOML files that declare modes
     layers: tuple[str, ...] = key(("all",), _names)

@@ -24,7 +24,7 @@ from probe.models.positions import position_limit
 from probe.running.declarations import read_declarations
 from probe.running.environment import FORMAT, NOT_RUN, differences, is_recorded
 from probe.running.inputs import Inputs, calibrating, input_batches
-from probe.running.modes import declare_modes, expand_modes, find_mode
+from probe.running.modes import GIVEN, declare_modes, expand_modes, find_mode, given_modes
 from probe.running.paths import Path as PathThrough, paths_of, support
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.running.reference import running_once
@@ -48,9 +48,9 @@ class Matrix:
 
     @property
     def loaded(self) -> Loaded:
-        """The float model; benches of one model share it."""
+        """The float model, or the float original of one that is quantized; benches of one model share it."""
         ours = self.settings
-        return _load(ours.model, ours.allow_download, ours.trust_remote_code)
+        return _load(ours.reference or ours.model, ours.allow_download, ours.trust_remote_code)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -62,8 +62,10 @@ class Matrix:
         """The recipes of the matrix."""
         declared = self._declared_modes()
         fitting = MAMBA_MODES if is_all_mamba(self.loaded.model) else OTHER_MODES
-        modes = self.settings.modes or (*fitting, *declared)
-        named = [mode for mode in expand_modes(list(modes)) if not mode.is_reference]
+        ours = self.settings
+        modes = ours.modes or (*((GIVEN,) if ours.reference else fitting), *declared)
+        names = given_modes(modes, ours.model, ours.reference, narrowed=True)
+        named = [mode for mode in expand_modes(names) if not mode.is_reference]
         if not named:
             raise ValueError(f"modes are {', '.join(modes)}: nothing is left beside the reference. Name another mode.")
         formats = self.settings.formats

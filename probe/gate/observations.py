@@ -20,6 +20,7 @@ from probe.gate.measured_layers import (
 )
 from probe.gate.path_figures import PrefillRows, bound_of, path_figures
 from probe.gate.tolerances import own_error
+from probe.models.quantized import statement_of
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
 from probe.running.corners import CornerAnswer, corner_answers
@@ -53,8 +54,8 @@ def observe(
     """
     check_reference(model, reference)
     twin, mode = apply(model, recipe, calibration), find_mode(recipe.mode)
-    counted = count_parameters(model, twin, recipe) if recipe.format is not None else []
-    every = {**reference.outside, **reference.modules}
+    counted = count_parameters(model, twin, recipe) if mode.is_quantized else []
+    stated, every = statement_of(twin), {**reference.outside, **reference.modules}
     declared, changed = float_layers(model, mode, every), changed_weights(model, twin, mode)
     declared |= frozenset(reference.outside if keeps_outside(mode) else ())
     twin = twin.to(device)
@@ -93,10 +94,8 @@ def observe(
     found[whole] = _with_changed(output.observation(bytes_per_token, missing=missing), rest)
     on_paths = {path.name: _path_observation(model, twin, recipe, reference, path, prefill, found) for path in paths}
     if counted:
-        weights, counts_of = (
-            summarize(model, counted, recipe).line,
-            count_by_layer(counted, reference.modules, whole=whole),
-        )
+        weights = summarize(model, counted, recipe, stated).line
+        counts_of = count_by_layer(counted, reference.modules, whole=whole)
         found = {label: _with_weights(seen, counts_of.get(label), weights) for label, seen in found.items()}
         on_paths = {path: replace(seen, weights=weights) for path, seen in on_paths.items()}
     return {**found, **on_paths}

@@ -98,6 +98,8 @@ class Session:
         from probe.running.environment import check_device
 
         configured = self.settings_for(self.options.model or self.settings.model)
+        if "model" in marked and marked["model"] != configured.model:
+            configured = replace(configured, reference=None)
         configured = settings_of(marked, where=where, base=configured) if marked else configured
         axes: dict[str, Any] = {name: value for name, value in self.options.axes.items() if value is not None}
         named = settings_of(axes, where="the options", base=configured)
@@ -117,8 +119,13 @@ class Session:
         return [CaseRequest(narrowed, case) for case in cases]
 
     def settings_for(self, model: str) -> Settings:
-        """The settings with another model; golden figures have a model of their own among the baselines."""
-        return replace(self.settings, model=model, baselines=self.options.baselines or self.settings.baselines)
+        """The settings with another model; golden figures have a model of their own among the baselines.
+
+        The reference belongs to the model of the settings.
+        """
+        reference = self.settings.reference if model == self.settings.model else None
+        baselines = self.options.baselines or self.settings.baselines
+        return replace(self.settings, model=model, reference=reference, baselines=baselines)
 
     def add_cases(self, settings: Settings, depends_on: Mapping[Case, object], *, where: str, test: str) -> None:
         """Add cases of golden figures to the matrix, each with what it depends on. One baseline serves one test."""
@@ -149,11 +156,12 @@ class Session:
     ) -> list[Case]:
         """The cases of a marked test that the options name: they narrow its matrix and add nothing to it."""
         from probe.models.layers import select
-        from probe.running.modes import expand_modes
+        from probe.running.modes import expand_modes, given_modes
 
         named: dict[str, Any] = {"device": axes.get("devices"), "format": axes.get("formats")}
         if "modes" in axes:
-            named["mode"] = [mode.id for mode in expand_modes(list(axes["modes"]))]
+            modes = given_modes(axes["modes"], settings.model, settings.reference, narrowed=True)
+            named["mode"] = [mode.id for mode in expand_modes(modes)]
         if "layers" in axes:
             named["layer"] = list(BESIDE)
             for pattern in axes["layers"]:
@@ -168,7 +176,7 @@ class Session:
         return left if any(case.layer not in BESIDE for case in left) else []
 
     def _check_shared(self, one: Settings, other: Settings) -> None:
-        for name in ("data", "inputs", "samples", "seqlen", "calibration", "baselines"):
+        for name in ("reference", "data", "inputs", "samples", "seqlen", "calibration", "baselines"):
             if getattr(one, name) != getattr(other, name):
                 raise ValueError(
                     f"two tests measure {one.model} with different {name}: {getattr(one, name)!r} and "

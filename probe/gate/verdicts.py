@@ -23,7 +23,7 @@ from probe.gate.tolerances import (
 )
 from probe.numerics.sketches import SKETCH
 from probe.running.digests import VARIES
-from probe.running.modes import equal_to
+from probe.running.modes import equal_to, find_mode
 from probe.words import first_few
 
 #: The verdict of a case with several findings is the first of these. What no baseline may excuse comes first.
@@ -56,7 +56,7 @@ def judge(
     if entry is None:
         findings.append(Flaw("missing", f"there is no baseline for {case}."))
     else:
-        figures = compared(seen, entry, standards, is_float_mode=not case.format)
+        figures = compared(seen, entry, standards, is_float_mode=_is_float(case))
         if sound:  # else the flaw explains every figure that moved
             findings += _moved(figures, changed_digests(seen, entry))
     findings.sort(key=lambda flaw: ORDER.index(flaw.verdict))
@@ -74,6 +74,14 @@ def judge(
         weights=seen.weights,
         equals=same if (same := equal_to(case.mode)) != case.mode else "",
     )
+
+
+def _is_float(case: Case) -> bool:
+    """Whether the case is of a float mode; one that is not in the table (a tool's) is float if it has no format."""
+    try:
+        return not find_mode(case.mode).is_quantized
+    except ValueError:
+        return not case.format
 
 
 def compared(seen: Observation, entry: Entry, standards: Standards, *, is_float_mode: bool) -> dict[str, Figure]:

@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 
 
+#: What allows a factory outside of the project, in commands that have the option.
+ALLOW = "allow it with --allow-factory (allow_factory=True in Python)"
+
+
 def check_function(key: str, name: str) -> None:
     """Refuse what is not written as the name of a function."""
     if not FACTORY.fullmatch(name):
         raise ValueError(f"{key} is {name!r}; expected package.module:function, which returns a list of batches.")
 
 
-def check_factory(name: str, *, where: str) -> None:
+def check_factory(name: str, *, where: str, allow: str = ALLOW) -> None:
     """Refuse a factory that a file names (`where`) unless it lies in the project; what is no factory is fine.
 
     The project is the folder of the nearest pyproject.toml above the current folder, or the current folder, without
@@ -32,7 +36,7 @@ def check_factory(name: str, *, where: str) -> None:
     if found and not _is_in_project(found[1].partition(".")[0]):
         raise ValueError(
             f"{where} is {name!r}, a function outside of this project, and files may come from anywhere. If you trust "
-            "it, allow it with --allow-factory (allow_factory=True in Python)."
+            f"it, {allow}."
         )
 
 
@@ -82,30 +86,22 @@ def called(what: str, name: str, function: Callable[[], Any]) -> Any:
         ) from problem
 
 
-def from_factory(name: str) -> "nn.Module":
-    """The model that a function makes; whatever is wrong with it is a ValueError."""
+def from_factory(name: str, *, quantized: bool = False) -> "nn.Module":
+    """The model that a function makes; whatever is wrong with it is a ValueError.
+
+    A model that is quantized already is refused, unless `quantized`.
+    """
     from torch import nn
+
+    from probe.models.quantized import quantized_weights
 
     model = called("model", name, function_named("model", name, returns="the model"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r}: the factory returned a {type(model).__name__}; expected a torch.nn.Module.")
-    if found := _quantized_part(model):
+    for place, form in () if quantized else quantized_weights(model).items():
         raise ValueError(
-            f"model {name!r}: the factory returned a model that is quantized already: {found}. Expected the float "
-            "model, of which modes quantize copies. What another library quantized can be a mode: probe.register_mode."
+            f"model {name!r}: the factory returned a model that is quantized already: {place} is {form}. Name its "
+            'float original too, as reference = "package.module:factory" in [tool.probe] or --reference, to compare '
+            "the two. Or return the float model, of which modes quantize copies."
         )
     return model
-
-
-def _quantized_part(model: "nn.Module") -> str:
-    """The first weight or module that is not plain floats; empty if there is none."""
-    from torch import Tensor
-
-    for place, module in model.named_modules():
-        kind = type(module)
-        if "quantized" in kind.__module__.split(".") or getattr(module, "grid", None) is not None:
-            return f"{place} is a {kind.__module__}.{kind.__name__}"
-    for place, value in (*model.named_parameters(), *model.named_buffers()):
-        if type(value.data) is not Tensor or value.is_quantized:
-            return f"{place} is a {type(value.data).__name__} of {value.dtype}"
-    return ""

@@ -1,4 +1,4 @@
-"""Loading a model by name: embedded, a local folder, a hub id or a factory. transformers loads only when used."""
+"""Loading a model by name: embedded, a local folder or file, a hub id or a factory. transformers loads when used."""
 
 import hashlib
 import os
@@ -12,10 +12,19 @@ import torch
 from torch import nn
 
 from probe.data.library_logs import quietly
-from probe.data.tokenizers import BYTES, ByteTokenizer, Tokenizer, tokenizer_of_factory, tokenizer_of_folder
+from probe.data.tokenizers import (
+    BYTES,
+    ByteTokenizer,
+    Tokenizer,
+    tokenizer_of_factory,
+    tokenizer_of_folder,
+    tokenizer_of_gguf,
+)
 from probe.models.checkpoints import from_folder
 from probe.models.factories import FACTORY, from_factory
+from probe.models.gguf_files import from_gguf, is_gguf
 from probe.models.offload import Room, state_of
+from probe.models.quantized import plain_parts
 from probe.words import describe_error, did_you_mean
 
 FOLDER = Path(__file__).parent / "embedded"
@@ -28,8 +37,8 @@ HUB_FILES: dict[str, Any] = {
 }
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 WAYS = (
-    "Write a folder as ./path/to/model, a hub model as organization/name, a function that makes the model as "
-    "package.module:factory."
+    "Write a folder as ./path/to/model, a GGUF file as ./path/to/model.gguf, a hub model as organization/name, a "
+    "function that makes the model as package.module:factory."
 )
 
 
@@ -83,6 +92,7 @@ def load_model(
     Looked up in this order:
         a name in EMBEDDED        `tiny-mamba`
         a factory                 `package.module:factory`, called without arguments
+        a GGUF file               `path/name.gguf`, its values dequantized
         a folder                  transformers format, weights in safetensors only
         a hub id                  `organization/name`, from the local cache unless `allow_download`
 
@@ -98,7 +108,12 @@ def load_model(
         if FACTORY.fullmatch(name):
             model = _in_dtype(name, from_factory(name), dtype)
             return _finish(name, model, *tokenizer_of_factory(name, model))
-        folder = _folder_of(name, allow_download=allow_download)
+        if is_gguf(name):
+            file = Path(os.path.expanduser(name))
+            model, facts = from_gguf(file, dtype)
+            found = tokenizer_of_gguf(file, model, has_tokenizer=facts.has_tokenizer)
+            return _finish(name, model, found[0], (f"values are dequantized: {facts.scheme}", *found[1]))
+        folder = folder_of(name, allow_download=allow_download)
         model, notes = from_folder(folder, dtype, trust_remote_code, room)
         tokenizer, more = tokenizer_of_folder(folder, model, trust_remote_code)
         return replace(_finish(name, model, tokenizer, (*notes, *more)), folder=folder)
@@ -119,13 +134,15 @@ def _in_dtype(name: str, model: nn.Module, dtype: torch.dtype | None) -> nn.Modu
 def weight_fingerprint(model: nn.Module) -> str:
     """The first 16 hex digits of sha256 over the state: sorted names, each with dtype, shape and bytes.
 
-    Parameters and persistent buffers, tied ones under each of their names. Buffers that a model computes for itself
-    (rotary frequencies) are left out: their last bit may differ from machine to machine.
+    Parameters and persistent buffers, tied ones under each of their names; of a library's own tensors (torchao) the
+    codes and scales. Buffers that a model computes for itself (rotary frequencies) are left out: their last bit may
+    differ from machine to machine.
     """
     digest = hashlib.sha256()
     for name, value in state_of(model):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for part in plain_parts(value.detach()):
+            digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
@@ -157,7 +174,8 @@ def _random_mamba(row: Embedded) -> nn.Module:
         return cast(nn.Module, cast(Any, MambaForCausalLM)(config))
 
 
-def _folder_of(name: str, *, allow_download: bool) -> Path:
+def folder_of(name: str, *, allow_download: bool) -> Path:
+    """The folder of a model: by its path, or of a hub id in the cache."""
     folder = Path(os.path.expanduser(name))  # leaves an unknown ~user as it is, Path.expanduser raises
     if name and folder.is_dir():
         return folder

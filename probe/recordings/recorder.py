@@ -276,7 +276,7 @@ def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
         twin, mode, weights = loaded.model, find_mode(recipe.mode), None
         if not run.model.runs_as_is:
             twin = apply(loaded.model, recipe, used)
-            weights = count_weights(loaded.model, twin, recipe) if recipe.format is not None else None
+            weights = count_weights(loaded.model, twin, recipe) if mode.is_quantized else None
             if not mode.is_reference:
                 short = short or short_reference(loaded.model, run.batches, request.chosen_layers)
                 check_twin(loaded.model, twin, recipe, short)

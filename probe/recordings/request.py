@@ -28,6 +28,7 @@ from probe.recordings.taps import TAPS, is_compiled, points_returned, unwrapped
 from probe.running.calibration import check_percentile
 from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.inputs import Inputs, batch_of, calibrating, check_samples, input_batches, with_decoder_tokens
+from probe.running.modes import GIVEN, given_modes
 from probe.running.recipes import Recipe, check_recipes, recipes_of
 from probe.words import WHOLE, look_up
 
@@ -68,6 +69,8 @@ class RecordRequest:
     only state its recipe."""
     pretrained_dir: str | None = None
     """The folder of the weights; `model` is then only the name in the manifest."""
+    reference: str | None = None
+    """The float original of a model that is quantized already, which is then the mode `given`."""
     modes: Sequence[str] | None = None
     formats: Sequence[str] = ("int8",)
     layers: Sequence[str | int] | None = None
@@ -127,6 +130,17 @@ class RecordRequest:
     def defaults(self) -> LayoutDefaults:
         """What the layout records unless the request says otherwise."""
         return DEFAULTS[self.layout]
+
+    @property
+    def weights(self) -> str:
+        """Where the weights of a model by name are."""
+        return str(self.pretrained_dir or self.model)
+
+    @property
+    def named_modes(self) -> list[str]:
+        """The modes that are asked for, by name; none: those of the layout."""
+        modes = self.modes or (("fp32", GIVEN) if self.reference else ())
+        return given_modes(modes, self.weights, self.reference)
 
     @property
     def chosen_layers(self) -> tuple[str | int, ...]:
@@ -189,7 +203,9 @@ class ModelToRun:
 
 def check_request(request: RecordRequest) -> None:
     """Refuse what no model is needed for to see that it cannot be."""
-    recipes_of(list(request.modes or ()), list(request.formats))
+    if request.reference is not None and not isinstance(request.model, str):
+        raise ValueError("a reference is the float original of a model by its name. Name the model, or leave it out.")
+    recipes_of(request.named_modes, list(request.formats))
     check_samples(*(one for one in (request.calibrated, request.evaluated) if one is not None))
     if request.prompt == "":
         raise ValueError("the prompt is empty. Expected text.")
@@ -201,7 +217,7 @@ def model_to_run(request: RecordRequest) -> ModelToRun:
     """The model of the request, loaded if it is a name, from `pretrained_dir` if there is one."""
     model = request.model
     if isinstance(model, str):
-        source = model if request.pretrained_dir is None else request.pretrained_dir
+        source = request.reference or request.weights
         found = load_model(source, allow_download=request.allow_download, trust_remote_code=request.trust_remote_code)
         return ModelToRun(replace(found, name=model))
     if request.pretrained_dir is not None:
@@ -260,7 +276,7 @@ def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
         return recipes
     default = request.defaults.modes
     fitting = default if is_all_mamba(model.loaded.model) or default == ("fp_only",) else PLAIN
-    names = [one for name in request.modes or fitting for one in (ALL if name == "all" else (name,))]
+    names = [one for name in request.named_modes or fitting for one in (ALL if name == "all" else (name,))]
     recipes = recipes_of(names, list(request.formats))
     check_recipes(model.loaded, recipes)
     return recipes

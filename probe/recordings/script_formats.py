@@ -61,7 +61,7 @@ def recipe_named(text: str) -> tuple[str, str | None]:
             name, format = text.removesuffix(f"-{known}"), known
     if name in MODES:
         row = MODES[name]
-        return row.id, format or (UNNAMED_FORMAT if row.is_quantized else None)
+        return row.id, format or (UNNAMED_FORMAT if row.takes_format else None)
     return (f"mode_{name.replace('-', '_')}" if name[0].isdigit() else name), format
 
 

@@ -1,12 +1,12 @@
 """Digests of tensors that must keep their bits: weights, and what grids make of corner values."""
 
 import hashlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from probe.models.offload import state_of
+from probe.models.quantized import plain_parts
 
 #: What stands for a tensor that harmless changes alter, or that holds no numbers: there is nothing to compare.
 VARIES = "varies"
@@ -16,7 +16,7 @@ def digest_of(*tensors: Tensor) -> str:
     """The first 8 hex digits of the sha256 of one tensor or several in a row: dtypes, shapes and bits."""
     found = hashlib.sha256()
     for tensor in tensors:
-        for part in _plain(tensor.detach()):
+        for part in plain_parts(tensor.detach()):
             whole = part.cpu().contiguous()
             found.update(f"{whole.dtype} {list(whole.shape)}".encode())
             found.update(whole.reshape(-1).view(torch.uint8).numpy().data)
@@ -30,14 +30,3 @@ def weight_digests(module: nn.Module) -> dict[str, str]:
     cannot be loaded, is VARIES: it holds no numbers. A buffer that is not saved is computed, not state.
     """
     return {name: VARIES if tensor.is_meta else digest_of(tensor) for name, tensor in state_of(module)}
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor is made of: itself, or those inside of a subclass such as torchao's."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        yield tensor
-    elif hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
-    else:
-        yield tensor.dequantize() if tensor.is_quantized else tensor.as_subclass(Tensor)

@@ -23,7 +23,7 @@ from probe.models.outputs import VALUES
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.inputs import calibrating, check_samples, input_batches
 from probe.running.kept_float import changed_weights, float_layers
-from probe.running.modes import equal_to, find_mode
+from probe.running.modes import equal_to, find_mode, given_modes
 from probe.running.outputs import OutputComparison, OutputMetrics
 from probe.running.recipes import Recipe, apply, check_recipes, recipes_of
 from probe.running.reference import Reference, check_reference, replay, run_reference
@@ -218,6 +218,7 @@ def equal_groups(measured: Sequence[Measured]) -> tuple[list[list[Measured]], li
 def measure_all(
     model: str,
     *,
+    reference: str | None = None,
     modes: Sequence[str] | None = None,
     formats: Sequence[str] | None = None,
     layers: Sequence[str | int] = ("all",),
@@ -231,17 +232,20 @@ def measure_all(
 ) -> list[Measured]:
     """Every recipe of modes x formats against fp32, on one model, with one reference and one calibration.
 
-    Without modes: those that fit the model. `data` and `calibration_data` are TextSamples, or the same as plain tuples.
+    Without modes: those that fit the model. `reference` is the float original of a model that is quantized already,
+    which is then the mode `given`, and the only one if none is named. `data` and `calibration_data` are TextSamples, or
+    the same as plain tuples.
     """
     evaluated, calibrated = TextSamples(*data), TextSamples(*calibration_data)
     check_samples(evaluated, calibrated)
     check_percentile(percentile)
-    recipes = recipes_of(modes or (), formats)
-    loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    modes = given_modes(modes or (), model, reference)
+    recipes = recipes_of(modes, formats)
+    loaded = load_model(reference or model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:
         recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
     check_recipes(loaded, recipes)
-    select(loaded.model, layers, model_name=model)
+    select(loaded.model, layers, model_name=loaded.name)
     inputs, calibrated = input_batches(loaded, evaluated), calibrating(evaluated, calibrated)
     if any(recipe.needs_calibration for recipe in recipes):
         input_batches(loaded, calibrated, key="calib_seqlen")  # refused before anything runs
@@ -249,7 +253,7 @@ def measure_all(
     for note in (*loaded.notes, *inputs.notes):
         progress(f"note: {note}")
     progress(f"[reference] {loaded.name}, {inputs.about}")
-    reference = run_reference(loaded.model, batches, layers)
+    run = run_reference(loaded.model, batches, layers)
     short = short_reference(loaded.model, batches, layers)
     calibration = None
     if any(recipe.needs_calibration for recipe in recipes):
@@ -258,5 +262,5 @@ def measure_all(
     measured = []
     for index, recipe in enumerate(recipes):
         progress(f"[{index + 1}/{len(recipes)}] {recipe}")
-        measured.append(measure(loaded.model, recipe, reference, calibration, injected=injected, short=short))
+        measured.append(measure(loaded.model, recipe, run, calibration, injected=injected, short=short))
     return measured

@@ -1,23 +1,30 @@
 """Modes as a table: where grids are applied and which scan runs.
 
 A new mode is a new row of MODES; its groups follow from the row. A user's own mode is a row that `register_mode` or
-`declare_modes` adds for the rest of the process. No mode depends on environment variables or on the modes that ran
-before it.
+`declare_modes` adds for the rest of the process; `checkpoint:FOLDER` adds its row when it is first named. No mode
+depends on environment variables or on the modes that ran before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
+from probe.files.paths import safe_name
+from probe.models.factories import FACTORY, check_factory
 from probe.models.linear import torchao_int8
 from probe.running.calibration import Calibration
 from probe.running.declarations import DeclaredMode, check_mode_name, checked_patterns
 from probe.settings import ConfigurationError
 from probe.words import first_few, look_up
 
+#: What the name of a mode starts with that is a checkpoint.
+CHECKPOINT = "checkpoint:"
+#: The name that stands for the checkpoint mode of the model itself, where `reference` names its float original.
+GIVEN = "given"
 Value = Literal["float", "codes", "grid", "again"]
 Build = Callable[[nn.Module, str, Calibration | None], nn.Module]
 
@@ -49,16 +56,24 @@ class Mode:
     equals_but_sums: str | None = None  # the mode that differs only in the order of sums, so that it may be identical
     keep_float: tuple[str, ...] = ()  # modules that stay float, as patterns of declarations.py
     base: str | None = None  # of a declared mode: the mode that it is but for `keep_float`
+    source: str = ""  # the checkpoint that another tool quantized, of which the mode is
 
     @property
     def id(self) -> str:
-        """The spelling of test ids and file names: 2-1 is mode_2_1."""
+        """The spelling of test ids and file names: 2-1 is mode_2_1, checkpoint:out/q4 is checkpoint_q4."""
+        if self.name.startswith(CHECKPOINT):
+            return _checkpoint_id(self.source)
         return f"mode_{self.name.replace('-', '_')}" if self.name[0].isdigit() else self.name
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the mode takes a format."""
+        """Whether the mode quantizes."""
         return self.kind != "float"
+
+    @property
+    def takes_format(self) -> bool:
+        """Whether the mode quantizes to a format of probe; a checkpoint has formats of its own."""
+        return self.is_quantized and not self.source
 
 
 def _torchao(name: str, what: str, *, dynamic: bool) -> Mode:
@@ -109,9 +124,62 @@ def find_mode(name: str) -> Mode:
     """The row of a mode in either spelling, `2-1` or `mode_2_1`."""
     if isinstance(name, str) and name in MODES:
         return MODES[name]
+    if isinstance(name, str) and name.startswith(CHECKPOINT):
+        return _checkpoint_mode(name.removeprefix(CHECKPOINT))
+    if name == GIVEN:
+        raise ValueError(
+            "mode given is the model itself, quantized already, beside its float original. Name that one: "
+            'reference = "package.module:factory" in [tool.probe], or --reference.'
+        )
     plain = name.removeprefix("mode_") if isinstance(name, str) else name
     named = next((mode.name for mode in MODES.values() if mode.id == name), plain)
     return look_up("mode", named if named in MODES else name, MODES, see="List them with: probe modes")
+
+
+def _checkpoint_mode(source: str) -> Mode:
+    """The row of a checkpoint, added to the table if it is new. Nothing is loaded."""
+    is_factory = FACTORY.fullmatch(source) is not None
+    source = source if is_factory else str(Path(source)) if source.strip() else ""
+    if not any(map(str.isalnum, _checkpoint_id(source).removeprefix("checkpoint_"))):
+        raise ValueError(
+            f"mode {CHECKPOINT}{source} names no checkpoint. Expected {CHECKPOINT}FOLDER, a .gguf file, or "
+            "package.module:factory. Test ids have the last name of the path: give one that ends in a name."
+        )
+    row = Mode(f"{CHECKPOINT}{source}", f"quantized by another tool: {source}", "user", source=source)
+    if row.name in MODES:
+        return MODES[row.name]
+    for other in MODES.values():
+        if other.id == row.id:
+            raise ValueError(f"modes {other.name} and {row.name} are both {row.id} in test ids. Rename one of the two.")
+    MODES[row.name] = row
+    return row
+
+
+def _checkpoint_id(source: str) -> str:
+    """checkpoint_q4 of /data/out/q4, checkpoint_q4_gguf of q4.gguf, checkpoint_quantized of package:quantized.
+
+    Where the folder lies is no part of it, so that it is the same on all machines.
+    """
+    made = FACTORY.fullmatch(source)
+    last = made[2] if made else Path(source).name
+    return f"checkpoint_{safe_name(last).replace('.', '_').replace('-', '_')}"
+
+
+def given_modes(names: Sequence[str], model: str, reference: str | None, *, narrowed: bool = False) -> list[str]:
+    """The names with the checkpoint mode of the model for `given`, which is all there is if no mode is named.
+
+    Only where `reference` names the float original of the model: names without the model itself are then refused,
+    unless they are `narrowed`, a part of all that are compared.
+    """
+    if reference is None:
+        return list(names)
+    found = [f"{CHECKPOINT}{model}" if name == GIVEN else name for name in names or (GIVEN,)]
+    if not narrowed and f"{CHECKPOINT}{model}" not in found:
+        raise ValueError(
+            f"{reference} is the reference of {model}, and the modes {', '.join(names)} leave that model out. Add the "
+            "mode given, which is the model itself, or leave the reference out."
+        )
+    return found
 
 
 def is_mode(name: str) -> bool:
@@ -171,6 +239,9 @@ def _declare(name: str, declared: Mapping[str, DeclaredMode], where: str, before
     if wanted.base in declared:
         _declare(wanted.base, declared, where, (*before, name))
     try:
+        if wanted.base.startswith(CHECKPOINT):
+            allow = "call it in a function of your own, and name that"
+            check_factory(wanted.base.removeprefix(CHECKPOINT), where="the checkpoint of base", allow=allow)
         base = find_mode(wanted.base)
         if not base.is_quantized:
             raise ValueError(
@@ -197,14 +268,14 @@ def check_declarable(name: str) -> None:
 
 def _check_new(name: str) -> None:
     check_mode_name(name)
-    known = {*MODES, *GROUPS, *(mode.id for mode in MODES.values())}
+    known = {*MODES, *GROUPS, GIVEN, *(mode.id for mode in MODES.values())}
     if {name, f"mode_{name}", Mode(name, "").id} & known:
         raise ValueError(f"there is a {'group' if name in GROUPS else 'mode'} {name!r} already. Choose another name.")
 
 
 def unregister_mode(name: str) -> None:
-    """Remove a mode that `register_mode` or `declare_modes` added."""
+    """Remove a mode that `register_mode` or `declare_modes` added, or that of a checkpoint."""
     mode = find_mode(name)
-    if not mode.base and (mode.kind != "user" or mode.library):
+    if not (mode.base or mode.source) and (mode.kind != "user" or mode.library):
         raise ValueError(f"mode {name!r} is built in and stays.")
     del MODES[mode.name]

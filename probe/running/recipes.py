@@ -11,7 +11,8 @@ from probe.formats import FORMATS, GATE_FORMATS, Format
 from probe.models.linear import grid_linears
 from probe.models.loading import Loaded, weight_fingerprint
 from probe.models.mamba import SITES, WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
-from probe.models.offload import is_offloaded
+from probe.models.offload import device_of, is_offloaded
+from probe.models.quantized_checkpoints import check_source, load_quantized
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.running.calibration import Amax, Calibration, amax_lookup
 from probe.running.kept_float import check_kept, keeps, put_back, set_aside
@@ -26,7 +27,7 @@ SHARED_SCALE = {"conv1d.input": "in_proj.output", "x_proj.input": "conv1d.output
 
 @dataclass(frozen=True)
 class Recipe:
-    """A mode and, if it quantizes, a format: everything that turns the float model into the quantized one."""
+    """A mode and, if it takes one, a format: everything that turns the float model into the quantized one."""
 
     mode: str
     format: str | None = None
@@ -34,10 +35,11 @@ class Recipe:
     def __post_init__(self) -> None:
         row = find_mode(self.mode)
         object.__setattr__(self, "mode", row.name)
-        if row.is_quantized and self.format is None:
+        if row.takes_format and self.format is None:
             raise ValueError(f"mode {row.name} quantizes and needs a format. Known: {', '.join(FORMATS)}.")
-        if not row.is_quantized and self.format is not None:
-            raise ValueError(f"mode {row.name} is a float mode and takes no format, but {self.format} was given.")
+        if not row.takes_format and self.format is not None:
+            kind = "quantized already" if row.source else "a float mode"
+            raise ValueError(f"mode {row.name} is {kind} and takes no format, but {self.format} was given.")
         if self.format is not None:
             look_up("format", self.format, FORMATS, see="List them with: probe formats")
 
@@ -45,7 +47,8 @@ class Recipe:
     def needs_calibration(self) -> bool:
         """Whether it has static scales; modes of users may look at a calibration as well."""
         static = self.format is not None and FORMATS[self.format].needs_calibration
-        return static or find_mode(self.mode).kind == "user"
+        row = find_mode(self.mode)
+        return static or (row.kind == "user" and not row.source)
 
     def __str__(self) -> str:
         row = find_mode(self.mode)
@@ -53,13 +56,13 @@ class Recipe:
 
 
 def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Recipe]:
-    """The cross product: float modes once, every other mode with every format; every name is checked."""
+    """The cross product: modes that take no format once, all others with every format; every name is checked."""
     for format in formats or ():
         look_up("format", format, FORMATS)
     recipes = [
         Recipe(mode.name, format)
         for mode in expand_modes(list(modes))
-        for format in ((formats or mode.formats or GATE_FORMATS) if mode.is_quantized else (None,))
+        for format in ((formats or mode.formats or GATE_FORMATS) if mode.takes_format else (None,))
     ]
     return list(dict.fromkeys(recipes))
 
@@ -74,6 +77,8 @@ def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
                 f"{recipe} quantizes Mamba-1 blocks and {loaded.name} has none. "
                 "Modes for other models: fp16, bf16, linear_w, linear_wa."
             )
+        if mode.source:
+            check_source(mode.source)
         if mode.formats and recipe.format not in mode.formats:
             formats = ", ".join(mode.formats)
             raise ValueError(
@@ -84,7 +89,10 @@ def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
 
 
 def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
-    """A copy of the float `model` under the recipe, ready to run; the model itself is not touched."""
+    """A copy of the float `model` under the recipe, ready to run; the model itself is not touched.
+
+    The copy of a checkpoint mode is the checkpoint, on the device of the model.
+    """
     mode = find_mode(recipe.mode)
     if is_offloaded(model):
         raise ValueError(
@@ -98,8 +106,10 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
         )
     if mode.kind == "float":
         return _float_twin(model).to(mode.dtype)
-    assert recipe.format is not None
     check_kept(model, mode, model_name=type(model).__name__)
+    if mode.source:
+        return load_quantized(mode.source, model).to(device_of(model))
+    assert recipe.format is not None
     if mode.kind == "ssm":
         return _ssm(model, mode, recipe.format, calibration)
     twin = _float_twin(model)

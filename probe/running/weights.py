@@ -5,15 +5,16 @@ are counted apart. A parameter is on a grid
 
     in probe's modes           if its values in the copy lie on a grid of the format (`coverage.off_grid`) and are not
                                the float ones; where the mode quantizes it, also if rounding leaves these as they are
-    in users' and libraries'   if its values are not the float ones, or another tensor (packed codes) took its place
+    in users' and libraries'   if its values are not the float ones, or another form (packed codes, a scheme at its
+                               module: `models.quantized`) took its place
+    in a checkpoint            if it has such a form, or its file says so (GGUF). Other floats are no grid
 
-A gain of a norm that was folded into the next weight leaves ones behind, which is no grid. Experts are counted one by
-one. Nothing here runs the model.
+What the configuration of a checkpoint states is compared with what is found. A gain of a norm that was folded into the
+next weight leaves ones behind, which is no grid. Experts are counted one by one. Nothing here runs the model.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -24,28 +25,19 @@ from probe.files.checked_json import Node
 from probe.formats import FORMATS
 from probe.models.linear import input_embedding, linear_layers, linear_weights, output_head, stores_inputs_first
 from probe.models.mamba import WEIGHTS, mamba_blocks
+from probe.models.quantized import Statement, statement_of, weight_form
 from probe.numerics.grids import weight_on_grid
+from probe.running.counted_parameters import CountedParameter, FloatWeights, float_groups, with_stars
 from probe.running.coverage import STRAY, off_grid
 from probe.running.kept_float import keeps
 from probe.running.modes import Mode, find_mode
 from probe.running.recipes import Recipe
-from probe.words import LOGITS
+from probe.words import LOGITS, first_few
 
 #: What is counted apart from the weights.
 APART = ("embedding", "head", "norms", "biases", "other vectors")
 #: Groups of float weights that the line names; the dict has all.
 NAMED = 6
-
-
-@dataclass(frozen=True)
-class CountedParameter:
-    """A parameter of the float model, and how many of its elements are on a grid in the copy."""
-
-    name: str
-    kind: str  # weights, or one of APART
-    what: str  # nn.Linear, Conv1D, convolutions, 3-D parameters
-    on_grid: int
-    floating: int
 
 
 @dataclass(frozen=True)
@@ -67,15 +59,6 @@ def _sum(parameters: Iterable[CountedParameter]) -> Count:
 
 
 @dataclass(frozen=True)
-class FloatWeights:
-    """Weights that stayed float: their names, with * for numbers and for names that differ at the end."""
-
-    names: str
-    what: str
-    elements: int
-
-
-@dataclass(frozen=True)
 class Weights(Count):
     """The weights of a model under a recipe, on a grid and float. `line` says them in a sentence."""
 
@@ -83,6 +66,9 @@ class Weights(Count):
     apart: dict[str, Count]  # by the names in APART, without those that the model has none of
     tied: bool  # the head is the embedding, and counted there
     float_inputs: list[str]  # inputs that the mode should put on a grid and cannot reach
+    forms: dict[str, int] = field(default_factory=dict)  # elements by the form that a library gave them
+    stated: str | None = None  # of a checkpoint: the tool and its scheme, as its configuration states them
+    contradictions: list[str] = field(default_factory=list)  # what is not as the configuration states
 
     @property
     def line(self) -> str:
@@ -96,6 +82,9 @@ class Weights(Count):
         apart += ["head tied to the embedding"] if self.tied else []
         parts = {
             f"weights on a grid: {shown} % ": [f"({self.on_grid:,} of {self.total:,})"],
+            "quantized by ": [self.stated] if self.stated else [],
+            "as: ": [f"{elements:,} {form}" for form, elements in self.forms.items()],
+            "not as its configuration states: ": self.contradictions,
             "float: ": named,
             "": apart,
             "float inputs, which the mode cannot reach: ": self.float_inputs,
@@ -111,9 +100,13 @@ class Weights(Count):
         """The inverse of as_dict, of a file that may come from elsewhere."""
         whole = partial(Node.count, least=0)
         counts = {"on_grid": whole, "floating": whole}
+        if isinstance(node.value, dict):  # written before there were forms
+            node = Node(node.key, {"forms": {}, "stated": None, "contradictions": [], **node.value})
         return node.as_dataclass(
             cls,
             **counts,
+            forms=lambda forms: {name: one.count() for name, one in forms.members(empty=True).items()},
+            contradictions=lambda texts: [one.text() for one in texts.entries(empty=True)],
             float_weights=lambda groups: [one.as_dataclass(FloatWeights) for one in groups.entries(empty=True)],
             apart=lambda kinds: {
                 name: one.as_dataclass(Count, **counts) for name, one in kinds.members(empty=True).items()
@@ -130,48 +123,71 @@ def _apart(name: str, count: Count) -> str:
 
 def count_weights(model: nn.Module, twin: nn.Module, recipe: Recipe) -> Weights:
     """The counts of the float `model` in its copy `twin`, which `apply` made under the recipe."""
-    return summarize(model, count_parameters(model, twin, recipe), recipe)
+    return summarize(model, count_parameters(model, twin, recipe), recipe, statement_of(twin))
 
 
-def summarize(model: nn.Module, counted: Iterable[CountedParameter], recipe: Recipe) -> Weights:
-    """The counts of all parameters together."""
+def summarize(
+    model: nn.Module, counted: Sequence[CountedParameter], recipe: Recipe, stated: Statement | None = None
+) -> Weights:
+    """The counts of all parameters together; `stated` is what the checkpoint of the copy states."""
+    forms: dict[str, int] = {}
+    for one in counted:
+        if one.form and one.on_grid:
+            forms[one.form] = forms.get(one.form, 0) + one.on_grid
     kinds: dict[str, list[CountedParameter]] = {name: [] for name in ("weights", *APART)}
     for one in counted:
         kinds[one.kind].append(one)
     weights, mode = kinds.pop("weights"), find_mode(recipe.mode)
     unreached = [
-        _starred(f"{name}.{site}")
+        with_stars(f"{name}.{site}")
         for name, layer in linear_layers(model).items()
         for site in (layer.float_inputs if mode.kind == "linear" and mode.inputs else ())
     ]
     of_head, of_embedding = (getattr(found(model), "weight", None) for found in (output_head, input_embedding))
     return Weights(
         **asdict(_sum(weights)),
-        float_weights=_groups(weights),
+        float_weights=float_groups(weights),
         apart={name: _sum(some) for name, some in kinds.items() if some},
-        tied=of_head is not None and of_head is of_embedding,
+        tied=of_head is not None and of_head is of_embedding and not kinds["head"],
         float_inputs=list(dict.fromkeys(unreached)),
+        forms=forms,
+        stated=str(stated) if stated else None,
+        contradictions=_contradictions(counted, stated.forms) if stated and stated.forms is not None else [],
     )
+
+
+def _contradictions(counted: Sequence[CountedParameter], stated: Mapping[str, str]) -> list[str]:
+    """What a checkpoint states to be quantized and is float, or is not there, and the other way round."""
+    found = {one.name: one.on_grid > 0 for one in counted}
+    groups = {
+        "stated to be quantized, but float": [name for name in stated if not found.get(name, True)],
+        "stated to be quantized, but no parameter of the model": [name for name in stated if name not in found],
+        "quantized, but not stated to be": [name for name, is_on in found.items() if is_on and name not in stated],
+    }
+    return [f"{first_few(names)} ({what})" for what, names in groups.items() if names]
 
 
 @torch.no_grad()
 def count_parameters(model: nn.Module, twin: nn.Module, recipe: Recipe) -> list[CountedParameter]:
-    """Every parameter of the float model, once, in model order."""
+    """Every parameter of the float model, once, in model order; then tied ones that the copy has quantized apart."""
     mode = find_mode(recipe.mode)
     format = recipe.format if mode.kind in ("ssm", "linear") else None
     modules, copies = dict(model.named_modules()), dict(twin.named_parameters(remove_duplicate=False))
     start = _prefix(model, copies)
     layers, claimed, kept = linear_weights(model), _claimed(model, mode), keeps(mode)
-    head, embedding = output_head(model), input_embedding(model)
+    head, embedding, stated = output_head(model), input_embedding(model), statement_of(twin)
+    by_file = stated.forms or {} if stated and stated.is_dequantized else {}
     found = []
     for name, parameter in model.named_parameters():
-        copied = copies.get(f"{start}{name}")
+        copied, other = copies.get(f"{start}{name}"), ""
+        form = by_file.get(name) or (_form(twin, f"{start}{name}") if mode.kind == "user" else "")
         if mode.kind == "float":
             on_grid = 0
-        elif copied is None:
-            on_grid = parameter.numel() if _holds_something(twin, f"{start}{name}") else 0
-        elif _is_packed(parameter, copied):
-            on_grid = parameter.numel()
+        elif form or copied is None or _is_packed(parameter, copied):
+            on_grid = parameter.numel() if form or copied is not None else 0
+        elif mode.source:
+            on_grid = 0
+            other = "" if torch.equal(parameter, copied.to(parameter)) else ", other values than the model's"
         else:
             tensors = (parameter.detach(), copied.detach().to(parameter.device))
             split = layers[name].matrices if name in layers else lambda tensor: [tensor]
@@ -180,8 +196,15 @@ def count_parameters(model: nn.Module, twin: nn.Module, recipe: Recipe) -> list[
         owner, _, own = name.rpartition(".")
         kind = _kind(modules[owner], own, parameter, head, embedding)
         what = "not in the copy" if copied is None and not on_grid else _what(modules[owner], own, parameter)
-        what += ", kept float" if not on_grid and (kept(name) or kept(owner)) else ""
-        found.append(CountedParameter(name, kind, what, on_grid, parameter.numel() - on_grid))
+        what += other + (", kept float" if not on_grid and (kept(name) or kept(owner)) else "")
+        found.append(CountedParameter(name, kind, what, on_grid, parameter.numel() - on_grid, form))
+    counted, shared = {one.name for one in found}, copies.keys() - dict(twin.named_parameters()).keys()
+    for name, parameter in model.named_parameters(remove_duplicate=False) if mode.kind == "user" else ():
+        owner, _, own = name.rpartition(".")
+        is_tied = name in counted or f"{start}{name}" in shared
+        if not is_tied and (form := _form(twin, f"{start}{name}")):
+            kind = _kind(modules[owner], own, parameter, head, embedding)
+            found.append(CountedParameter(name, kind, "tied in the model", parameter.numel(), 0, form))
     return found
 
 
@@ -235,13 +258,13 @@ def _is_packed(plain: Tensor, copied: Tensor) -> bool:
     return type(copied.data) is not type(plain.data) or copied.shape != plain.shape or not copied.is_floating_point()
 
 
-def _holds_something(twin: nn.Module, name: str) -> bool:
-    """Whether the module of a parameter that is gone has other tensors in the copy, such as packed codes."""
+def _form(twin: nn.Module, name: str) -> str:
+    """The form of a parameter in the copy; empty for plain floats, and where its module is gone."""
+    owner, _, own = name.rpartition(".")
     try:
-        module = twin.get_submodule(name.rpartition(".")[0])
+        return weight_form(twin.get_submodule(owner), own)
     except AttributeError:
-        return False
-    return bool(module.state_dict())
+        return ""
 
 
 def _prefix(model: nn.Module, copies: Mapping[str, Tensor]) -> str:
@@ -268,47 +291,3 @@ def _what(module: nn.Module, own: str, parameter: Tensor) -> str:
     if own == "weight" and isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return "convolutions"
     return "Conv1D" if stores_inputs_first(module) else f"{parameter.dim()}-D parameters"
-
-
-def _groups(weights: Sequence[CountedParameter]) -> list[FloatWeights]:
-    """Float weights by module and kind; a module of which all weights are float and of a kind stands for them all."""
-    kinds: dict[str, set[tuple[int, str]]] = {}  # by module, of all weights inside: whether one is float, and what
-    for one in weights:
-        for module in _modules_around(one.name):
-            kinds.setdefault(module, set()).add((one.on_grid == 0, one.what))
-    found: dict[tuple[str, str], list[tuple[str, CountedParameter]]] = {}
-    for one in weights:
-        if one.floating:
-            around = _modules_around(one.name)
-            whole = next((module for module in around if kinds[module] == {(True, one.what)}), around[-1])
-            found.setdefault((_starred(whole), one.what), []).append((whole, one))
-    groups = []
-    for (starred, what), some in found.items():
-        modules = dict.fromkeys(module for module, _ in some)
-        names = {one.name.removeprefix(f"{module}.") for module, one in some}
-        alike = sum(_starred(module) == starred for module in kinds)
-        shown = starred if len(modules) == alike else _some_of(list(modules), starred)
-        own = names.pop() if len(names) == 1 else "*"
-        groups.append(FloatWeights(f"{shown}.{own}".lstrip("."), what, sum(one.floating for _, one in some)))
-    return sorted(groups, key=lambda group: -group.elements)
-
-
-def _modules_around(name: str) -> list[str]:
-    """The modules that a parameter lies in, the layer (the first with a number) first, its own one last."""
-    parts = name.split(".")[:-1]
-    layer = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return [".".join(parts[: end + 1]) for end in range(layer, len(parts))] or [""]
-
-
-def _some_of(modules: list[str], starred: str) -> str:
-    """layers.[1,3].mlp for two of more modules that are alike; the whole name of a single one."""
-    if len(modules) == 1:
-        return modules[0]
-    before, _, after = starred.partition("*")
-    numbers = [name.removeprefix(before).removesuffix(after) for name in modules]
-    return f"{before}[{','.join(numbers)}]{after}" if all(map(str.isdigit, numbers)) else starred
-
-
-def _starred(name: str) -> str:
-    """model.layers.*.mlp of model.layers.3.mlp."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

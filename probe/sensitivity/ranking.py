@@ -23,7 +23,7 @@ from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.inputs import calibrating, check_samples, input_batches
 from probe.running.kept_float import float_names
 from probe.running.measurement import check_twin, short_reference
-from probe.running.modes import find_mode
+from probe.running.modes import find_mode, given_modes
 from probe.running.outputs import OutputComparison
 from probe.running.recipes import Recipe, check_recipes
 from probe.running.weights import count_weights
@@ -138,7 +138,8 @@ def rank_layers(
         return found
     advised = advise(found, runs.loss_keeping)
     paths = [path for unit in units if unit.name in advised.keep for path in unit.paths]
-    return replace(found, advice=replace(advised, declared=_declared(model, recipe, paths) if paths else None))
+    can_declare = bool(paths) and not find_mode(recipe.mode).source  # what a checkpoint keeps float its tool decides
+    return replace(found, advice=replace(advised, declared=_declared(model, recipe, paths) if can_declare else None))
 
 
 def _declared(model: nn.Module, recipe: Recipe, paths: Sequence[str]) -> DeclaredMode:
@@ -237,11 +238,16 @@ class _Runs:
         self.progress(self.done, self.total, what)
 
 
+def _recipe(mode: str, format: str | None) -> Recipe:
+    return Recipe(mode, (format or "int8") if find_mode(mode).takes_format else format)
+
+
 def rank_model(
     model: str,
     *,
+    reference: str | None = None,
     mode: str | None = None,
-    format: str = "int8",
+    format: str | None = None,
     layers: tuple[str | int, ...] = ("all",),
     sites: Sites | None = None,
     data: tuple[str, int, int, int] = ("evaluation", 8, 128, 4),
@@ -255,21 +261,24 @@ def rank_model(
 ) -> Sensitivity:
     """`rank_layers` of a model by name. `mode` None is 2-1 for a Mamba and linear_wa for all others.
 
+    reference           the float original of a model that is quantized already; `mode` None is then that model
+    format              None is int8 for a mode that takes a format
     data                source, samples, tokens of each, samples in a batch
     calibration_data    source, samples, tokens of each; used by formats with calibrated scales only
     """
     check_device(device, Path())
     if is_recorded(device) or not is_present(device):
         raise ValueError(f"device {device!r} is not present here. Leave --device out to run on the cpu.")
-    early = Recipe(mode or "linear_wa", format)
+    mode = given_modes([mode] if mode else [], model, reference)[0] if mode or reference else None
+    early = _recipe(mode or "linear_wa", format)
     check_percentile(percentile)
     evaluated = TextSamples(*data)
     calibrated = calibrating(evaluated, TextSamples(*calibration_data))
     check_samples(evaluated, calibrated)
-    loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    recipe = Recipe("2-1", format) if mode is None and is_all_mamba(loaded.model) else early
+    loaded = load_model(reference or model, allow_download=allow_download, trust_remote_code=trust_remote_code)
+    recipe = _recipe("2-1", format) if mode is None and is_all_mamba(loaded.model) else early
     check_recipes(loaded, [recipe])
-    select(loaded.model, layers, model_name=model)  # before a minute of calibration
+    select(loaded.model, layers, model_name=loaded.name)  # before a minute of calibration
     inputs = input_batches(loaded, evaluated)
     calibration = None
     if recipe.needs_calibration:

@@ -12,6 +12,7 @@ from probe.gate.measured_layers import FIGURES, Flaw, Observation
 from probe.gate.tolerances import FLOAT_FACTOR, MOST, RULES, Rule, tolerance
 from probe.gate.verdicts import RefusedError, Standards, judge, renewed
 from probe.running.digests import VARIES
+from probe.running.modes import find_mode, unregister_mode
 
 CASE = Case("mode_2_1", "layer_0", "cpu", "int8")
 VALUES = {group: tuple(float(i) for i in range(KEPT[group])) for group in ("injected", "propagated")}
@@ -58,6 +59,21 @@ def test_every_figure_drifts_in_both_directions_and_not_within_its_tolerance(nam
 @pytest.mark.parametrize("value", [math.nan, math.inf, None], ids=str)
 def test_nan_inf_and_undefined_never_pass(name: str, value: float | None) -> None:
     assert verdict(changed(**{name: value})) == "drift"
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor"), [("fp16", FLOAT_FACTOR), ("checkpoint_q4", 1.0), ("a tool's", FLOAT_FACTOR)]
+)
+def test_a_mode_without_a_format_is_float_unless_it_is_a_checkpoint(mode: str, factor: float) -> None:
+    find_mode("checkpoint:q4")
+    try:
+        found = judge("m", Case(mode, "layer_0", "cpu"), FOUND, stored(), STANDARDS).figures["injected.mse"].tolerance
+        quantized = judge("m", CASE, FOUND, stored(), STANDARDS).figures["injected.mse"].tolerance
+    finally:
+        unregister_mode("checkpoint:q4")
+    assert found is not None
+    assert quantized is not None
+    assert found == pytest.approx(factor * quantized, rel=0.01)  # digits that are stored are added
 
 
 def test_a_figure_that_has_no_baseline_fails() -> None:

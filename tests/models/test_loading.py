@@ -164,8 +164,8 @@ def test_the_fingerprint_sees_names_dtypes_and_shapes() -> None:
 def test_an_unknown_name_offers_the_nearest_and_the_ways_to_write_one() -> None:
     assert refusal("tiny-mambo") == (
         "unknown model 'tiny-mambo'. Did you mean 'tiny-mamba'? Embedded: tiny-mamba, tiny-llama, mamba-130m-random. "
-        "Write a folder as ./path/to/model, a hub model as organization/name, a function that makes the model as "
-        "package.module:factory."
+        "Write a folder as ./path/to/model, a GGUF file as ./path/to/model.gguf, a hub model as organization/name, a "
+        "function that makes the model as package.module:factory."
     )
     for far in ("", "nofolder"):
         assert refusal(far).startswith(f"unknown model {far!r}. Embedded: tiny-mamba, tiny-llama")

@@ -72,7 +72,7 @@ def write_marked(pytester: pytest.Pytester, arguments: str) -> None:
     [
         ("format", '["int8"]', ["unknown key 'format'", "Did you mean 'formats'?"]),
         ("batchsize", "2", ["unknown key 'batchsize'", "Did you mean 'batch_size'?"]),
-        ("zzz", "2", ["unknown key 'zzz'. Known: model, modes"]),
+        ("zzz", "2", ["unknown key 'zzz'. Known: model, reference, modes"]),
         ("model", "3", ["model is 3; expected a text that is not empty"]),
         ("model", '""', ["model is ''; expected a text that is not empty"]),
         ("modes", "true", ["modes is True; expected a list of names"]),
@@ -135,7 +135,7 @@ def test_settings_that_cannot_be_read_are_refused_but_only_where_there_are_some(
         file.write_text(text)
         return pytester.runpytest_inprocess("-c", "other.ini", "--rootdir=.", "-p", "no:cacheprovider")
 
-    refused(run("[tool]\nprobe = 3\n"), f"[tool.probe] of {file} is 3; expected a table of model, modes")
+    refused(run("[tool]\nprobe = 3\n"), f"[tool.probe] of {file} is 3; expected a table of model, reference, modes")
     refused(run("[tool.prob]\nmodel = 'x'\n"), f"{file} has a [tool.prob] and no [tool.probe]. Did you mean")
     refused(run("[tool.probe]\nmodel = \n"), f"{file} cannot be read", "Correct it and run again")
     both = "[tool.probe]\nmodes = ['0']\n[tool.probe.modes.mixed]\nbase = '0'\nkeep_float = ['layers.0']\n"

@@ -10,9 +10,10 @@ import pytest
 
 from probe.commands import main
 from probe.report.sensitivity import describe, page, picture, table_rows
+from probe.running.counted_parameters import FloatWeights
 from probe.running.declarations import read_declarations
 from probe.running.modes import register_mode, unregister_mode
-from probe.running.weights import Count, FloatWeights, Weights
+from probe.running.weights import Count, Weights
 from probe.sensitivity import Advice, Effect, Figures, Sensitivity
 from probe.sensitivity.advice import advise
 
@@ -250,7 +251,8 @@ def test_the_command_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "bf16"], "mode bf16 is a float mode and takes no format, but int8 was given"),
+        (["--mode", "bf16"], "mode bf16 is a float mode: no layer of it is on a grid"),
+        (["--mode", "bf16", "--format", "int8"], "mode bf16 is a float mode and takes no format, but int8 was given"),
         (["--mode", "2-9"], "unknown mode '2-9'"),
         (["--format", "int9"], "unknown format 'int9'"),
         (["--model", "tiny-llama", "--mode", "2-1"], "quantizes Mamba-1 blocks and tiny-llama has none"),
