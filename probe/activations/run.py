@@ -19,7 +19,7 @@ from probe.data.library_logs import quietly
 from probe.data.samples import Batch, batches_of, samples_of, token_fingerprint
 from probe.data.sources import documents_of
 from probe.models.forward import call_options
-from probe.models.linear import put_expert_sites
+from probe.models.linear_grids import put_expert_sites
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place

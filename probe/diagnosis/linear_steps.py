@@ -13,7 +13,8 @@ from probe.diagnosis.explanations import EXPLAINED
 from probe.diagnosis.plain_grids import PlainGrid, other_scales, suspects
 from probe.diagnosis.signatures import AXES_OF_WEIGHTS, SUMS, Replay, Step
 from probe.formats import FORMATS, Format
-from probe.models.linear import GridLinear, linear_layers
+from probe.models.grid_modules import GridLinear
+from probe.models.linear import linear_layers
 from probe.running.corners import linear_amax
 from probe.running.kept_float import keeps
 from probe.running.traces import LayerTrace, Parts
@@ -182,7 +183,7 @@ def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
     """
     model, twin, mode, layer = trace.model, trace.twin, trace.mode, trace.module
     fmt = FORMATS[str(trace.recipe.format)]
-    kept, found = keeps(mode), linear_layers(model).items()
+    kept, found = keeps(mode), linear_layers(model, trace.recipe.include).items()
     inside = {name: linear for name, linear in found if f"{name}.".startswith(f"{layer}.") and not kept(name)}
     for name, linear in inside.items():
         short = name.removeprefix(layer).removeprefix(".")

@@ -22,10 +22,10 @@ from probe.models.offload import brought_in, is_offloaded
 from probe.models.outside import outside_modules
 from probe.models.positions import position_limit
 from probe.running.declarations import read_declarations
-from probe.running.environment import FORMAT, NOT_RUN, differences, is_recorded
+from probe.running.environment import FORMAT, INCLUDE, NOT_RUN, differences, is_recorded
 from probe.running.modes import declare_modes, expand_modes, find_mode
 from probe.running.paths import Path as PathThrough, paths_of, support
-from probe.running.recipes import Recipe, check_recipes, recipes_of
+from probe.running.recipes import Recipe, check_recipes, checked_include, recipe_of, recipes_of
 from probe.running.reference import running_once
 from probe.words import LOGITS
 
@@ -66,9 +66,15 @@ class Matrix:
         if not named:
             raise ValueError(f"modes are {', '.join(modes)}: nothing is left beside the reference. Name another mode.")
         formats = self.settings.formats
-        recipes = [one for mode in named for one in recipes_of([mode.name], None if mode.formats else formats)]
+        checked_include(self.settings.include, named)
+        plain = [one for mode in named for one in recipes_of([mode.name], None if mode.formats else formats)]
+        recipes = [self.recipe(one.mode, one.format) for one in plain]
         check_recipes(self.loaded, recipes)
         return tuple(recipes)
+
+    def recipe(self, mode: str, format: str | None) -> Recipe:
+        """The recipe of a mode and a format, with what the settings include."""
+        return recipe_of(mode, format, self.settings.include)
 
     def _declared_modes(self) -> list[str]:
         """Add the modes that the settings declare to the table; their names."""
@@ -172,6 +178,7 @@ class Matrix:
             "input.tokens": f"{token_fingerprint(self.batches())} ({self.settings.samples} x {self.settings.seqlen})",
             "input.calibration": f"{token_fingerprint(sampled)} ({ours.samples} x {ours.seqlen})",
             "input.percentile": f"{ours.percentile:g}",
+            **({INCLUDE: ", ".join(self.settings.include)} if self.settings.include else {}),
         }
 
     @property
@@ -197,9 +204,13 @@ class Matrix:
 
     def other_input(self, case: Case) -> str:
         """How the input of the baselines of a case's mode differs from this one; empty if it does not."""
-        stored = self.environment(case)
-        then = {name: stored.get(name, "none") for name in self.input_facts}
-        return "; ".join(differences(then, self.input_facts)) if stored else ""
+        stored, now = self.environment(case), dict(self.input_facts)
+        if find_mode(case.mode).kind == "linear":  # no other mode depends on it
+            now.setdefault(INCLUDE, "none")
+        else:
+            now.pop(INCLUDE, None)
+        then = {name: stored.get(name, "none") for name in now}
+        return "; ".join(differences(then, now)) if stored else ""
 
 
 @lru_cache(maxsize=4)

@@ -68,6 +68,8 @@ class RecordRequest:
     """The folder of the weights; `model` is then only the name in the manifest."""
     modes: Sequence[str] | None = None
     formats: Sequence[str] = ("int8",)
+    include: Sequence[str] = ()
+    """What linear modes put on the grid too: router, embedding, head."""
     layers: Sequence[str | int] | None = None
     taps: Sequence[str] | None = None
     samples: int | None = None
@@ -180,7 +182,7 @@ class _NoTokenizer:
 
 def check_request(request: RecordRequest) -> None:
     """Refuse what no model is needed for to see that it cannot be."""
-    recipes_of(list(request.modes or ()), list(request.formats))
+    recipes_of(list(request.modes or ()), list(request.formats), request.include)
     TextSamples(request.calib_data, request.calib_data_num, request.calib_seqlen).check()
     if request.source is not None:
         samples, seqlen = (1 if one is None else one for one in (request.samples, request.seqlen))
@@ -244,7 +246,7 @@ def device_name(request: RecordRequest, model: ModelToRun) -> str:
 def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
     """The recipes to record. A model that runs as is has exactly one, which the request must name."""
     if model.runs_as_is:
-        recipes = recipes_of(list(request.modes or ("fp32",)), list(request.formats))
+        recipes = recipes_of(list(request.modes or ("fp32",)), list(request.formats), request.include)
         if len(recipes) != 1:
             raise ValueError(
                 f"the model is run as it is, so it is one recipe, but {', '.join(map(str, recipes))} were asked for. "
@@ -254,7 +256,7 @@ def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
     default = request.defaults.modes
     fitting = default if is_all_mamba(model.loaded.model) or default == ("fp_only",) else PLAIN
     names = [one for name in request.modes or fitting for one in (ALL if name == "all" else (name,))]
-    recipes = recipes_of(names, list(request.formats))
+    recipes = recipes_of(names, list(request.formats), request.include)
     check_recipes(model.loaded, recipes)
     return recipes
 

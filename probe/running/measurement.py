@@ -58,6 +58,7 @@ class Measured:
             "recipe": str(self.recipe),
             "equal_by_definition": same,
             "keep_float": list(mode.keep_float),
+            "include": list(self.recipe.include),
             "weights": self.weights.as_dict(),
             "layers": finite(layers),
             "logits": finite(self.logits.as_dict()),
@@ -217,6 +218,7 @@ def measure_all(
     *,
     modes: Sequence[str] | None = None,
     formats: Sequence[str] | None = None,
+    include: Sequence[str] = (),
     layers: Sequence[str | int] = ("all",),
     data: tuple[str, int, int, int] = EVALUATION,
     calibration_data: tuple[str, int, int, int] = CALIBRATION,
@@ -228,7 +230,8 @@ def measure_all(
 ) -> list[Measured]:
     """Every recipe of modes x formats against fp32, on one model, with one reference and one calibration.
 
-    Without modes: those that fit the model. `data` and `calibration_data` are TextSamples, or the same as plain tuples.
+    Without modes: those that fit the model. `include` names what linear modes quantize too: router, embedding, head.
+    `data` and `calibration_data` are TextSamples, or the same as plain tuples.
     """
     evaluated, calibrated = TextSamples(*data), TextSamples(*calibration_data)
     if evaluated.seqlen < 2:
@@ -236,10 +239,10 @@ def measure_all(
     evaluated.check()
     calibrated.check()
     check_percentile(percentile)
-    recipes = recipes_of(modes or (), formats)
+    recipes = recipes_of(modes or (), formats, include)
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:
-        recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
+        recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats, include)
     check_recipes(loaded, recipes)
     check_positions(loaded.model, evaluated.seqlen, key="seqlen")
     select(loaded.model, layers, model_name=model)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from probe.models.linear import torchao_int8
+from probe.models.libraries import torchao_int8
 from probe.running.calibration import Calibration
 from probe.running.declarations import DeclaredMode, check_mode_name, checked_patterns
 from probe.settings import ConfigurationError

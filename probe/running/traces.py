@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.models.linear import GridLinear, linear_layers
+from probe.models.grid_modules import GridLinear
+from probe.models.linear import linear_layers
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError, first_tensor

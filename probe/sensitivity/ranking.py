@@ -226,6 +226,7 @@ def rank_model(
     *,
     mode: str | None = None,
     format: str = "int8",
+    include: Sequence[str] = (),
     layers: tuple[str | int, ...] = ("all",),
     sites: Sites | None = None,
     data: tuple[str, int, int, int] = ("evaluation", 8, 128, 4),
@@ -239,6 +240,7 @@ def rank_model(
 ) -> Sensitivity:
     """`rank_layers` of a model by name. `mode` None is 2-1 for a Mamba and linear_wa for all others.
 
+    include             what a linear mode quantizes too: router, embedding, head
     data                source, samples, tokens of each, samples in a batch
     calibration_data    source, samples, tokens of each; used by formats with calibrated scales only
     """
@@ -247,12 +249,13 @@ def rank_model(
         raise ValueError(f"device {device!r} is not present here. Leave --device out to run on the cpu.")
     if data[2] < 2:
         raise ValueError(f"seqlen is {data[2]}; expected at least 2, a token and the next one.")
-    early = Recipe(mode or "linear_wa", format)
+    early = Recipe(mode or "linear_wa", format, include=tuple(include))
     check_percentile(percentile)
     for samples in (TextSamples(*data), TextSamples(*calibration_data)):
         samples.check()
     loaded = load_model(model, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    recipe = Recipe("2-1", format) if mode is None and is_all_mamba(loaded.model) else early
+    is_default_mamba = mode is None and is_all_mamba(loaded.model)
+    recipe = Recipe("2-1", format, include=tuple(include)) if is_default_mamba else early
     check_recipes(loaded, [recipe])
     select(loaded.model, layers, model_name=model)  # before a minute of calibration
     check_positions(loaded.model, data[2], key="seqlen")

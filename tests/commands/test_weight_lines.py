@@ -11,7 +11,8 @@ MIXTRAL = ["--model", "tests.models.random_models:make_mixtral"]
 GPT2 = ["--model", "tests.models.random_models:make_gpt2"]
 SMALL = ["--samples", "2", "--seqlen", "16", "--calib-data-num", "2", "--calib-seqlen", "16"]
 LINE = (
-    "weights on a grid: 99.5 % (35,840 of 36,032); float: 192 in model.layers.*.mlp.gate.weight (2-D parameters); "
+    "weights on a grid: 99.5 % (35,840 of 36,032); float: 192 in model.layers.*.mlp.gate.weight "
+    "(routers, not in include); "
     "embedding 8,192 float, head 8,192 float, norms 160 float"
 )
 
