@@ -4,6 +4,7 @@ A GridLinear stands for an nn.Linear or a Conv1D. All others keep their class, w
 that their own forward runs, with its strides, padding, groups and routing, on a weight and an input on their grids.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Hashable
 from functools import cache, partial
@@ -89,11 +90,20 @@ class GridConvolution(GridInput):
 
     kernel_size: tuple[int, ...]
 
+    def _channels(self, x: Tensor) -> int:
+        """The axis of the channels; without a batch the first one."""
+        return x.dim() - len(self.kernel_size) - 1
+
     def at_site(self, x: Tensor) -> Tensor:
         """The input on the grid, with the axes and the layout in memory that it had."""
-        channels = x.dim() - len(self.kernel_size) - 1  # without a batch the first axis
+        channels = self._channels(x)
         on_grid = cast(Tensor, self.input(x.movedim(channels, -1))).movedim(-1, channels)
         return on_grid if on_grid.stride() == x.stride() else empty_like(x).copy_(on_grid)
+
+    def exact(self, x: Tensor) -> Tensor:
+        """The convolution in float64 of an input that is on the grid already, with its channels last."""
+        run: Callable[..., Tensor] = super(GridInput, copy.deepcopy(self).double()).forward
+        return run(x.double().movedim(-1, self._channels(x)))
 
 
 class GridEmbedding(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.models.grid_modules import GridLinear
+from probe.models.grid_modules import GridConvolution, GridLinear
 from probe.models.linear import linear_layers
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.running.calibration import Calibration
@@ -221,5 +221,5 @@ def _watched(layer: nn.Module, mode: Mode) -> Iterator[tuple[str, dict[str, nn.M
     elif mode.kind == "linear":
         for name, linear in linear_layers(layer).items():
             if linear.has_sites:
-                whole = {"linear": linear.module} if isinstance(linear.module, GridLinear) else {}
+                whole = {"linear": linear.module} if isinstance(linear.module, GridLinear | GridConvolution) else {}
                 yield name, whole | {site: linear.module.get_submodule(site) for site in linear.inputs}

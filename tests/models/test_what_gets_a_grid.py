@@ -198,9 +198,10 @@ def test_a_convolution_runs_its_own_forward_with_weight_and_input_on_the_grid(ki
     on_grid = torch.empty_like(x)
     for sample in range(len(x)):
         for place in product(*(range(size) for size in x.shape[2:])):
-            channels = [float(value) for value in x[(sample, slice(None), *place)]]
+            here: Any = (sample, slice(None), *place)
+            channels = [float(value) for value in x[here]]
             line = integers(channels, AMAX) if format == "int8" else looped_line(channels, format)
-            on_grid[(sample, slice(None), *place)] = torch.tensor(line)
+            on_grid[here] = torch.tensor(line)
     assert torch.equal(twin(x), plain(on_grid))
     assert torch.equal(twin(input=x), twin(x))
     assert torch.allclose(twin(x[0]), twin(x)[0], atol=1e-6), "without a batch the channels are the first axis"
