@@ -62,7 +62,7 @@ class Project:
     @property
     def has_pytest_settings(self) -> bool:
         """Whether pytest takes the folder for the root of the project, whatever folders lie around it."""
-        return "pytest" in self.tables.get("tool", {}) or any(
+        return "pytest" in _table(self.tables, "tool") or any(
             self._ini_settings(name) is not None for name in INI_FILES
         )
 
@@ -70,10 +70,11 @@ class Project:
     def test_file(self) -> Path:
         """The test in the first folder that pytest searches."""
         ini = [found for name in INI_FILES if (found := self._ini_settings(name)) is not None]
-        own = self.tables.get("tool", {}).get("pytest", {})
-        own = own.get("ini_options", own)
-        paths: Any = (ini[0] if ini else own).get("testpaths", [])
-        first = next(iter(paths.split() if isinstance(paths, str) else paths), "")
+        own = _table(_table(self.tables, "tool"), "pytest")
+        own = _table(own, "ini_options") or own
+        paths = (ini[0] if ini else own).get("testpaths", "")
+        listed = paths.split() if isinstance(paths, str) else paths if isinstance(paths, list) else []
+        first = str(listed[0]) if listed else ""
         return Path("" if any(sign in first for sign in "*?[") else first) / TEST
 
     def _ini_settings(self, name: str) -> Mapping[str, str] | None:
@@ -85,6 +86,12 @@ class Project:
         if name.endswith("pytest.ini") and (self.folder / name).is_file() and not parser.has_section("pytest"):
             return {}
         return parser[INI_FILES[name]] if parser.has_section(INI_FILES[name]) else None
+
+
+def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A table of a TOML document; empty if it is none."""
+    found = tables.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _init(options: argparse.Namespace) -> int:
@@ -113,8 +120,7 @@ def _read_project(folder: Path) -> Project:
         raise ValueError(
             f"{file} cannot be read as TOML ({why}). Correct it and run again; nothing was written."
         ) from None
-    tool = tables.get("tool", {})
-    if not isinstance(tool, Mapping) or "probe" in tool:
+    if "probe" in _table(tables, "tool"):
         raise ValueError(
             f"{file} has a [tool.probe] already; nothing was written. Change it by hand, or guard a second model by a "
             'test of its own: @pytest.mark.probe(model="MODEL", modes=["linear_w"]) above a test that takes probe_case.'

@@ -53,7 +53,8 @@ def _with_sites(model: nn.Module, name: str, layer: LinearLayer) -> nn.Module:
     if layer.is_experts:
         _put_expert_sites(layer)
         return module
-    if isinstance(module, nn.Linear) or stores_inputs_first(module):
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward  # a router may be derived
+    if is_plain or stores_inputs_first(module):
         replaced = GridLinear(module, inputs_first=layer.inputs_first)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, replaced)

@@ -11,8 +11,7 @@ A gain of a norm that was folded into the next weight leaves ones behind, which 
 one. Nothing here runs the model.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Self
@@ -26,6 +25,7 @@ from probe.models.linear import linear_layers, linear_weights, stores_inputs_fir
 from probe.models.mamba import WEIGHTS, mamba_blocks
 from probe.models.parts import CONVOLUTIONS, included_parts, input_embedding, output_head, ssm_convolutions
 from probe.numerics.grids import weight_on_grid
+from probe.running.counted_parameters import CountedParameter, FloatWeights, float_groups, with_stars
 from probe.running.coverage import STRAY, off_grid
 from probe.running.kept_float import keeps
 from probe.running.modes import find_mode
@@ -38,17 +38,6 @@ APART = ("embedding", "head", "norms", "biases", "other vectors")
 UNTIED = "untied head"
 #: Groups of float weights that the line names; the dict has all.
 NAMED = 6
-
-
-@dataclass(frozen=True)
-class CountedParameter:
-    """A parameter of the float model, and how many of its elements are on a grid in the copy."""
-
-    name: str
-    kind: str  # weights, or one of APART
-    what: str  # nn.Linear, Conv1D, convolutions, routers, 3-D parameters; and why it is float
-    on_grid: int
-    floating: int
 
 
 @dataclass(frozen=True)
@@ -67,15 +56,6 @@ class Count:
 def _sum(parameters: Iterable[CountedParameter]) -> Count:
     found = list(parameters)
     return Count(sum(one.on_grid for one in found), sum(one.floating for one in found))
-
-
-@dataclass(frozen=True)
-class FloatWeights:
-    """Weights that stayed float: their names, with * for numbers and for names that differ at the end."""
-
-    names: str
-    what: str
-    elements: int
 
 
 @dataclass(frozen=True)
@@ -143,7 +123,7 @@ def summarize(model: nn.Module, counted: Iterable[CountedParameter], recipe: Rec
         kinds[one.kind].append(one)
     weights, mode = kinds.pop("weights"), find_mode(recipe.mode)
     unreached = [
-        _starred(f"{name}.{site}")
+        with_stars(f"{name}.{site}")
         for name, layer in linear_layers(model, recipe.include).items()
         for site in (layer.float_inputs if mode.kind == "linear" and mode.inputs else ())
     ]
@@ -152,7 +132,7 @@ def summarize(model: nn.Module, counted: Iterable[CountedParameter], recipe: Rec
         kinds[UNTIED] = kinds.pop("head")
     return Weights(
         **asdict(_sum(weights)),
-        float_weights=_groups(weights),
+        float_weights=float_groups(weights),
         apart={name: _sum(some) for name, some in kinds.items() if some},
         tied=tied and UNTIED not in kinds,
         float_inputs=list(dict.fromkeys(unreached)),
@@ -289,47 +269,3 @@ def _what(module: nn.Module, own: str, parameter: Tensor) -> str:
     if own == "weight" and isinstance(module, CONVOLUTIONS):
         return "convolutions"
     return "Conv1D" if stores_inputs_first(module) else f"{parameter.dim()}-D parameters"
-
-
-def _groups(weights: Sequence[CountedParameter]) -> list[FloatWeights]:
-    """Float weights by module and kind; a module of which all weights are float and of a kind stands for them all."""
-    kinds: dict[str, set[tuple[int, str]]] = {}  # by module, of all weights inside: whether one is float, and what
-    for one in weights:
-        for module in _modules_around(one.name):
-            kinds.setdefault(module, set()).add((one.on_grid == 0, one.what))
-    found: dict[tuple[str, str], list[tuple[str, CountedParameter]]] = {}
-    for one in weights:
-        if one.floating:
-            around = _modules_around(one.name)
-            whole = next((module for module in around if kinds[module] == {(True, one.what)}), around[-1])
-            found.setdefault((_starred(whole), one.what), []).append((whole, one))
-    groups = []
-    for (starred, what), some in found.items():
-        modules = dict.fromkeys(module for module, _ in some)
-        names = {one.name.removeprefix(f"{module}.") for module, one in some}
-        alike = sum(_starred(module) == starred for module in kinds)
-        shown = starred if len(modules) == alike else _some_of(list(modules), starred)
-        own = names.pop() if len(names) == 1 else "*"
-        groups.append(FloatWeights(f"{shown}.{own}".lstrip("."), what, sum(one.floating for _, one in some)))
-    return sorted(groups, key=lambda group: -group.elements)
-
-
-def _modules_around(name: str) -> list[str]:
-    """The modules that a parameter lies in, the layer (the first with a number) first, its own one last."""
-    parts = name.split(".")[:-1]
-    layer = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return [".".join(parts[: end + 1]) for end in range(layer, len(parts))] or [""]
-
-
-def _some_of(modules: list[str], starred: str) -> str:
-    """layers.[1,3].mlp for two of more modules that are alike; the whole name of a single one."""
-    if len(modules) == 1:
-        return modules[0]
-    before, _, after = starred.partition("*")
-    numbers = [name.removeprefix(before).removesuffix(after) for name in modules]
-    return f"{before}[{','.join(numbers)}]{after}" if all(map(str.isdigit, numbers)) else starred
-
-
-def _starred(name: str) -> str:
-    """model.layers.*.mlp of model.layers.3.mlp."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -202,6 +202,11 @@ def test_where_the_plugin_is_not_installed_conftest_makes_it_known(
             "tool = {}\n",
             "no [tool.probe] can be added to pyproject.toml, whose `tool` is in another form",
         ),
+        (
+            "pyproject.toml",
+            "tool = 3\n",
+            "no [tool.probe] can be added to pyproject.toml, whose `tool` is in another form",
+        ),
         ("test_gate.py", "", "test_gate.py exists already; nothing was written. Move it away, or add to it by hand"),
     ],
 )

@@ -28,6 +28,7 @@ from tests.models.random_models import (
     make_gpt2,
     make_jamba,
     make_mixtral,
+    make_phimoe,
     make_qwen3_next,
     make_t5,
     make_vit,
@@ -133,6 +134,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str], tuple[str, ...]]] = {
         INCLUDABLE,
     ),
     "qwen3_next": (make_qwen3_next, {"model.layers.0.linear_attn.conv1d", "model.layers.0.mlp.gate"}, INCLUDABLE),
+    "phimoe": (make_phimoe, {"model.layers.0.mlp.router", "lm_head"}, INCLUDABLE),
     "t5": (
         make_t5,
         {"encoder.embed_tokens", "decoder.embed_tokens", "lm_head", "encoder.block.0.layer.0.SelfAttention.q"},
@@ -256,3 +258,17 @@ def test_the_convolution_of_a_token_mixer_runs(make: Callable[[], nn.Module]) ->
     assert isinstance(twin.get_submodule(name.rpartition(".")[0]), SiteMixer) == (make is make_jamba)
     with torch.no_grad(), quietly():
         assert bool(twin(torch.arange(20)[None]).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("include", [(), ("router",)])
+def test_a_router_with_a_forward_of_its_own_keeps_it(include: tuple[str, ...]) -> None:
+    plain: Any = make_phimoe()
+    twin: Any = apply(plain, Recipe("linear_wa", "fp8_e4m3", include=include))
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    router = plain.model.layers[0].mlp.router
+    with torch.no_grad():
+        if include:
+            router.weight.copy_(expected_weight(router, "weight", "fp8_e4m3"))
+        lines = torch.tensor([looped_line(row, "fp8_e4m3") for row in x.tolist()]) if include else x
+        made, wanted = twin.model.layers[0].mlp.router(x), router(lines)
+    assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))

@@ -10,9 +10,10 @@ import pytest
 
 from probe.commands import main
 from probe.report.sensitivity import describe, page, picture, table_rows
+from probe.running.counted_parameters import FloatWeights
 from probe.running.declarations import read_declarations
 from probe.running.modes import register_mode, unregister_mode
-from probe.running.weights import Count, FloatWeights, Weights
+from probe.running.weights import Count, Weights
 from probe.sensitivity import Advice, Effect, Figures, Sensitivity
 from probe.sensitivity.advice import advise
 
