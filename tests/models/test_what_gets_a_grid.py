@@ -272,3 +272,35 @@ def test_a_router_with_a_forward_of_its_own_keeps_it(include: tuple[str, ...]) -
         lines = torch.tensor([looped_line(row, "fp8_e4m3") for row in x.tolist()]) if include else x
         made, wanted = twin.model.layers[0].mlp.router(x), router(lines)
     assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "sites"),
+    [
+        (make_vit, {"pixel_values": (2, 3, 16, 16)}, {"vit.embeddings.patch_embeddings.projection": 3}),
+        (make_whisper, {"input_features": (2, 20, 32)}, {"model.encoder.conv1": 20, "model.encoder.conv2": 32}),
+    ],
+    ids=["vit", "whisper"],
+)
+@torch.no_grad()
+def test_a_model_that_starts_with_convolutions_runs_with_their_inputs_on_the_grid(
+    make: Callable[[], nn.Module], inputs: dict[str, tuple[int, ...]], sites: dict[str, int]
+) -> None:
+    plain: Any = make()
+    recipe = Recipe("linear_wa", "fp8_e4m3")
+    twin: Any = apply(plain, recipe)
+    given = {name: torch.randn(shape, generator=torch.Generator().manual_seed(0)) for name, shape in inputs.items()}
+    given |= {"decoder_input_ids": torch.arange(8).reshape(2, 4)} if make is make_whisper else {}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in sites:
+        site = twin.get_submodule(f"{name}.input")
+        site.register_forward_hook(lambda module, args, output, name=name: seen.update({name: (args[0], output)}))
+    with watching(twin, recipe) as strays:
+        logits = twin(**given).logits
+    assert not strays
+    assert bool(logits.isfinite().all())
+    assert not torch.equal(logits, plain(**given).logits)
+    for name, channels in sites.items():
+        before, after = (tensor.reshape(-1, channels) for tensor in seen[name])
+        wanted = [looped_line(row, "fp8_e4m3") for row in before.tolist()]
+        assert torch.equal(after, torch.tensor(wanted)), name
