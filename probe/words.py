@@ -15,6 +15,8 @@ WHOLE = (LOGITS, OUTPUT)
 #: Cases of a recipe beside its layers: what lies outside of them, and ways through the model other than one prefill.
 OUTSIDE = ("embedding", "norm", "head")
 PATHS = ("decode", "batch_1", "ragged", "padded")
+#: Parts of a model that linear modes leave float unless they are asked for.
+INCLUDABLE = ("router", "embedding", "head")
 #: All labels of cases that are no layers.
 BESIDE = (*OUTSIDE, *PATHS, *WHOLE)
 

@@ -17,13 +17,13 @@ from probe.activations.settings import (
 )
 from probe.activations.statistics import KINDS, Kind
 from probe.models.layers import blocks_of, select
-from probe.models.linear import linear_layers, stores_inputs_first
+from probe.models.linear import convolution_rows, linear_layers, stores_inputs_first
 
 #: The most layers with percentile bands, each of which needs a table of 641 counts per channel.
 MOST_BANDS = 12
 #: What the default patterns stand for in a model with other names.
 USUAL: dict[tuple[str, ...], Callable[[nn.Module], list[str]]] = {
-    (LINEAR,): lambda model: list(linear_layers(model)),
+    (LINEAR,): lambda model: [name for name, layer in linear_layers(model).items() if not layer.is_convolution],
     (LAYERS,): blocks_of,
 }
 Side = Literal["input", "output"]
@@ -154,7 +154,7 @@ def expert_weights(model: nn.Module) -> dict[str, tuple[str, str]]:
     return {
         f"{name}.{site}": (name, layer.weight_of(site))
         for name, layer in linear_layers(model).items()
-        for site in (layer.inputs if len(layer.weights) > 1 and layer.has_sites else ())
+        for site in (layer.inputs if layer.is_experts and layer.has_sites else ())
     }
 
 
@@ -175,10 +175,7 @@ def weight_rows(module: nn.Module) -> torch.Tensor | None:
         return None if weight is None else weight[None]
     if stores_inputs_first(module):
         return weight.T
-    if getattr(module, "transposed", False) is True:
-        grouped = weight.reshape(cast(int, module.groups), -1, *weight.shape[1:])  # [groups, in / groups, out / ...]
-        return grouped.transpose(1, 2).flatten(0, 1).flatten(1)
-    return weight.flatten(1)
+    return convolution_rows(module, weight)
 
 
 def _evenly(names: tuple[str, ...], most: int) -> tuple[str, ...]:

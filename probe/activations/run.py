@@ -21,7 +21,7 @@ from probe.data.samples import TextSamples, TokenBatch, batches_of, samples_of
 from probe.data.sources import Documents, documents_of
 from probe.models.factories import check_function
 from probe.models.forward import call_model
-from probe.models.linear import put_expert_sites
+from probe.models.linear_grids import put_expert_sites
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place

@@ -9,12 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from probe.commands import analyze, check, compare, diff, formats, models, record, scaling, sensitivity
+from probe.commands import analyze, check, compare, diff, formats, init, models, record, scaling, sensitivity
 from probe.version import VERSION
 from probe.words import printable
 
 #: The files of the commands, in the order of `probe --help`. A new command is a file and its row here.
-COMMANDS = (formats, models, record, compare, diff, check, scaling, sensitivity, analyze)
+COMMANDS = (init, formats, models, record, compare, diff, check, scaling, sensitivity, analyze)
 
 #: The exit code of a program that SIGINT ended, 128 + 2.
 INTERRUPTED = 130

@@ -10,6 +10,7 @@ from probe.commands.options import (
     Subparsers,
     add_calibration,
     add_data,
+    add_include,
     add_model,
     add_modes_from,
     add_reference,
@@ -52,6 +53,7 @@ def add(commands: Subparsers) -> None:
     errors.add_argument("--modes", nargs="+", metavar="MODE", help="modes, or groups: all essential quant_only fp_only")
     add_modes_from(errors)
     errors.add_argument("--formats", nargs="+", metavar="FORMAT", help="default: int8, the MX formats and nvfp4")
+    add_include(errors)
     errors.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
     add_data(errors, samples=8, seqlen=256, batch_size=8)
     add_calibration(errors)
@@ -79,6 +81,7 @@ def _errors(options: argparse.Namespace) -> int:
             reference=options.reference,
             modes=options.modes,
             formats=options.formats,
+            include=options.include,
             layers=options.layers,
             injected=options.injected,
             progress=progress.line,

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from probe.formats import PERCENTILE
 from probe.models.factories import check_function
+from probe.words import INCLUDABLE
 
 #: What `add_subparsers` returns, to which a command adds its parser.
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -54,6 +55,12 @@ def add_modes_from(parser: argparse.ArgumentParser) -> None:
     """Files that declare modes, beside the pyproject.toml of the current folder."""
     files = "also the modes that FILE declares in [tool.probe.modes.NAME] (always: ./pyproject.toml)"
     add_option(parser, "--modes-from", action="append", default=[], metavar="FILE", help=files)
+
+
+def add_include(parser: argparse.ArgumentParser) -> None:
+    """What linear modes quantize beside the layers."""
+    parts = f"what linear modes leave float, put on the grid too: {', '.join(INCLUDABLE)}"
+    parser.add_argument("--include", nargs="+", default=[], metavar="PART", help=parts)
 
 
 def declare_modes(options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from probe.commands.options import (
     Subparsers,
     add_calibration,
+    add_include,
     add_model,
     add_modes_from,
     add_option,
@@ -37,6 +38,7 @@ def add(commands: Subparsers) -> None:
     option("--quantize", action="store_true", help="refuse modes that quantize nothing; a mode needs no --quantize")
     add_modes_from(parser)
     option("--formats", nargs="+", default=["int8"], metavar="FORMAT", help="default: int8")
+    add_include(parser)
     option("--layers", nargs="+", metavar="LAYER", help="first, last, all, indices or regular expressions")
     option(
         "--taps",

@@ -8,6 +8,7 @@ from probe.commands.options import (
     Subparsers,
     add_calibration,
     add_data,
+    add_include,
     add_model,
     add_modes_from,
     add_option,
@@ -36,6 +37,7 @@ def add(commands: Subparsers) -> None:
     add_reference(command)
     command.add_argument("--mode", metavar="MODE", help="default: 2-1 for a Mamba, linear_wa for other models")
     command.add_argument("--format", metavar="FORMAT", help="default: int8")
+    add_include(command)
     command.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
     sites = "rank sites: each in all layers at once (across, the default), or each in each layer (within)"
     command.add_argument("--sites", nargs="?", const="across", choices=("across", "within"), help=sites)
@@ -77,6 +79,7 @@ def _run(options: argparse.Namespace) -> int:
             reference=options.reference,
             mode=options.mode,
             format=options.format,
+            include=options.include,
             layers=tuple(options.layers),
             sites=options.sites,
             device=options.device,

@@ -35,7 +35,7 @@ from probe.models.mamba import mamba_blocks
 from probe.running.calibration import PERCENTILE_SITES
 from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE
-from probe.running.recipes import Recipe
+from probe.running.recipes import Recipe, gridded_modules
 from probe.running.traces import BatchTrace, LayerTrace
 
 #: The longest line that a diagnosis may be.
@@ -176,7 +176,7 @@ def _changed_outside(trace: LayerTrace) -> str:
     if mode.kind == "user":
         return ""
     inside = tuple(f"{layer}." for layer in trace.reference.modules.values())
-    on_grid = set(linear_weights(trace.model)) if mode.kind == "linear" else set()
+    on_grid = set(linear_weights(trace.model, trace.recipe.include)) if mode.kind == "linear" else set()
     blocks = list(mamba_blocks(trace.model))
     of_blocks = tuple(f"{name}." for block in blocks for name in (block.mixer_name, block.norm_name))
     for step in kept_weights(trace.model, trace.twin, mode.dtype if mode.kind == "float" else None):
@@ -192,6 +192,8 @@ def _outside_cause(trace: LayerTrace) -> str:
     """The embedding, the norm or the head beside that of the float model: its weights, then what it computes."""
     label = trace.label
     stock, twin = (side.get_submodule(trace.module) for side in (trace.model, trace.twin))
+    if gridded_modules(trace.model, trace.recipe, {label: trace.module}):
+        return _gridded_cause(trace)
     dtype = trace.mode.dtype if trace.mode.kind == "float" else None
     for step in kept_weights(stock, twin, dtype):
         if explanation := explain(step):
@@ -206,6 +208,15 @@ def _outside_cause(trace: LayerTrace) -> str:
             tokens = "" if table is None else other_tokens(table, batch.given, batch.output)
             return f"{label}; {tokens or explanation}"
     return next((f"{label}; {sentence}" for sentence, _ in other_settings(twin, stock)), "")
+
+
+def _gridded_cause(trace: LayerTrace) -> str:
+    """An embedding or a head that is on a grid: its weight, its input and its product."""
+    for batch in trace.batches():
+        for step in layer_steps(trace, batch.parts):
+            if explanation := explain(step):
+                return f"{trace.label}; {step.name}; {_by_corners(trace, step, explanation)}"
+    return ""
 
 
 def _obvious(batch: BatchTrace, label: str, output: Tensor) -> str:

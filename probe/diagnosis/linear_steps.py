@@ -13,7 +13,8 @@ from probe.diagnosis.explanations import EXPLAINED
 from probe.diagnosis.plain_grids import PlainGrid, other_scales, suspects
 from probe.diagnosis.signatures import AXES_OF_WEIGHTS, SUMS, Replay, Step
 from probe.formats import FORMATS, Format
-from probe.models.linear import GridLinear, linear_layers
+from probe.models.grid_modules import GridConvolution, GridLinear
+from probe.models.linear import linear_layers
 from probe.running.corners import linear_amax
 from probe.running.kept_float import keeps
 from probe.running.traces import LayerTrace, Parts
@@ -33,6 +34,16 @@ def linear_step(name: str, module: Any, given: Tensor, made: Tensor, more: Suspe
     weight = (module.matrix if isinstance(module, GridLinear) else module.weight).detach().double()
     bias = None if module.bias is None else module.bias.detach().double()
     return product_step(name, weight, bias, given, made, more)
+
+
+def convolution_step(name: str, module: Any, given: Tensor, made: Tensor) -> Step:
+    """The convolution with the weight that the module really has, in float64; `given` has its channels last."""
+    replays: dict[str, Replay] = {}
+    if module.bias is not None:
+        bias = module.bias.detach().double().reshape(-1, *[1] * len(module.kernel_size))
+        replays["the bias is left out"] = lambda: module.exact(given) - bias
+        replays["the bias is added twice"] = lambda: module.exact(given) + bias
+    return sums_step(name, made, module.exact(given), replays)
 
 
 def product_step(
@@ -182,7 +193,7 @@ def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
     """
     model, twin, mode, layer = trace.model, trace.twin, trace.mode, trace.module
     fmt = FORMATS[str(trace.recipe.format)]
-    kept, found = keeps(mode), linear_layers(model).items()
+    kept, found = keeps(mode), linear_layers(model, trace.recipe.include).items()
     inside = {name: linear for name, linear in found if f"{name}.".startswith(f"{layer}.") and not kept(name)}
     for name, linear in inside.items():
         short = name.removeprefix(layer).removeprefix(".")
@@ -191,15 +202,17 @@ def linear_steps(trace: LayerTrace, parts: Parts) -> Iterator[Step]:
             own, actual = (linear.matrices(side.get_parameter(parameter).detach()) for side in (linear.module, module))
             for expert, matrices in enumerate(zip(own, actual, strict=True)):
                 index = f"[{expert}]" if len(own) > 1 else ""
-                yield weight_step(f"{short}.{parameter}{index}", fmt, *matrices)
+                yield weight_step(f"{short}.{parameter}{index}".lstrip("."), fmt, *matrices)
         tensors = parts.get(short, {})
         for site in linear.inputs:
             if f"{site}.made" in tensors:
                 amax = linear_amax(trace.calibration, fmt, name, site)
                 grid = PlainGrid(fmt, amax) if mode.inputs else None
-                yield grid_step(f"site {short}.{site}", grid, tensors[f"{site}.given"], tensors[f"{site}.made"])
+                where = f"{short}.{site}".lstrip(".")
+                yield grid_step(f"site {where}", grid, tensors[f"{site}.given"], tensors[f"{site}.made"])
         if "linear.made" in tensors and "input.made" in tensors:
-            yield linear_step(short, module, tensors["input.made"], tensors["linear.made"])
+            product = convolution_step if isinstance(module, GridConvolution) else linear_step
+            yield product(short or "product", module, tensors["input.made"], tensors["linear.made"])
     names = {f"{name}.{parameter}" for name, linear in inside.items() for parameter in linear.weights}
     for step in kept_weights(model.get_submodule(layer), twin.get_submodule(layer)):
         if f"{layer}.{step.name.removeprefix('weight ')}" not in names:

@@ -25,7 +25,7 @@ from probe.gate.recorded_observations import observe_recording
 from probe.models.loading import configuration_of
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
-from probe.running.environment import ANCHORS, is_recorded, recorded_folder
+from probe.running.environment import ANCHORS, INCLUDE, is_recorded, recorded_folder
 from probe.running.golden_reference import MovedTensor, moved_tensors, reference_rows, with_spread, without_rows
 from probe.running.kept_float import float_layers
 from probe.running.modes import find_mode
@@ -66,7 +66,8 @@ class Bench(Matrix):
             return
         devices = self.store.devices(self.settings.model) if all_devices else []
         modes = [mode for device in dict.fromkeys([*self.settings.devices, *devices]) for mode in self.stored(device)]
-        fitting = [mode.environment for mode in modes if self.input_facts.items() <= mode.environment.items()]
+        wanted = {name: fact for name, fact in self.input_facts.items() if name != INCLUDE}  # nothing to a float run
+        fitting = [mode.environment for mode in modes if wanted.items() <= mode.environment.items()]
         names = dict.fromkeys(facts.get(ANCHORS, "") for facts in fitting)
         if names:
             self.anchors = Anchors.united(self._read_anchors(name) for name in sorted(names))

@@ -11,7 +11,7 @@ from probe.gate.tolerances import RULES, Rule
 from probe.models.factories import FACTORY
 from probe.running.declarations import MATRIX, DeclaredMode, declarations_of, declares_modes
 from probe.settings import ConfigurationError, check_keys, key, share, whole, with_values, word, word_or_none, yes_or_no
-from probe.words import OUTSIDE, PATHS, look_up, near
+from probe.words import INCLUDABLE, OUTSIDE, PATHS, look_up, near
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -51,6 +51,7 @@ class Settings:
     modes: tuple[str, ...] = key((), _names)  # empty: what fits the model, and all that are declared
     modes_from: tuple[str, ...] = key((), _names)  # TOML files that declare modes
     layers: tuple[str, ...] = key(("all",), _names)
+    include: tuple[str, ...] = key((), _names)  # what linear modes quantize too: router, embedding, head
     without: tuple[str, ...] = key((), _names)  # cases beside the layers that are left out: embedding, padded
     devices: tuple[str, ...] = key(("cpu",), _names)
     formats: tuple[str, ...] = key(GATE_FORMATS, _names)
@@ -75,7 +76,7 @@ class Settings:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Settings":
         """The inverse of dataclasses.asdict, with lists for tuples."""
-        tuples = {name: tuple(given[name]) for name in (*AXES, "modes_from", "without")}
+        tuples = {name: tuple(given[name]) for name in (*AXES, "modes_from", "include", "without")}
         declared = {
             name: DeclaredMode(one["base"], tuple(one["keep_float"])) for name, one in given["declared"].items()
         }
@@ -144,6 +145,8 @@ def settings_of(given: Any, *, where: str, base: Settings | None = None) -> Sett
             raise ConfigurationError(f"{where}: {both}, and a run has one input. Leave one of them out.")
     for format in settings.formats:
         _look_up(f"{where}: formats", "format", format, FORMATS)
+    for part in settings.include:
+        _look_up(f"{where}: include", "part of a model", part, dict.fromkeys(INCLUDABLE))
     for label in settings.without:
         _look_up(f"{where}: without", "case beside the layers", label, dict.fromkeys((*OUTSIDE, *PATHS)))
     checked = [(name, _figures(f"{where}: {name}", table, signed=name == "limits")) for name, table in tables.items()]

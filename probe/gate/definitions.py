@@ -166,13 +166,12 @@ class ExactLayer:
 
     def _linear_weights(self) -> Iterator[tuple[str, Tensor]]:
         trace, kept = self.trace, keeps(self.trace.mode)
-        for name, linear in linear_weights(trace.model).items():
+        for name, linear in linear_weights(trace.model, trace.recipe.include).items():
             owner = name.rpartition(".")[0]
             if name.startswith(f"{trace.module}.") and not kept(owner):
                 short = name.removeprefix(f"{trace.module}.")
-                matrices = [self._on_grid(one.contiguous()) for one in linear.matrices(self._stock[short].detach())]
-                whole = torch.stack(matrices) if self._stock[short].dim() == 3 else matrices[0]
-                yield short, whole.mT if linear.inputs_first else whole
+                plain = self._stock[short].detach()
+                yield short, linear.joined([self._on_grid(one.contiguous()) for one in linear.matrices(plain)], plain)
 
     def _ssm_weights(self) -> Iterator[tuple[str, Tensor]]:
         """gamma and the rotations are folded into the projections, then all weights are put on the grid."""

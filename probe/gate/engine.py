@@ -106,7 +106,7 @@ class Gate:
         return Judged({case.layer: replace(outcome, status="updated")}, {case.layer: entry})
 
     def _run(self, bench: Bench, case: Case) -> Judged:
-        recipe, other_input = Recipe(case.mode, case.format or None), bench.other_input(case)
+        recipe, other_input = bench.recipe(case.mode, case.format or None), bench.other_input(case)
         if other_input and not self.update:
             raise BaselineError(
                 f"the baselines of {bench.settings.model} were made with another input: {other_input}. "

@@ -22,11 +22,11 @@ from probe.models.outputs import OutputKind, output_kind, target_tokens
 from probe.models.outside import outside_modules
 from probe.models.positions import position_limit
 from probe.running.declarations import read_declarations
-from probe.running.environment import FORMAT, NOT_RUN, differences, is_recorded
+from probe.running.environment import FORMAT, INCLUDE, NOT_RUN, differences, is_recorded
 from probe.running.inputs import Inputs, calibrating, input_batches
 from probe.running.modes import GIVEN, declare_modes, expand_modes, find_mode, given_modes
 from probe.running.paths import Path as PathThrough, paths_of, support
-from probe.running.recipes import Recipe, check_recipes, recipes_of
+from probe.running.recipes import Recipe, check_recipes, checked_include, recipe_of, recipes_of
 from probe.running.reference import running_once
 from probe.words import PATHS
 
@@ -69,9 +69,15 @@ class Matrix:
         if not named:
             raise ValueError(f"modes are {', '.join(modes)}: nothing is left beside the reference. Name another mode.")
         formats = self.settings.formats
-        recipes = [one for mode in named for one in recipes_of([mode.name], None if mode.formats else formats)]
+        checked_include(self.settings.include, named)
+        plain = [one for mode in named for one in recipes_of([mode.name], None if mode.formats else formats)]
+        recipes = [self.recipe(one.mode, one.format) for one in plain]
         check_recipes(self.loaded, recipes)
         return tuple(recipes)
+
+    def recipe(self, mode: str, format: str | None) -> Recipe:
+        """The recipe of a mode and a format, with what the settings include."""
+        return recipe_of(mode, format, self.settings.include)
 
     def _declared_modes(self) -> list[str]:
         """Add the modes that the settings declare to the table; their names."""
@@ -204,6 +210,7 @@ class Matrix:
             "input.tokens": f"{input_fingerprint(self.inputs.batches)} ({self.inputs.size})",
             "input.calibration": f"{input_fingerprint(sampled.batches)} ({sampled.size})",
             "input.percentile": f"{self.settings.calibration.percentile:g}",
+            **({INCLUDE: ", ".join(self.settings.include)} if self.settings.include else {}),
         }
 
     @property
@@ -229,9 +236,13 @@ class Matrix:
 
     def other_input(self, case: Case) -> str:
         """How the input of the baselines of a case's mode differs from this one; empty if it does not."""
-        stored = self.environment(case)
-        then = {name: stored.get(name, "none") for name in self.input_facts}
-        return "; ".join(differences(then, self.input_facts)) if stored else ""
+        stored, now = self.environment(case), dict(self.input_facts)
+        if find_mode(case.mode).kind == "linear":  # no other mode depends on it
+            now.setdefault(INCLUDE, "none")
+        else:
+            now.pop(INCLUDE, None)
+        then = {name: stored.get(name, "none") for name in now}
+        return "; ".join(differences(then, now)) if stored else ""
 
 
 def _without_paths(inputs: Inputs, output: OutputKind) -> str:

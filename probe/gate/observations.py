@@ -28,10 +28,10 @@ from probe.running.coverage import watching
 from probe.running.digests import digest_of, weight_digests
 from probe.running.functions import function_errors, scan_error
 from probe.running.kept_float import changed_weights, float_layers
-from probe.running.measurement import is_float_output
+from probe.running.measurement import application_problem, is_float_output
 from probe.running.modes import Mode, find_mode
 from probe.running.paths import Path, keeps_prefill, run_path, stray_sites
-from probe.running.recipes import Recipe, apply
+from probe.running.recipes import Recipe, apply, gridded_modules
 from probe.running.reference import Reference, Take, check_reference, replay
 from probe.running.weights import Count, count_by_layer, count_parameters, summarize
 from probe.words import describe_error, first_few
@@ -57,7 +57,8 @@ def observe(
     counted = count_parameters(model, twin, recipe) if mode.is_quantized else []
     stated, every = statement_of(twin), {**reference.outside, **reference.modules}
     declared, changed = float_layers(model, mode, every), changed_weights(model, twin, mode)
-    declared |= frozenset(reference.outside if keeps_outside(mode) else ())
+    gridded = gridded_modules(model, recipe, reference.outside)
+    declared |= frozenset(label for label in reference.outside if keeps_outside(mode) and label not in gridded)
     twin = twin.to(device)
     whole, output = reference.kind.label, OutputStream(reference)
     counts = {label: reference.count(label) for label in reference.layers}
@@ -86,7 +87,11 @@ def observe(
         found[label] = _with_exact(seen, parts.get(module), stock[module], module, answers)
     for label, module in reference.outside.items():
         is_float = None if label not in declared else "to the bit" if device == "cpu" else "up to the order of sums"
-        seen = _outside_observation(label, recipe, streams["injected"][label], is_float, missing=missing)
+        stream = streams["injected"][label]
+        seen = _outside_observation(label, recipe, stream, is_float, missing=missing)
+        if label in gridded and stream.golden.seen:
+            stray = next((text for name, text in strays.items() if name.startswith(f"{module}.")), "")
+            seen = _with_application(seen, label, recipe, stream, stray)
         seen = _with_changed(seen, [name for name in changed if name.startswith(f"{module}.")])
         found[label] = _with_exact(seen, parts.get(module), stock[module], module, answers)
     apart = tuple(f"{module}." for module in every.values())
@@ -101,8 +106,18 @@ def observe(
     return {**found, **on_paths}
 
 
+def _with_application(seen: Observation, label: str, recipe: Recipe, stream: Stream, stray: str) -> Observation:
+    """The observation with a flaw if a module outside the layers that the recipe quantizes is as it was."""
+    problem = application_problem(stream.comparison.metrics(), is_declared_float=False) or stray
+    flaw = Flaw("not applied", f"{recipe} was not applied to the {label}: {problem}.")
+    return replace(seen, flaws=(*seen.flaws, flaw)) if problem and not seen.flaws else seen
+
+
 def keeps_outside(mode: Mode) -> bool:
-    """Whether the mode leaves embedding, final norm and head float: all that quantize do, but for users' functions."""
+    """Whether the mode leaves embedding, final norm and head float: all that quantize do, but for users' functions.
+
+    What a recipe includes is on a grid all the same (`gridded_modules`).
+    """
     return mode.is_quantized and (mode.kind != "user" or mode.library is not None)
 
 

@@ -31,6 +31,7 @@ def observe_recording(
     """
     _check_same(recording, reference, model_fingerprint, data_fingerprint)
     key = str(recipe)
+    _check_include(recording, recipe)
     has = ", ".join(recording.layers(key)) if key in recording.recipes else ", ".join(recording.recipes)
     found = {}
     for label in reference.layers:
@@ -70,6 +71,17 @@ def _check_same(recording: Recording, reference: Reference, model_fingerprint: s
                 f"{recording.folder}: the {what} is {there}, that of the reference is {here}: they cannot be compared. "
                 "Record this model on these tokens, or take the model and the tokens of the recording."
             )
+
+
+def _check_include(recording: Recording, recipe: Recipe) -> None:
+    """Refuse a recipe that probe applied with another `include`; what was quantized before is not known."""
+    recorded = recording.manifest.recipes.get(str(recipe))
+    if recorded is not None and recorded.applied == "by probe" and recorded.include != recipe.include:
+        there, here = (", ".join(some) or "nothing" for some in (recorded.include, recipe.include))
+        raise RecordingError(
+            f"{recording.folder}: {recipe} was recorded with include {there}, and the settings include {here}: they "
+            "cannot be compared. Record it again with the same --include."
+        )
 
 
 def _pairs(recording: Recording, recipe: str, name: str, expected: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -176,7 +176,7 @@ class Session:
         return left if any(case.layer not in BESIDE for case in left) else []
 
     def _check_shared(self, one: Settings, other: Settings) -> None:
-        for name in ("reference", "data", "inputs", "samples", "seqlen", "calibration", "baselines"):
+        for name in ("reference", "data", "inputs", "samples", "seqlen", "calibration", "include", "baselines"):
             if getattr(one, name) != getattr(other, name):
                 raise ValueError(
                     f"two tests measure {one.model} with different {name}: {getattr(one, name)!r} and "
@@ -311,7 +311,7 @@ class Session:
         return sorted(set(stored) - kept)
 
     def _update(self, known: ModelCases, left_out: LeftOut) -> None:
-        from probe.running.environment import INPUT, environment, is_present
+        from probe.running.environment import INCLUDE, INPUT, environment, is_present
         from probe.running.noise import Anchors
 
         model = known.settings.model
@@ -331,8 +331,9 @@ class Session:
         absent = {case.device for case in skipped}
         whole = known.selected - skipped >= {case for case in known.matrix if case.device not in absent}
         store = self.store(known.settings)
-        stored = store.environment(model) or {}
-        changed = any(stored.get(key, fact) != fact for key, fact in known.facts.items() if key.startswith(INPUT))
+        before = store.environment(model)
+        stored, now = {INCLUDE: "none", **before} if before else {}, {INCLUDE: "none", **known.facts}
+        changed = any(stored.get(key, fact) != fact for key, fact in now.items() if key.startswith(INPUT))
         if not whole and (changed or known.moved):
             what = "the input changed" if changed else f"the float reference moved ({known.moved})"
             raise ValueError(

@@ -7,7 +7,7 @@ from probe.formats import FORMATS
 from probe.gate.bench import Bench
 from probe.gate.cases import Case
 from probe.models.loading import configuration_of
-from probe.running.environment import FORMAT
+from probe.running.environment import FORMAT, INCLUDE
 from probe.running.noise import SAME_SCALE
 from probe.running.recipes import Recipe
 
@@ -17,6 +17,7 @@ INPUTS = {
     "input.tokens": "tokens of the text",
     "input.calibration": "calibration text",
     "input.percentile": "calibration percentile",
+    INCLUDE: "include",
 }
 
 
@@ -31,7 +32,7 @@ def differing(bench: Bench, recipe: Recipe, case: Case) -> list[str]:
         return []
     found = [f"reference moved, {bench.moved}"] if bench.moved else []
     for name, words in INPUTS.items():
-        found += _changed(words, {"": stored.get(name)}, {"": bench.input_facts[name]})
+        found += _changed(words, {"": stored.get(name)}, {"": bench.input_facts.get(name)})
     if bench.anchors is not None:
         then, now = _flat(bench.anchors.config), _flat(configuration_of(bench.loaded.model))
         found += _changed("configuration", then, now)

@@ -1,12 +1,18 @@
-"""Quantizing linear layers but the output head: on a grid (the linear modes), or by torchao (its int8 modes).
+"""What linear modes put on a grid: every matrix of a model that is multiplied with an input.
 
 `linear_layers` is the list of them that everything shares: modes, calibration, sensitivity, predictions, the counts.
 
     nn.Linear            weight [out, in]
     Conv1D (GPT-2)       weight [in, out], of transformers
+    convolutions         weight [out, in / groups, ...], of one to three dimensions. Its matrix has a row for each
+                         output channel, [out, in / groups * kernel], as im2col has it. A transposed convolution
+                         stores [in, out / groups, ...] and has the same rows
     experts              gate_up_proj (or up_proj) and down_proj, [expert, out, in] or [expert, in, out]. Every matrix
                          has scales of its own, as if it were an nn.Linear. Their inputs are two tensors for all
                          experts of a layer: `input`, the hidden states, and `middle`, what down_proj reads
+
+The parts of INCLUDABLE only if they are asked for: the routers of experts, [expert, in], the embedding of tokens,
+[token, out], and the output head. The convolution of a Mamba mixer belongs to the SSM modes.
 
 How experts store their weights is never guessed. They say so themselves (`is_transposed`, which transformers'
 `use_experts_implementation` sets), or their shapes tell: gate_up_proj [expert, 2 m, h] with down_proj [expert, h, m]
@@ -15,75 +21,23 @@ dimensions stay float, and the counts name them.
 """
 
 import inspect
-import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from probe.models.layers import blocks_of
-from probe.models.mamba import Site, SiteMixer
-from probe.numerics.grids import activation_grid, weight_on_grid
+from probe.models.grid_modules import HIDDEN, SITED, GridExperts, GridInput, GridLinear
+from probe.models.parts import CONVOLUTIONS, included_parts, ssm_convolutions
+from probe.numerics.grids import weight_on_grid
+from probe.words import INCLUDABLE
 
 #: Linear layers whose weight is read without a call.
 NEVER_CALLED = (".dt_proj",)
 #: The first matrix of an expert, with or without a gate, and the second.
 UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
-#: The first argument of experts, in transformers.
-HIDDEN = "hidden_states"
-
-
-class GridLinear(nn.Module):
-    """A linear layer whose input is a site. Made from a Conv1D, it keeps the shape [in, out] of the weight."""
-
-    def __init__(self, linear: nn.Module, *, inputs_first: bool = False) -> None:
-        super().__init__()
-        weight, bias = linear.get_parameter("weight").detach(), cast(Tensor | None, linear.bias)
-        self.inputs_first = inputs_first
-        # in memory always [out, in], so that the product of a Conv1D has the bits of an nn.Linear
-        weight = weight.T.contiguous().T if inputs_first else weight
-        self.weight = nn.Parameter(weight.clone(), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
-        self.input = Site()
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weight as [out, in]."""
-        return self.weight.T if self.inputs_first else self.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x W^T + b, with x and W on their grids."""
-        return nn.functional.linear(self.input(x), self.matrix, self.bias)
-
-
-class GridExperts(nn.Module):
-    """Experts whose inputs are sites; the class of such a module is this one before its own (see `_sited`)."""
-
-    input: Site
-    middle: Site
-    reached: tuple[str, ...]  # those of the two that its forward passes by
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the experts make of hidden states on the grid."""
-        run: Callable[..., Any] = super().forward
-        if "middle" in self.reached and getattr(self.config, "_experts_implementation", None) in ("eager", None):
-            from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # of these only eager skips _apply_gate
-
-            run = partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], self)
-        if "input" not in self.reached:
-            return run(*args, **kwargs)
-        if args:
-            return run(self.input(args[0]), *args[1:], **kwargs)
-        return run(**{**kwargs, HIDDEN: self.input(kwargs[HIDDEN])})
-
-    def _apply_gate(self, gate_up_out: Tensor) -> Tensor:
-        """act(gate) * up of the experts, on the grid."""
-        gated: Tensor = super()._apply_gate(gate_up_out)  # type: ignore[misc]
-        return cast(Tensor, self.middle(gated))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,13 +54,32 @@ class LinearLayer:
 
     @property
     def has_sites(self) -> bool:
-        """Whether the inputs are sites, as in every module that a linear mode made."""
-        return isinstance(self.module, GridLinear | GridExperts)
+        """Whether a linear mode made the module."""
+        return isinstance(self.module, SITED)
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is a set of experts, each with matrices of its own."""
+        return len(self.weights) > 1
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether its matrix is that of im2col."""
+        return isinstance(self.module, CONVOLUTIONS)
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
         """A weight of the module, or a tensor of its shape, as matrices [out, in]: one, or one an expert."""
+        if self.is_convolution:
+            return [convolution_rows(self.module, weight)]
         oriented = weight.mT if self.inputs_first else weight
-        return list(oriented) if oriented.dim() == 3 else [oriented]
+        return list(oriented) if self.is_experts else [oriented]
+
+    def joined(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """The inverse of `matrices`: a tensor of the shape of `weight`."""
+        if self.is_convolution:
+            return _weight_of_rows(self.module, matrices[0], weight)
+        whole = torch.stack(list(matrices)) if self.is_experts else matrices[0]
+        return whole.mT if self.inputs_first else whole
 
     def weight_of(self, site: str) -> str:
         """The weight that reads an input: the second one reads `middle`."""
@@ -114,6 +87,8 @@ class LinearLayer:
 
     def width(self, site: str) -> int:
         """The channels of an input."""
+        if self.is_convolution:
+            return cast(int, self.module.in_channels)
         weight = self.module.get_parameter(self.weight_of(site))
         return weight.shape[-2 if self.inputs_first else -1]
 
@@ -121,8 +96,28 @@ class LinearLayer:
     def on_grid(self, weight: Tensor, format: str) -> Tensor:
         """The weight with every matrix on the grid: one scale for its integers, else blocks along its inputs."""
         matrices = [weight_on_grid(matrix.contiguous(), format) for matrix in self.matrices(weight)]
-        whole = torch.stack(matrices) if weight.dim() == 3 else matrices[0]
-        return whole.mT if self.inputs_first else whole
+        return self.joined(matrices, weight)
+
+
+def convolution_rows(module: nn.Module, weight: Tensor) -> Tensor:
+    """The weight of a convolution as [out, in / groups * kernel]: the row of an output channel is what it reads."""
+    return (_swapped(module, weight) if _is_transposed(module) else weight).flatten(1)
+
+
+def _weight_of_rows(module: nn.Module, rows: Tensor, weight: Tensor) -> Tensor:
+    if not _is_transposed(module):
+        return rows.reshape(weight.shape)
+    return _swapped(module, rows.reshape(_swapped(module, weight).shape))
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return getattr(module, "transposed", False) is True
+
+
+def _swapped(module: nn.Module, weight: Tensor) -> Tensor:
+    """[out, in / groups, ...] of [in, out / groups, ...], and the other way round."""
+    grouped = weight.reshape(cast(int, module.groups), -1, *weight.shape[1:])
+    return grouped.transpose(1, 2).flatten(0, 1)
 
 
 def linear_key(name: str, site: str = "input") -> str:
@@ -130,45 +125,55 @@ def linear_key(name: str, site: str = "input") -> str:
     return f"linear {name}.{site}"
 
 
-def linear_layers(model: nn.Module) -> dict[str, LinearLayer]:
-    """Every linear layer by the name of its module, float or on a grid; not the output head, which stays float."""
-    head = output_head(model)
-    found = {name: _described(name, module) for name, module in model.named_modules() if module is not head}
+def linear_layers(model: nn.Module, include: Collection[str] = ()) -> dict[str, LinearLayer]:
+    """Every linear layer by the name of its module, float or on a grid; those of INCLUDABLE as `include` says.
+
+    Of a copy that a linear mode made, all that it put on a grid.
+    """
+    parts = included_parts(model)
+    apart = {name: part for part, names in parts.items() for name in names}
+    of_ssm = ssm_convolutions(model)
+    found = {}
+    for name, module in model.named_modules():
+        part = apart.get(name)
+        if isinstance(module, SITED) or (name not in of_ssm and (part is None or part in include)):
+            found[name] = _described(name, module, part)
     return {name: layer for name, layer in found.items() if layer is not None}
 
 
-def linear_weights(model: nn.Module) -> dict[str, LinearLayer]:
+def linear_weights(model: nn.Module, include: Collection[str] = ()) -> dict[str, LinearLayer]:
     """By the name of every parameter that linear modes put on a grid, the layer it belongs to."""
-    layers = linear_layers(model).items()
+    layers = linear_layers(model, include).items()
     return {f"{name}.{parameter}".lstrip("."): layer for name, layer in layers for parameter in layer.weights}
 
 
-def output_head(model: nn.Module) -> nn.Module | None:
-    """The module that makes the logits: the one that the model names.
+def check_included(model: nn.Module, include: Collection[str], *, model_name: str) -> None:
+    """Refuse parts that the model does not have, or that cannot be put on a grid."""
+    parts, layers = included_parts(model), linear_layers(model, include)
+    for part in include:
+        if not parts[part]:
+            there = ", ".join(one for one, names in parts.items() if names) or "none of them"
+            raise ValueError(
+                f"include has {part!r}, and {model_name} has no {part}. Of {', '.join(INCLUDABLE)} it has: {there}."
+            )
+        for name in parts[part]:
+            if name not in layers:
+                kind = type(model.get_submodule(name)).__name__
+                raise ValueError(
+                    f"include has {part!r}, and {name}, the {part} of {model_name}, is a {kind}, whose weight linear "
+                    "modes do not know. Leave it out, or register a mode of your own for it."
+                )
 
-    For other models, the last nn.Linear outside of the stack of layers with as many outputs as there are tokens.
+
+def _is_short_convolution(module: nn.Module) -> bool:
+    """Whether it is the causal depthwise convolution of a token mixer: padding k - 1 at both ends, the end is cut off.
+
+    Its mixer reads the weight without a call, in decode at least.
     """
-    if callable(getattr(model, "get_output_embeddings", None)):
-        return _named_by(model, "get_output_embeddings")
-    tokens = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
-    stack = tuple(f"{name}." for name in blocks_of(model))
-    outside = [module for name, module in model.named_modules() if name and not f"{name}.".startswith(stack)]
-    heads = [module for module in outside if isinstance(module, nn.Linear) and module.out_features in tokens]
-    return heads[-1] if heads else None
-
-
-def input_embedding(model: nn.Module) -> nn.Module | None:
-    """The module that makes vectors of tokens, where the model names one."""
-    return _named_by(model, "get_input_embeddings")
-
-
-def _named_by(model: nn.Module, method: str) -> nn.Module | None:
-    get = getattr(model, method, None)
-    try:
-        found = get() if callable(get) else None
-    except (AttributeError, NotImplementedError):  # of transformers' models without one
-        return None
-    return found if isinstance(found, nn.Module) else None
+    if not isinstance(module, nn.Conv1d):
+        return False
+    is_depthwise = module.groups == module.in_channels > 1
+    return is_depthwise and module.padding == (module.kernel_size[0] - 1,) != (0,)
 
 
 def stores_inputs_first(module: nn.Module) -> bool:
@@ -180,10 +185,15 @@ def stores_inputs_first(module: nn.Module) -> bool:
     return named and getattr(module, "nf", None) == weight.shape[1]
 
 
-def _described(name: str, module: nn.Module) -> LinearLayer | None:
+def _described(name: str, module: nn.Module, part: str | None) -> LinearLayer | None:
     inputs_first = module.inputs_first if isinstance(module, GridLinear) else stores_inputs_first(module)
-    if isinstance(module, nn.Linear | GridLinear) or inputs_first:
-        read = name.endswith(NEVER_CALLED)  # as the dt_proj of a Mamba block, so that its input has no site
+    if isinstance(module, nn.Embedding):
+        return LinearLayer(module, inputs=()) if part == "embedding" or isinstance(module, SITED) else None
+    is_router = part == "router" or isinstance(module, GridInput)
+    is_convolution = isinstance(module, CONVOLUTIONS) and module._parameters.get("weight") is not None
+    if isinstance(module, nn.Linear | GridLinear) or inputs_first or is_convolution or is_router:
+        # as the dt_proj of a Mamba block, so that its input has no site
+        read = name.endswith(NEVER_CALLED) or _is_short_convolution(module)
         inputs, rest = ((), ("input",)) if read else (("input",), ())
         return LinearLayer(module, inputs_first=inputs_first, inputs=inputs, float_inputs=rest)
     return _experts(module)
@@ -228,108 +238,3 @@ def _reached(experts: nn.Module) -> tuple[str, ...]:
 def has_gate(experts: nn.Module) -> bool:
     """Whether the first matrix of the experts is a gate and an up projection in one."""
     return UP[0] in dict(experts.named_parameters(recurse=False))
-
-
-@cache
-def _sited(kind: Hashable) -> type[nn.Module]:
-    """The class of experts of a kind whose inputs are sites."""
-    assert isinstance(kind, type)
-    return type(f"Grid{kind.__name__}", (GridExperts, kind), {})
-
-
-def _put_expert_sites(layer: LinearLayer) -> None:
-    """Give experts their sites, in place. Their parameters keep their names."""
-    experts = layer.module
-    kind: Any = type(experts)
-    experts.__class__ = _sited(kind)
-    experts.input, experts.middle, vars(experts)["reached"] = Site(), Site(), layer.inputs
-    if "middle" in layer.inputs and not has_gate(experts):
-        experts.act_fn = nn.Sequential(experts.get_submodule("act_fn"), experts.middle)
-
-
-def put_expert_sites(model: nn.Module) -> None:
-    """Give all experts of a float model the sites `input` and `middle`, which hooks can see, in place."""
-    for layer in _plain_experts(model):
-        _put_expert_sites(layer)
-
-
-def _plain_experts(model: nn.Module) -> list[LinearLayer]:
-    return [layer for layer in linear_layers(model).values() if len(layer.weights) > 1 and not layer.has_sites]
-
-
-@contextmanager
-def expert_sites(model: nn.Module) -> Iterator[None]:
-    """As put_expert_sites, while the block runs."""
-    experts = [layer.module for layer in _plain_experts(model)]
-    before = [(module, type(module), module._modules.get("act_fn")) for module in experts]
-    put_expert_sites(model)
-    try:
-        yield
-    finally:
-        for module, kind, activation in before:
-            module.__class__ = kind
-            if activation is not None:
-                module.act_fn = activation
-            del module.input, module.middle, module.reached
-
-
-@torch.no_grad()
-def grid_linears(model: nn.Module, format: str, amax_of: Callable[[str], float | None], *, inputs: bool) -> nn.Module:
-    """`model` with its linear layers on the grid, in place; `amax_of` gives the calibrated amax of an input."""
-    found = linear_layers(model)
-    if any(layer.has_sites for layer in found.values()):
-        raise ValueError("this model is already a copy made by a mode. Pass the float model that it was made from.")
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no linear layer to quantize: no nn.Linear, no Conv1D, no experts. "
-            "Register a mode of your own for it."
-        )
-    for name, layer in found.items():
-        module = _with_sites(model, name, layer)
-        for parameter in layer.weights:
-            weight = module.get_parameter(parameter)
-            weight.copy_(layer.on_grid(weight, format))
-        for site in layer.inputs if inputs else ():
-            place = module.get_submodule(site)
-            assert isinstance(place, Site)
-            place.grid = activation_grid(format, amax_of(linear_key(name, site)))
-    return model
-
-
-def _with_sites(model: nn.Module, name: str, layer: LinearLayer) -> nn.Module:
-    """The module of a linear layer with sites for its inputs, in the place of the plain one."""
-    if len(layer.weights) > 1:
-        _put_expert_sites(layer)
-        return layer.module
-    replaced = GridLinear(layer.module, inputs_first=layer.inputs_first)
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, replaced)
-    return replaced
-
-
-def torchao_int8(model: nn.Module, format: str, *, dynamic: bool) -> nn.Module:
-    """torchao's int8 quantization of every nn.Linear that is called, but the head, in place; it knows no other layer.
-
-    Weight-only: int8 weights per output channel. Dynamic: int8 inputs per token as well.
-    """
-    if format != "int8":
-        raise ValueError(f"torchao's int8 modes take the format int8, not {format}.")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchao's own deprecations
-        try:
-            from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
-        except ImportError:
-            raise ValueError(
-                "the torchao modes need torchao, which is not installed. "
-                'Install it with: pip install "quant-probe[torchao]"'
-            ) from None
-        # the product of a weight that is read without a call needs more of its tensors than they have
-        mixers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, SiteMixer))
-        chosen = {
-            name
-            for name, layer in linear_layers(model).items()
-            if isinstance(layer.module, nn.Linear) and (layer.inputs or name.startswith(mixers))
-        }
-        config: Any = Int8DynamicActivationInt8WeightConfig() if dynamic else Int8WeightOnlyConfig()
-        quantize_(model, config, filter_fn=lambda module, name: name in chosen)
-    return model

@@ -3,7 +3,7 @@
 from torch import nn
 
 from probe.models.layers import blocks_of
-from probe.models.linear import input_embedding, output_head
+from probe.models.parts import input_embedding, output_head
 
 #: Parts of the names that a final norm has.
 NORMS = ("norm", "ln_f")

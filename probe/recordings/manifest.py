@@ -13,6 +13,7 @@
        "compiled": false,
        "float_layers": [],                              those that the mode declares float (keep_float)
        "format": "fp8_e4m3",                            null for a float mode
+       "include": [],                                   what a linear mode put on a grid too: router, embedding, head
        "layers": ["layer_0"],                           those that were recorded, in order
        "mode": "mode_2_1",
        "tensors": {
@@ -133,6 +134,7 @@ class RecordedRecipe:
     compiled: bool = False
     float_layers: tuple[str, ...] = ()  # of `layers`: those that the mode declares float
     weights: Weights | None = None  # how much was on a grid; None where probe did not quantize
+    include: tuple[str, ...] = ()  # what a linear mode put on a grid too: router, embedding, head
 
 
 @dataclass(frozen=True)
@@ -262,11 +264,12 @@ def _share(node: Node) -> float:
 
 
 def _recipe(name: str, node: Node, tokens: Tokens, files: dict[str, StoredFile]) -> RecordedRecipe:
-    if isinstance(node.value, dict):  # older recordings have neither counts nor float layers
-        node = Node(node.key, {"weights": None, "float_layers": [], **node.value})
+    if isinstance(node.value, dict):  # older recordings have neither of these
+        node = Node(node.key, {"weights": None, "float_layers": [], "include": [], **node.value})
     recipe = node.as_dataclass(
         RecordedRecipe,
         float_layers=_list,
+        include=_list,
         layers=lambda layers: tuple(label.text() for label in layers.entries()),
         tensors=lambda tensors: {key: _tensor(key, one, tokens, files) for key, one in tensors.members().items()},
         applied=lambda applied: applied.one_of(("by probe", "before")),

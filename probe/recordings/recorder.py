@@ -258,6 +258,7 @@ def _resume_facts(
         "taps": " ".join(request.chosen_taps) or "none",
         "output file": request.archive,
         "batch size": str(len(batches[0])),
+        "include": " ".join(request.include) or "none",
         "float modules": " ".join(f"{one.name} {' '.join(one.keep_float)}" for one in declared) or "none",
         "compiled": str(request.compile or taps.is_compiled(model.loaded.model)),
         "calibration": request.calibration,

@@ -73,6 +73,8 @@ class RecordRequest:
     """The float original of a model that is quantized already, which is then the mode `given`."""
     modes: Sequence[str] | None = None
     formats: Sequence[str] = ("int8",)
+    include: Sequence[str] = ()
+    """What linear modes put on the grid too: router, embedding, head."""
     layers: Sequence[str | int] | None = None
     taps: Sequence[str] | None = None
     samples: int | None = None
@@ -205,7 +207,7 @@ def check_request(request: RecordRequest) -> None:
     """Refuse what no model is needed for to see that it cannot be."""
     if request.reference is not None and not isinstance(request.model, str):
         raise ValueError("a reference is the float original of a model by its name. Name the model, or leave it out.")
-    recipes_of(request.named_modes, list(request.formats))
+    recipes_of(request.named_modes, list(request.formats), request.include)
     check_samples(*(one for one in (request.calibrated, request.evaluated) if one is not None))
     if request.prompt == "":
         raise ValueError("the prompt is empty. Expected text.")
@@ -267,7 +269,7 @@ def device_name(request: RecordRequest, model: ModelToRun) -> str:
 def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
     """The recipes to record. A model that runs as is has exactly one, which the request must name."""
     if model.runs_as_is:
-        recipes = recipes_of(list(request.modes or ("fp32",)), list(request.formats))
+        recipes = recipes_of(list(request.modes or ("fp32",)), list(request.formats), request.include)
         if len(recipes) != 1:
             raise ValueError(
                 f"the model is run as it is, so it is one recipe, but {', '.join(map(str, recipes))} were asked for. "
@@ -277,7 +279,7 @@ def recipes_for(request: RecordRequest, model: ModelToRun) -> list[Recipe]:
     default = request.defaults.modes
     fitting = default if is_all_mamba(model.loaded.model) or default == ("fp_only",) else PLAIN
     names = [one for name in request.named_modes or fitting for one in (ALL if name == "all" else (name,))]
-    recipes = recipes_of(names, list(request.formats))
+    recipes = recipes_of(names, list(request.formats), request.include)
     check_recipes(model.loaded, recipes)
     return recipes
 

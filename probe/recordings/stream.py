@@ -272,4 +272,6 @@ def finished(
     if not layers:
         raise RecordingError(f"{recipe} recorded not one layer. Expected tensors such as layer_0.output.")
     tensors = {name: StoredTensor(*kind, stream.file.name, name) for name, kind in kinds.items()}
-    return RecordedRecipe(find_mode(recipe.mode).id, recipe.format, tuple(layers), tensors), file
+    return RecordedRecipe(
+        find_mode(recipe.mode).id, recipe.format, tuple(layers), tensors, include=recipe.include
+    ), file

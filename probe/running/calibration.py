@@ -18,12 +18,13 @@ from probe.files.atomic import write
 from probe.files.defects import DefectError, parsing, reading
 from probe.formats import PERCENTILE
 from probe.models.forward import run_model
-from probe.models.linear import expert_sites, linear_key, linear_layers
+from probe.models.linear import linear_key, linear_layers
+from probe.models.linear_grids import expert_sites
 from probe.models.loading import Loaded
 from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
 from probe.running.inputs import input_batches
-from probe.words import near_or_first
+from probe.words import INCLUDABLE, near_or_first
 
 #: Sites whose scale is a quantile of |x| over all calibration data; all others take the largest |x|.
 PERCENTILE_SITES = ("conv1d.output", "scan.state")
@@ -123,6 +124,7 @@ def calibrate(
     if not batches:
         raise ValueError("there is no calibration data: not one batch was given. Pass at least one.")
     observers: dict[str, Observer] = {}
+    optional: set[str] = set()  # inputs that only an `include` puts on a grid: a head may be read without a call
     runs: list[tuple[nn.Module, dict[str, Any]]] = [(model, {})]
     with ExitStack() as hooks, torch.no_grad():
         if is_mamba(model):
@@ -135,27 +137,37 @@ def calibrate(
                     observers[site] = PercentileObserver(percentile) if quantile else MinMaxObserver()
                     hooks.callback(module.register_forward_hook(partial(_observe, observers[site])).remove)
         hooks.enter_context(expert_sites(runs[0][0]))
-        for name, layer in linear_layers(runs[0][0]).items():
+        always = set(linear_layers(runs[0][0]))
+        for name, layer in linear_layers(runs[0][0], INCLUDABLE).items():
             for site in layer.inputs:
                 observer = observers[linear_key(name, site)] = MinMaxObserver()
+                if name not in always:
+                    optional.add(linear_key(name, site))
                 place = layer.module.get_submodule(site) if layer.has_sites else layer.module
-                hooks.callback(place.register_forward_pre_hook(partial(_observe, observer)).remove)
+                hook = partial(_observe_input, observer)
+                hooks.callback(place.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for done, batch in enumerate(batches):
             for running, options in runs:
                 run_model(running, batch, options)
             if progress is not None:
                 progress(done + 1)
-    silent = [name for name, observer in observers.items() if not observer.count]
+    unused = {name for name, observer in observers.items() if not observer.count}
+    silent = [name for name in observers if name in unused - optional]
     if silent:
         raise ValueError(f"{len(silent)} sites never fired during calibration, first {silent[0]}. Nothing was kept.")
-    amax = {name: float(observer.amax) for name, observer in observers.items()}
+    amax = {name: float(observer.amax) for name, observer in observers.items() if name not in unused}
     tokens = sum(batch.numel() for batch in batches)
     return Calibration(amax, model_fingerprint, data_fingerprint, percentile, tokens)
 
 
-def _observe(observer: Observer, module: nn.Module, inputs: Any, output: Tensor | None = None) -> None:
-    """A hook: after a call it observes the output, before it the first input."""
-    observer.update(inputs[0] if output is None else output)
+def _observe(observer: Observer, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """A hook that observes the output."""
+    observer.update(output)
+
+
+def _observe_input(observer: Observer, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """A hook that observes the first input."""
+    observer.update(next(iter((*args, *kwargs.values()))))
 
 
 def calibrate_on(

@@ -11,7 +11,7 @@ class CountedParameter:
 
     name: str
     kind: str  # weights, or one of APART
-    what: str  # nn.Linear, Conv1D, convolutions, 3-D parameters
+    what: str  # nn.Linear, Conv1D, convolutions, routers, 3-D parameters; and why it is float
     on_grid: int
     floating: int
     form: str = ""  # Int8Tensor of torchao; empty where the copy has plain floats

@@ -59,6 +59,8 @@ def is_present(device: str) -> bool:
 PACKAGES = ("torch", "numpy", "transformers", "safetensors")
 #: Facts about the input rather than the environment: where these differ, nothing can be compared.
 INPUT = "input."
+#: What linear modes put on a grid beside the layers; absent where that is nothing.
+INCLUDE = f"{INPUT}include"
 ANCHORS = "anchors"
 #: The rows of formats that figures were made with.
 FORMAT = "format."

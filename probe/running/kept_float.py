@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from probe.models.linear import input_embedding, output_head
 from probe.models.mamba import SITES, mamba_blocks
+from probe.models.parts import input_embedding, output_head
 from probe.running.declarations import name_matcher
 from probe.running.modes import Mode
 from probe.words import near_or_first

@@ -61,6 +61,7 @@ class Measured:
             "recipe": str(self.recipe),
             "equal_by_definition": same,
             "keep_float": list(mode.keep_float),
+            "include": list(self.recipe.include),
             "weights": self.weights.as_dict(),
             "layers": finite(layers),
             self.output.kind.label: finite(self.output.as_dict()),
@@ -221,6 +222,7 @@ def measure_all(
     reference: str | None = None,
     modes: Sequence[str] | None = None,
     formats: Sequence[str] | None = None,
+    include: Sequence[str] = (),
     layers: Sequence[str | int] = ("all",),
     data: tuple[str, int, int, int] = EVALUATION,
     calibration_data: tuple[str, int, int, int] = CALIBRATION,
@@ -232,18 +234,18 @@ def measure_all(
 ) -> list[Measured]:
     """Every recipe of modes x formats against fp32, on one model, with one reference and one calibration.
 
-    Without modes: those that fit the model. `reference` is the float original of a model that is quantized already,
-    which is then the mode `given`, and the only one if none is named. `data` and `calibration_data` are TextSamples, or
-    the same as plain tuples.
+    Without modes: those that fit the model. `include` names what linear modes quantize too: router, embedding, head.
+    `reference` is the float original of a model that is quantized already, which is then the mode `given`, and the only
+    one if none is named. `data` and `calibration_data` are TextSamples, or the same as plain tuples.
     """
     evaluated, calibrated = TextSamples(*data), TextSamples(*calibration_data)
     check_samples(evaluated, calibrated)
     check_percentile(percentile)
     modes = given_modes(modes or (), model, reference)
-    recipes = recipes_of(modes, formats)
+    recipes = recipes_of(modes, formats, include)
     loaded = load_model(reference or model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:
-        recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats)
+        recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats, include)
     check_recipes(loaded, recipes)
     select(loaded.model, layers, model_name=loaded.name)
     inputs, calibrated = input_batches(loaded, evaluated), calibrating(evaluated, calibrated)

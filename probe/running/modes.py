@@ -15,7 +15,7 @@ from torch import nn
 
 from probe.files.paths import safe_name
 from probe.models.factories import FACTORY, check_factory
-from probe.models.linear import torchao_int8
+from probe.models.libraries import torchao_int8
 from probe.running.calibration import Calibration
 from probe.running.declarations import DeclaredMode, check_mode_name, checked_patterns
 from probe.settings import ConfigurationError

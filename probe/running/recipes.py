@@ -1,14 +1,15 @@
 """A recipe: a mode with a format, and how it turns the float model into its quantized copy."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from probe.formats import FORMATS, GATE_FORMATS, Format
-from probe.models.linear import grid_linears
+from probe.models.linear import check_included, linear_weights
+from probe.models.linear_grids import grid_linears
 from probe.models.loading import Loaded, weight_fingerprint
 from probe.models.mamba import SITES, WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
 from probe.models.offload import device_of, is_offloaded
@@ -17,7 +18,7 @@ from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
 from probe.running.calibration import Amax, Calibration, amax_lookup
 from probe.running.kept_float import check_kept, keeps, put_back, set_aside
 from probe.running.modes import Mode, expand_modes, find_mode
-from probe.words import look_up
+from probe.words import INCLUDABLE, look_up
 
 #: Quamba's CUDA kernels round these integers half away from zero, all others half to even.
 HALF_AWAY = ("conv1d.output", "out_proj.input")
@@ -31,10 +32,13 @@ class Recipe:
 
     mode: str
     format: str | None = None
+    include: tuple[str, ...] = field(default=(), kw_only=True)
+    """Of a linear mode, the parts of INCLUDABLE that are on the grid too."""
 
     def __post_init__(self) -> None:
         row = find_mode(self.mode)
         object.__setattr__(self, "mode", row.name)
+        object.__setattr__(self, "include", checked_include(self.include, [row]))
         if row.takes_format and self.format is None:
             raise ValueError(f"mode {row.name} quantizes and needs a format. Known: {', '.join(FORMATS)}.")
         if not row.takes_format and self.format is not None:
@@ -55,13 +59,32 @@ class Recipe:
         return row.id if self.format is None else f"{row.id}-{self.format}"
 
 
-def recipes_of(modes: Sequence[str], formats: Sequence[str] | None) -> list[Recipe]:
+def checked_include(include: Sequence[str], modes: Sequence[Mode]) -> tuple[str, ...]:
+    """The names in the order of INCLUDABLE, each once; refused if one is unknown, or if none of the modes takes it."""
+    for part in include:
+        look_up("part for include", part, dict.fromkeys(INCLUDABLE))
+    if include and all(mode.kind != "linear" for mode in modes):
+        raise ValueError(
+            f"include is {', '.join(include)}, and none of the modes {', '.join(mode.name for mode in modes)} takes "
+            "it: it is for linear_w, linear_wa and modes based on them. Leave it out, or add one of these."
+        )
+    return tuple(part for part in INCLUDABLE if part in include)
+
+
+def recipe_of(mode: str, format: str | None, include: Sequence[str]) -> Recipe:
+    """A recipe; what the linear modes include is nothing to the others."""
+    return Recipe(mode, format, include=tuple(include) if find_mode(mode).kind == "linear" else ())
+
+
+def recipes_of(modes: Sequence[str], formats: Sequence[str] | None, include: Sequence[str] = ()) -> list[Recipe]:
     """The cross product: modes that take no format once, all others with every format; every name is checked."""
     for format in formats or ():
         look_up("format", format, FORMATS)
+    rows = expand_modes(list(modes))
+    checked_include(include, rows or [find_mode("linear_w")])
     recipes = [
-        Recipe(mode.name, format)
-        for mode in expand_modes(list(modes))
+        recipe_of(mode.name, format, include)
+        for mode in rows
         for format in ((formats or mode.formats or GATE_FORMATS) if mode.takes_format else (None,))
     ]
     return list(dict.fromkeys(recipes))
@@ -86,6 +109,7 @@ def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
                 f"Leave the format out, or give {formats}."
             )
         check_kept(loaded.model, mode, model_name=loaded.name)
+        check_included(loaded.model, recipe.include, model_name=loaded.name)
 
 
 def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
@@ -124,7 +148,7 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
             )
         twin = built.eval()
     else:
-        twin = grid_linears(twin, recipe.format, amax_lookup(calibration), inputs=mode.inputs)
+        twin = grid_linears(twin, recipe.format, amax_lookup(calibration), inputs=mode.inputs, include=recipe.include)
     put_back(twin, aside, mode)
     return twin
 
@@ -146,6 +170,15 @@ def _ssm(model: nn.Module, mode: Mode, format: str, calibration: Calibration | N
             _put_weights_on_grid(block.sites, mode, format, name)
             _put_sites_on_grid(block.sites, mode, format, name, amax_lookup(calibration, f"{name}."))
     return twin
+
+
+def gridded_modules(model: nn.Module, recipe: Recipe, modules: Mapping[str, str]) -> frozenset[str]:
+    """The labels of the modules in which a linear mode puts a weight on a grid; `modules` has their names."""
+    mode = find_mode(recipe.mode)
+    kept = keeps(mode)
+    weights = linear_weights(model, recipe.include) if mode.kind == "linear" else ()
+    owners = [f"{name.rpartition('.')[0]}." for name in weights if not kept(name.rpartition(".")[0])]
+    return frozenset(label for label, name in modules.items() if any(one.startswith(f"{name}.") for one in owners))
 
 
 def float_blocks(model: nn.Module, mode: Mode) -> list[str]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from probe.data.calls import as_call
-from probe.models.linear import GridLinear, linear_layers
+from probe.models.grid_modules import GridConvolution, GridLinear
+from probe.models.linear import linear_layers
 from probe.models.mamba import SITES, SiteMixer, mamba_blocks
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError, first_tensor
@@ -222,5 +223,5 @@ def _watched(layer: nn.Module, mode: Mode) -> Iterator[tuple[str, dict[str, nn.M
     elif mode.kind == "linear":
         for name, linear in linear_layers(layer).items():
             if linear.has_sites:
-                whole = {"linear": linear.module} if isinstance(linear.module, GridLinear) else {}
+                whole = {"linear": linear.module} if isinstance(linear.module, GridLinear | GridConvolution) else {}
                 yield name, whole | {site: linear.module.get_submodule(site) for site in linear.inputs}

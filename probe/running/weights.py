@@ -23,19 +23,22 @@ from torch import Tensor, nn
 
 from probe.files.checked_json import Node
 from probe.formats import FORMATS
-from probe.models.linear import input_embedding, linear_layers, linear_weights, output_head, stores_inputs_first
+from probe.models.linear import linear_layers, linear_weights, stores_inputs_first
 from probe.models.mamba import WEIGHTS, mamba_blocks
+from probe.models.parts import CONVOLUTIONS, included_parts, input_embedding, output_head, ssm_convolutions
 from probe.models.quantized import Statement, statement_of, weight_form
 from probe.numerics.grids import weight_on_grid
 from probe.running.counted_parameters import CountedParameter, FloatWeights, float_groups, with_stars
 from probe.running.coverage import STRAY, off_grid
 from probe.running.kept_float import keeps
-from probe.running.modes import Mode, find_mode
+from probe.running.modes import find_mode
 from probe.running.recipes import Recipe
 from probe.words import LOGITS, first_few
 
 #: What is counted apart from the weights.
 APART = ("embedding", "head", "norms", "biases", "other vectors")
+#: A head that is tied to the embedding in the float model, where one of the two is on a grid: the copy has both.
+UNTIED = "untied head"
 #: Groups of float weights that the line names; the dict has all.
 NAMED = 6
 
@@ -63,7 +66,7 @@ class Weights(Count):
     """The weights of a model under a recipe, on a grid and float. `line` says them in a sentence."""
 
     float_weights: list[FloatWeights]  # the largest group first
-    apart: dict[str, Count]  # by the names in APART, without those that the model has none of
+    apart: dict[str, Count]  # by the names in APART, or UNTIED, without those that the model has none of
     tied: bool  # the head is the embedding, and counted there
     float_inputs: list[str]  # inputs that the mode should put on a grid and cannot reach
     forms: dict[str, int] = field(default_factory=dict)  # elements by the form that a library gave them
@@ -140,15 +143,17 @@ def summarize(
     weights, mode = kinds.pop("weights"), find_mode(recipe.mode)
     unreached = [
         with_stars(f"{name}.{site}")
-        for name, layer in linear_layers(model).items()
+        for name, layer in linear_layers(model, recipe.include).items()
         for site in (layer.float_inputs if mode.kind == "linear" and mode.inputs else ())
     ]
-    of_head, of_embedding = (getattr(found(model), "weight", None) for found in (output_head, input_embedding))
+    tied = is_tied(model)
+    if tied and kinds["head"]:
+        kinds[UNTIED] = kinds.pop("head")
     return Weights(
         **asdict(_sum(weights)),
         float_weights=float_groups(weights),
         apart={name: _sum(some) for name, some in kinds.items() if some},
-        tied=of_head is not None and of_head is of_embedding and not kinds["head"],
+        tied=tied and UNTIED not in kinds,
         float_inputs=list(dict.fromkeys(unreached)),
         forms=forms,
         stated=str(stated) if stated else None,
@@ -167,18 +172,30 @@ def _contradictions(counted: Sequence[CountedParameter], stated: Mapping[str, st
     return [f"{first_few(names)} ({what})" for what, names in groups.items() if names]
 
 
+def is_tied(model: nn.Module) -> bool:
+    """Whether the head is the embedding."""
+    of_head, of_embedding = (getattr(found(model), "weight", None) for found in (output_head, input_embedding))
+    return of_head is not None and of_head is of_embedding
+
+
 @torch.no_grad()
 def count_parameters(model: nn.Module, twin: nn.Module, recipe: Recipe) -> list[CountedParameter]:
-    """Every parameter of the float model, once, in model order; then tied ones that the copy has quantized apart."""
+    """Every parameter of the float model, once, in model order; then tied ones that the copy has apart."""
     mode = find_mode(recipe.mode)
     format = recipe.format if mode.kind in ("ssm", "linear") else None
     modules, copies = dict(model.named_modules()), dict(twin.named_parameters(remove_duplicate=False))
     start = _prefix(model, copies)
-    layers, claimed, kept = linear_weights(model), _claimed(model, mode), keeps(mode)
+    layers, claimed, kept = linear_weights(model, recipe.include), _claimed(model, recipe), keeps(mode)
     head, embedding, stated = output_head(model), input_embedding(model), statement_of(twin)
     by_file = stated.forms or {} if stated and stated.is_dequantized else {}
+    parts = {name: part for part, names in included_parts(model).items() for name in names}
+    of_ssm = ssm_convolutions(model)
+    parameters = dict(model.named_parameters())
+    if {"embedding", "head"} & set(recipe.include) and is_tied(model):
+        heads = [f"{name}.weight" for name, part in parts.items() if part == "head"]
+        parameters |= {name: model.get_parameter(name) for name in heads}
     found = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         copied, other = copies.get(f"{start}{name}"), ""
         form = by_file.get(name) or (_form(twin, f"{start}{name}") if mode.kind == "user" else "")
         if mode.kind == "float":
@@ -195,14 +212,18 @@ def count_parameters(model: nn.Module, twin: nn.Module, recipe: Recipe) -> list[
             on_grid = sum(old.numel() for old, new in pairs if _on_grid(old, new, format, claimed=name in claimed))
         owner, _, own = name.rpartition(".")
         kind = _kind(modules[owner], own, parameter, head, embedding)
-        what = "not in the copy" if copied is None and not on_grid else _what(modules[owner], own, parameter)
-        what += other + (", kept float" if not on_grid and (kept(name) or kept(owner)) else "")
+        what = "routers" if parts.get(owner) == "router" else _what(modules[owner], own, parameter)
+        what = "not in the copy" if copied is None and not on_grid else f"{what}{other}"
+        if not on_grid and (kept(name) or kept(owner)):
+            what += ", kept float"
+        elif not on_grid and mode.kind == "linear":
+            what += ", not in include" if what == "routers" else ", of the SSM modes" if owner in of_ssm else ""
         found.append(CountedParameter(name, kind, what, on_grid, parameter.numel() - on_grid, form))
     counted, shared = {one.name for one in found}, copies.keys() - dict(twin.named_parameters()).keys()
     for name, parameter in model.named_parameters(remove_duplicate=False) if mode.kind == "user" else ():
         owner, _, own = name.rpartition(".")
-        is_tied = name in counted or f"{start}{name}" in shared
-        if not is_tied and (form := _form(twin, f"{start}{name}")):
+        is_known = name in counted or f"{start}{name}" in shared
+        if not is_known and (form := _form(twin, f"{start}{name}")):
             kind = _kind(modules[owner], own, parameter, head, embedding)
             found.append(CountedParameter(name, kind, "tied in the model", parameter.numel(), 0, form))
     return found
@@ -220,9 +241,10 @@ def count_by_layer(
     return {label: _sum(some) for label, some in {**inside, whole: found}.items()}
 
 
-def _claimed(model: nn.Module, mode: Mode) -> set[str]:
+def _claimed(model: nn.Module, recipe: Recipe) -> set[str]:
     """The parameters that one of probe's modes quantizes, without those that it keeps float."""
-    found: list[str] = list(linear_weights(model)) if mode.kind == "linear" else []
+    mode = find_mode(recipe.mode)
+    found: list[str] = list(linear_weights(model, recipe.include)) if mode.kind == "linear" else []
     if mode.kind == "ssm":
         found = [f"{block.mixer_name}.{weight}" for block in mamba_blocks(model) for weight in WEIGHTS]
     kept = keeps(mode)
@@ -276,7 +298,8 @@ def _prefix(model: nn.Module, copies: Mapping[str, Tensor]) -> str:
 
 
 def _kind(module: nn.Module, own: str, parameter: Tensor, head: object, embedding: object) -> str:
-    if isinstance(module, nn.Embedding) or (module is embedding and parameter.dim() > 1):
+    is_table = module is embedding and parameter.dim() > 1 and not isinstance(module, CONVOLUTIONS)
+    if isinstance(module, nn.Embedding) or is_table:
         return "embedding"
     if own.endswith("bias"):
         return "biases"
@@ -288,6 +311,6 @@ def _kind(module: nn.Module, own: str, parameter: Tensor, head: object, embeddin
 def _what(module: nn.Module, own: str, parameter: Tensor) -> str:
     if own == "weight" and isinstance(module, nn.Linear):
         return "nn.Linear"
-    if own == "weight" and isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+    if own == "weight" and isinstance(module, CONVOLUTIONS):
         return "convolutions"
     return "Conv1D" if stores_inputs_first(module) else f"{parameter.dim()}-D parameters"

@@ -238,8 +238,8 @@ class _Runs:
         self.progress(self.done, self.total, what)
 
 
-def _recipe(mode: str, format: str | None) -> Recipe:
-    return Recipe(mode, (format or "int8") if find_mode(mode).takes_format else format)
+def _recipe(mode: str, format: str | None, include: Sequence[str]) -> Recipe:
+    return Recipe(mode, (format or "int8") if find_mode(mode).takes_format else format, include=tuple(include))
 
 
 def rank_model(
@@ -248,6 +248,7 @@ def rank_model(
     reference: str | None = None,
     mode: str | None = None,
     format: str | None = None,
+    include: Sequence[str] = (),
     layers: tuple[str | int, ...] = ("all",),
     sites: Sites | None = None,
     data: tuple[str, int, int, int] = ("evaluation", 8, 128, 4),
@@ -263,6 +264,7 @@ def rank_model(
 
     reference           the float original of a model that is quantized already; `mode` None is then that model
     format              None is int8 for a mode that takes a format
+    include             what a linear mode quantizes too: router, embedding, head
     data                source, samples, tokens of each, samples in a batch
     calibration_data    source, samples, tokens of each; used by formats with calibrated scales only
     """
@@ -270,13 +272,13 @@ def rank_model(
     if is_recorded(device) or not is_present(device):
         raise ValueError(f"device {device!r} is not present here. Leave --device out to run on the cpu.")
     mode = given_modes([mode] if mode else [], model, reference)[0] if mode or reference else None
-    early = _recipe(mode or "linear_wa", format)
+    early = _recipe(mode or "linear_wa", format, include)
     check_percentile(percentile)
     evaluated = TextSamples(*data)
     calibrated = calibrating(evaluated, TextSamples(*calibration_data))
     check_samples(evaluated, calibrated)
     loaded = load_model(reference or model, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    recipe = _recipe("2-1", format) if mode is None and is_all_mamba(loaded.model) else early
+    recipe = _recipe("2-1", format, include) if mode is None and is_all_mamba(loaded.model) else early
     check_recipes(loaded, [recipe])
     select(loaded.model, layers, model_name=loaded.name)  # before a minute of calibration
     inputs = input_batches(loaded, evaluated)

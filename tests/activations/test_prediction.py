@@ -28,7 +28,8 @@ from probe.activations.statistics import LayerStatistics, measure
 from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.formats import FORMATS, GATE_FORMATS
-from probe.models.linear import linear_key, linear_layers, put_expert_sites
+from probe.models.linear import linear_key, linear_layers
+from probe.models.linear_grids import put_expert_sites
 from probe.models.loading import load_model
 from probe.models.mamba import rotated_twin
 from probe.numerics.grids import activation_grid

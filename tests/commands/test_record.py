@@ -99,8 +99,8 @@ def test_every_option_reaches_the_library(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("probe.recordings.recorder.record", record)
     options = {
-        "out": "o", "model": "m", "pretrained-dir": "p", "modes": "fp32", "formats": "int4", "layers": "all",
-        "reference": "r",
+        "out": "o", "model": "m", "pretrained-dir": "p", "modes": "fp32", "formats": "int4", "include": "head",
+        "layers": "all", "reference": "r",
         "taps": "logits", "samples": "5", "seqlen": "6", "data": "d", "prompt": "hi", "batch-size": "3",
         "device": "mps", "calib-data": "c", "calib-data-num": "7", "calib-seqlen": "8", "percentile": "0.5",
         "layout": "pt", "output-file": "f.npz",
@@ -109,7 +109,7 @@ def test_every_option_reaches_the_library(monkeypatch: pytest.MonkeyPatch) -> No
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     assert main(["record", *words, *(f"--{flag}" for flag in flags)]) == 2
     given.pop("progress")
-    lists = ("modes", "formats", "layers", "taps")
+    lists = ("modes", "formats", "include", "layers", "taps")
     expected: dict[str, Any] = {name.replace("-", "_"): value for name, value in options.items()}
     expected |= {name: [options[name]] for name in lists} | dict.fromkeys((f.replace("-", "_") for f in flags), True)
     for name in ("samples", "seqlen", "batch_size", "calib_data_num", "calib_seqlen"):

@@ -10,7 +10,8 @@ from torch import nn
 
 import probe
 from probe.commands import main
-from probe.models.linear import linear_layers, output_head
+from probe.models.linear import linear_layers
+from probe.models.parts import output_head
 from tests.models.nets import Gpt
 from tests.recordings.models import Stack
 

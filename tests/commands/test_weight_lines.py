@@ -11,7 +11,8 @@ MIXTRAL = ["--model", "tests.models.random_models:make_mixtral"]
 GPT2 = ["--model", "tests.models.random_models:make_gpt2"]
 SMALL = ["--samples", "2", "--seqlen", "16", "--calib-data-num", "2", "--calib-seqlen", "16"]
 LINE = (
-    "weights on a grid: 99.5 % (35,840 of 36,032); float: 192 in model.layers.*.mlp.gate.weight (2-D parameters); "
+    "weights on a grid: 99.5 % (35,840 of 36,032); float: 192 in model.layers.*.mlp.gate.weight "
+    "(routers, not in include); "
     "embedding 8,192 float, head 8,192 float, norms 160 float"
 )
 
@@ -110,3 +111,61 @@ def test_torchao_reaches_nothing_of_gpt2_and_every_command_fails(
     assert "loses nothing" not in captured.out
     (message,) = [line for line in captured.err.splitlines() if line.startswith("probe: error:")]
     assert "was not applied" in message
+
+
+INCLUDED = "weights on a grid: 100.0 % (36,032 of 36,032); embedding 8,192 float, head 8,192 on a grid, norms 160 float"
+
+
+def test_include_is_an_option_of_every_command_that_quantizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    include = ["--include", "router", "head"]
+    formats = ["--formats", "fp4_e2m1", *include]
+    errors = ["errors", *MIXTRAL, *SMALL, "--modes", "linear_w", *formats]
+    assert INCLUDED in run(capsys, *errors).splitlines()
+    assert json.loads(run(capsys, *errors, "--json"))[0]["include"] == ["router", "head"]
+    record = ["record", *MIXTRAL, *SMALL, "--modes", "fp32", "linear_w", *formats, "--out", "r"]
+    assert INCLUDED in run(capsys, *record).splitlines()
+    manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())["recipes"]
+    assert {name: one["include"] for name, one in manifest.items()} == {
+        "fp32": [],
+        "linear_w-fp4_e2m1": ["router", "head"],
+    }
+    assert main(record) == 2, "the same recipe with another include does not replace it unasked"
+    assert "overwrite" in capsys.readouterr().err
+    ranked = ["sensitivity", *MIXTRAL, *SMALL, "--mode", "linear_w", "--format", "fp4_e2m1", *include]
+    assert INCLUDED in run(capsys, *ranked, "--no-advice").splitlines()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["errors", "--modes", "linear_w", "--formats", "int8"],
+        ["record", "--modes", "linear_w", "--out", "r"],
+        ["sensitivity", "--mode", "linear_w"],
+    ],
+    ids=lambda command: command[0],
+)
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("heat", "unknown part for include 'heat'. Did you mean 'head'? Known: router, embedding, head."),
+        (
+            "router",
+            "include has 'router', and tiny-llama has no router. Of router, embedding, head it has: embedding, head",
+        ),
+    ],
+)
+def test_an_include_that_cannot_be_is_one_message(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    part: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--model", "tiny-llama", *SMALL, "--include", part]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

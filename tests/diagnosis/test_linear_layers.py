@@ -1,4 +1,4 @@
-"""A fault in an expert, or in a Conv1D, is named by its matrix or its input."""
+"""A fault in an expert, a Conv1D or a convolution is named by its matrix or its input."""
 
 from collections.abc import Callable
 from typing import Any
@@ -79,3 +79,59 @@ def test_a_zeroed_conv1d_is_named() -> None:
         twin.transformer.h[1].mlp.c_fc.weight.zero_()
 
     assert "weight mlp.c_fc.weight; zero" in trace_of(make_gpt2, change)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(40, 40, 3, padding=1, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.conv(x.mT)).mT
+
+
+class Convolved(nn.Module):
+    """Two layers of a convolution over the text, with a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(256, 40)
+        self.layers = nn.ModuleList(Convolution() for _ in range(2))
+        self.head = nn.Linear(40, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def no_change(conv: Any) -> None:
+    pass
+
+
+def zero_channel(conv: Any) -> None:
+    conv.weight[7] = 0
+
+
+def float_input(conv: Any) -> None:
+    conv.input.grid = None
+
+
+def no_bias(conv: Any) -> None:
+    conv.register_forward_hook(lambda module, args, output: output - module.bias[:, None], prepend=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (no_change, "steps of layer_1 agree with their definitions"),
+        (zero_channel, "weight conv.weight; "),
+        (float_input, "site conv.input; not quantized"),
+        (no_bias, "conv; the bias is left out"),
+    ],
+)
+def test_a_fault_in_a_convolution_is_named(change: Callable[[Any], None], cause: str) -> None:
+    assert cause in trace_of(Convolved, lambda twin: change(twin.layers[1].conv))

@@ -1,4 +1,4 @@
-"""Tiny models of random weights from transformers' configurations: experts in 3-D parameters, and Conv1D."""
+"""Tiny models of random weights from transformers' configurations: experts, Conv1D, convolutions, tied tables."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _built(kind: str, **settings: Any) -> nn.Module:
+def _built(family: str, *, kind: str = "", **settings: Any) -> nn.Module:
+    """A model of a family: the causal one, or that of a `kind`, such as ForImageClassification."""
     import transformers
 
     from probe.data.library_logs import quietly
@@ -26,8 +27,9 @@ def _built(kind: str, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     library: Any = transformers
     with quietly():
-        config = getattr(library, f"{kind}Config")(**settings)
-        model: nn.Module = library.AutoModelForCausalLM.from_config(config).eval()
+        config = getattr(library, f"{family}Config")(**settings)
+        causal = library.AutoModelForCausalLM.from_config
+        model: nn.Module = (getattr(library, f"{family}{kind}") if kind else causal)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -92,3 +94,62 @@ def make_gpt2() -> nn.Module:
     return _built(
         "GPT2", vocab_size=256, n_positions=256, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
     )
+
+
+def make_vit() -> nn.Module:
+    """Patches by a convolution of two dimensions."""
+    return _built(
+        "ViT",
+        kind="ForImageClassification",
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+        num_labels=5,
+    )
+
+
+def make_whisper() -> nn.Module:
+    """Two convolutions of one dimension, the second with a stride, before the encoder. The head is the embedding."""
+    return _built(
+        "Whisper",
+        kind="ForConditionalGeneration",
+        vocab_size=256,
+        num_mel_bins=20,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_source_positions=16,
+        max_target_positions=64,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        decoder_start_token_id=0,
+    )
+
+
+def make_t5() -> nn.Module:
+    """One table of tokens for encoder, decoder and head."""
+    return _built(
+        "T5",
+        kind="ForConditionalGeneration",
+        vocab_size=256,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        tie_word_embeddings=True,
+        decoder_start_token_id=0,
+    )
+
+
+def make_phimoe() -> nn.Module:
+    """Routers that are derived from nn.Linear, with a forward of their own."""
+    return _built("Phimoe", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2)

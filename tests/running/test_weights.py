@@ -62,7 +62,8 @@ def test_every_expert_and_no_router_is_on_the_grid(format: str) -> None:
     assert count(found) == Count(ATTENTION + EXPERTS, ROUTERS)
     assert found.apart == {"embedding": Count(0, 8192), "head": Count(0, 8192), "norms": Count(0, 160)}
     assert found.line == (
-        "weights on a grid: 99.5 % (35,840 of 36,032); float: 192 in model.layers.*.mlp.gate.weight (2-D parameters); "
+        "weights on a grid: 99.5 % (35,840 of 36,032); float: 192 in model.layers.*.mlp.gate.weight "
+        "(routers, not in include); "
         "embedding 8,192 float, head 8,192 float, norms 160 float"
     )
     assert Weights.from_json(Node("", json.loads(json.dumps(found.as_dict())))) == found
@@ -82,7 +83,7 @@ def test_experts_that_stay_float_are_named_with_their_share() -> None:
     assert count(found) == Count(ATTENTION, EXPERTS + ROUTERS)
     assert found.line.startswith(
         "weights on a grid: 22.7 % (8,192 of 36,032); float: 27,648 in model.layers.*.mlp.experts.* (3-D parameters), "
-        "192 in model.layers.*.mlp.gate.weight (2-D parameters); embedding 8,192 float"
+        "192 in model.layers.*.mlp.gate.weight (routers); embedding 8,192 float"
     )
 
 
@@ -103,9 +104,13 @@ def test_one_float_expert_of_three_is_counted() -> None:
 @pytest.mark.parametrize(
     ("make", "floating", "named"),
     [
-        (make_jamba, 256 + 256 + 96, ["A_log (2-D parameters)", "conv1d.weight (convolutions)", "router.weight"]),
-        (make_qwen3_next, 384 + 192, ["linear_attn.conv1d.weight (convolutions)", "mlp.gate.weight"]),
-        (make_gpt_oss, 192, ["mlp.router.weight (2-D parameters)"]),
+        (
+            make_jamba,
+            256 + 256 + 96,
+            ["A_log (2-D parameters)", "conv1d.weight (convolutions, of the SSM modes)", "(routers, not"],
+        ),
+        (make_qwen3_next, 192, ["mlp.gate.weight (routers, not in include)"]),
+        (make_gpt_oss, 192, ["mlp.router.weight (routers, not in include)"]),
         (make_gpt2, 0, ["head tied to the embedding", "embedding 16,384 float", "biases 736 float"]),
     ],
 )
@@ -128,6 +133,8 @@ def test_an_input_that_linear_wa_cannot_reach_is_named() -> None:
     found = counted(model, Recipe("linear_wa", "fp8_e4m3"))
     assert found.float_inputs == ["model.layers.*.mamba.dt_proj.input"]
     assert found.line.endswith("; float inputs, which the mode cannot reach: model.layers.*.mamba.dt_proj.input")
+    found = counted(make_qwen3_next(), Recipe("linear_wa", "fp8_e4m3"))
+    assert found.float_inputs == ["model.layers.*.linear_attn.conv1d.input"], "its weight is read without a call"
 
 
 @FORMAT

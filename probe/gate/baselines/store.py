@@ -32,7 +32,7 @@ from probe.gate.baselines.format import (
     rounded,
 )
 from probe.gate.cases import Case
-from probe.running.environment import ANCHORS, FORMAT, INPUT
+from probe.running.environment import ANCHORS, FORMAT, INCLUDE, INPUT
 from probe.words import first_few, natural_key
 
 Modes = Mapping[Path, ModeBaselines]
@@ -286,7 +286,8 @@ def _renewed(
     stored = {**(old.tests if old else {}), **known}
     tests = {case: stored[case] for case in entries if stored.get(case)}
     bound = {name: fact for name, fact in facts.items() if name.startswith((INPUT, ANCHORS, FORMAT))}
-    if old is not None and entries == before and bound.items() <= old.environment.items():
+    same_include = old is not None and old.environment.get(INCLUDE) == facts.get(INCLUDE)
+    if old is not None and entries == before and same_include and bound.items() <= old.environment.items():
         return replace(old, tests=tests)
     return ModeBaselines(model, device, mode, dict(facts), entries, tests)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.models.linear import GridLinear
+from probe.models.grid_modules import GridLinear
 from tests.comparisons.devices.models import embedding_of, final_norm_of, fresh, layers_of
 
 Tensors = dict[str, Tensor]
