@@ -38,7 +38,7 @@ NEEDS = {
 }
 #: torchao's scheme whose plain packing (the default) needs a package beside torchao.
 INT4, INT4_NEEDS = "Int4WeightOnlyConfig", "mslk"
-OTHER_PACKINGS = r"OPAQUE|PLAIN_INT32|TILE_PACKED_TO_4D"
+OTHER_PACKINGS = r"PLAIN_INT32|TILE_PACKED_TO_4D"
 
 
 def check_source(source: str) -> None:
