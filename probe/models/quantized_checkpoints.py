@@ -8,6 +8,7 @@ package.module:factory                              a function that returns the 
 
 import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr
 from importlib.util import find_spec
@@ -35,8 +36,9 @@ NEEDS = {
     "gptq": (("gptqmodel", "optimum.gptq"), "gptqmodel optimum"),
     "awq": (("gptqmodel",), "gptqmodel"),
 }
-#: The same of a scheme, beside the tool.
-ALSO_NEEDED = {"Int4WeightOnlyConfig": "mslk"}
+#: torchao's scheme whose plain packing (the default) needs a package beside torchao.
+INT4, INT4_NEEDS = "Int4WeightOnlyConfig", "mslk"
+OTHER_PACKINGS = r"PLAIN_INT32|TILE_PACKED_TO_4D"
 
 
 def check_source(source: str) -> None:
@@ -65,11 +67,10 @@ def check_source(source: str) -> None:
         )
     tool = str(stated.get("quant_method", ""))
     _check_installed(folder, tool)
-    scheme = _scheme(stated)
-    if (package := ALSO_NEEDED.get(scheme)) and "OPAQUE" not in str(stated) and find_spec(package) is None:
+    if _scheme(stated) == INT4 and not re.search(OTHER_PACKINGS, str(stated)) and not _is_installed(INT4_NEEDS):
         raise ValueError(
-            f"{str(folder)!r} was quantized by {tool} with {scheme}, which needs the package {package} and a GPU. "
-            f"Install {package} where there is one, or quantize with another scheme."
+            f"{str(folder)!r} was quantized by {tool} with {INT4}, which needs the package {INT4_NEEDS} and a GPU. "
+            f"Install {INT4_NEEDS} where there is one, or quantize with another scheme."
         )
 
 

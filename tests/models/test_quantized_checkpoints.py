@@ -246,6 +246,9 @@ def test_torchao_int4_names_the_package_that_it_needs(original: nn.Module, tmp_p
         f"'{folder}' was quantized by torchao with Int4WeightOnlyConfig, which needs the package mslk and a GPU. "
         "Install mslk where there is one, or quantize with another scheme."
     )
+    other = kind | {"_data": {"int4_packing_format": {"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"}}}
+    change_config(folder, quantization_config={"quant_method": "torchao", "quant_type": {"default": other}})
+    assert "mslk" not in message(folder, original)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_head_that_is_tied_in_the_model_and_quantized_in_the_checkpoint_is_cou
 
 
 def test_a_tensor_that_is_tied_in_the_copy_too_is_counted_once(llama: Loaded) -> None:
-    def build(model: Any, format: str, calibration: Calibration | None) -> nn.Module:
+    def build(model: Any, format: str, calibration: Calibration | None) -> Any:
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda one, name: name == "lm_head")
         model.model.embed_tokens.weight = model.lm_head.weight
         return model
