@@ -21,7 +21,7 @@ from probe.data.sources import documents_of
 from probe.models.forward import call_options
 from probe.models.linear import put_expert_sites
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba import is_mamba, with_sites
+from probe.models.mamba_blocks import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
 from probe.models.positions import position_notes
 from probe.words import describe_error, first_few, printable

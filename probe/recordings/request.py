@@ -18,7 +18,7 @@ from probe.data.texts import text_of
 from probe.data.tokenizers import Tokenizer
 from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, load_model, weight_fingerprint
-from probe.models.mamba import is_all_mamba
+from probe.models.mamba_blocks import is_all_mamba
 from probe.models.offload import device_of
 from probe.models.positions import check_positions
 from probe.recordings.manifest import FILE_NAME, LAYOUTS, Layout, RecordedCalibration

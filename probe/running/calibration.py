@@ -19,7 +19,8 @@ from probe.formats import PERCENTILE
 from probe.models.forward import run_model
 from probe.models.linear import expert_sites, linear_key, linear_layers
 from probe.models.loading import Loaded
-from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
+from probe.models.mamba import Site
+from probe.models.mamba_blocks import is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
 from probe.words import near_or_first
 

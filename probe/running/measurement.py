@@ -17,7 +17,7 @@ from probe.formats import PERCENTILE
 from probe.metrics import Comparison, LogitComparison, LogitMetrics, Metrics
 from probe.models.layers import select
 from probe.models.loading import load_model
-from probe.models.mamba import is_all_mamba
+from probe.models.mamba_blocks import is_all_mamba
 from probe.models.positions import check_positions
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.kept_float import changed_weights, float_layers

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from probe.files.checked_json import Node
 from probe.formats import FORMATS
 from probe.models.linear import input_embedding, linear_layers, linear_weights, output_head, stores_inputs_first
-from probe.models.mamba import WEIGHTS, mamba_blocks
+from probe.models.mamba_blocks import mamba_blocks
 from probe.numerics.grids import weight_on_grid
 from probe.running.coverage import STRAY, off_grid
 from probe.running.kept_float import keeps
@@ -199,7 +199,7 @@ def _claimed(model: nn.Module, mode: Mode) -> set[str]:
     """The parameters that one of probe's modes quantizes, without those that it keeps float."""
     found: list[str] = list(linear_weights(model)) if mode.kind == "linear" else []
     if mode.kind == "ssm":
-        found = [f"{block.mixer_name}.{weight}" for block in mamba_blocks(model) for weight in WEIGHTS]
+        found = [f"{block.mixer_name}.{weight}" for block in mamba_blocks(model) for weight in block.layout.weights]
     kept = keeps(mode)
     return {name for name in found if not kept(name) and not kept(name.rpartition(".")[0])}
 

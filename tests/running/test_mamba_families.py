@@ -1,4 +1,4 @@
-"""Mamba-1 blocks beside those of Mamba itself: FalconMamba, and Jamba, which has attention too."""
+"""Mamba blocks beside those of Mamba itself: FalconMamba, Mamba-2, and Jamba, Bamba and Zamba, which have attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,34 @@ from probe.data.texts import text_of
 from probe.data.tokenizers import ByteTokenizer
 from probe.formats import GATE_FORMATS
 from probe.models.loading import Loaded, weight_fingerprint
-from probe.models.mamba import MIXERS, SITES, SiteMixer, is_all_mamba, mamba_blocks, rotated_twin, with_sites
+from probe.models.mamba import SiteMixer
+from probe.models.mamba_blocks import SITE_MIXERS, is_all_mamba, mamba_blocks, rotated_twin, with_sites
 from probe.numerics.grids import weight_on_grid
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.capture import capture
 from probe.running.kept_float import float_layers
 from probe.running.measurement import check_applied
 from probe.running.modes import GROUPS, find_mode
+from probe.running.paths import arguments
 from probe.running.recipes import Recipe, apply, gridded_weights
 from probe.running.reference import logits_of, run_reference
-from tests.models.random_models import make_falcon_mamba, make_jamba
+from tests.models.random_models import make_bamba, make_falcon_mamba, make_jamba, make_mamba2, make_zamba
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {"falcon_mamba": make_falcon_mamba, "jamba": make_jamba}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "falcon_mamba": make_falcon_mamba,
+    "jamba": make_jamba,
+    "mamba2": make_mamba2,
+    "bamba": make_bamba,
+    "zamba": make_zamba,
+}
+#: Norms inside the mixers.
+NORMS = {
+    **dict.fromkeys(("falcon_mamba", "jamba"), ("dt_layernorm", "b_layernorm", "c_layernorm")),
+    **dict.fromkeys(("mamba2", "bamba"), ("norm",)),
+    "zamba": (),
+}
+#: Layers without a Mamba mixer, which stay float.
+FLOAT = {"jamba": {"layer_1"}, "bamba": {"layer_1"}}
 FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)
 
 
@@ -66,12 +82,15 @@ def logits(model: nn.Module, tokens: Tensor, **options: object) -> Tensor:
 
 def test_the_blocks_are_found_by_their_mixers(loaded: Loaded) -> None:
     blocks = list(mamba_blocks(loaded.model))
-    assert [type(block.mixer).__name__ in MIXERS for block in blocks] == [True] * len(blocks)
+    assert [type(block.mixer).__name__ in SITE_MIXERS for block in blocks] == [True] * len(blocks)
     assert [block.mixer_name for block in blocks] == {
         "falcon_mamba": ["backbone.layers.0.mixer", "backbone.layers.1.mixer"],
         "jamba": ["model.layers.0.mamba"],
+        "mamba2": ["backbone.layers.0.mixer", "backbone.layers.1.mixer"],
+        "bamba": ["model.layers.0.mamba"],
+        "zamba": ["model.layers.0.mamba", *(f"model.layers.{index}.mamba_decoder.mamba" for index in (1, 2))],
     }[loaded.name]
-    assert is_all_mamba(loaded.model) == (loaded.name == "falcon_mamba")
+    assert is_all_mamba(loaded.model) == (loaded.name in ("falcon_mamba", "mamba2"))
 
 
 @pytest.mark.parametrize("scan", ["sequential", "fast"])
@@ -95,19 +114,20 @@ def test_padding_is_masked_as_in_the_stock_forward(loaded: Loaded, tokens: Tenso
 @pytest.mark.parametrize("scan", ["sequential", "fast"])
 def test_decode_continues_what_prefill_began(loaded: Loaded, tokens: Tensor, scan: str) -> None:
     twin: Any = with_sites(loaded.model, scan=scan)
-    carried = "cache_params" if loaded.name == "falcon_mamba" else "past_key_values"
+    carried = "cache_params" if is_all_mamba(loaded.model) else "past_key_values"
     whole = logits(loaded.model, tokens[:, :30])
     with torch.no_grad(), quietly():
         step = twin(tokens[:, :20], use_cache=True)
         last = [step.logits[:, -1]]
         for t in range(20, 29):
-            step = twin(tokens[:, t : t + 1], use_cache=True, **{carried: getattr(step, carried)})
+            options = {"position_ids": torch.full((2, 1), t)} if "position_ids" in arguments(twin) else {}
+            step = twin(tokens[:, t : t + 1], use_cache=True, **{carried: getattr(step, carried)}, **options)
             last.append(step.logits[:, -1])
     assert (torch.stack(last, 1) - whole[:, 19:29]).abs().max() <= 2e-5 * whole.abs().max()
 
 
-def test_the_norms_of_dt_b_and_c_matter(loaded: Loaded, tokens: Tensor) -> None:
-    for name in ("dt_layernorm", "b_layernorm", "c_layernorm"):
+def test_the_norms_inside_matter(loaded: Loaded, tokens: Tensor) -> None:
+    for name in NORMS[loaded.name]:
         twin = with_sites(loaded.model)
         next(mamba_blocks(twin)).sites.register_module(name, nn.Identity())
         assert not torch.allclose(logits(twin, tokens), logits(loaded.model, tokens), rtol=1e-3, atol=1e-4), name
@@ -135,13 +155,13 @@ def test_every_weight_and_site_is_on_its_grid_and_everything_else_is_float(
     twin = apply(loaded.model, recipe, calibration)
     inside = set()
     for block in mamba_blocks(twin):
-        for name in gridded_weights(find_mode("2-1"), block.mixer_name):
+        for name in gridded_weights(find_mode("2-1"), block.layout, block.mixer_name):
             value = dict(block.sites.named_parameters()).get(name)
             inside |= {f"{block.mixer_name}.{name}"}
             if value is not None and format != "nvfp4":
                 assert torch.equal(weight_on_grid(value, format), value), name
         inside |= {f"{block.norm_name}.weight"}  # folded into in_proj
-        assert {site for site in SITES if block.sites.site(site).grid is not None} >= {
+        assert {site for site in block.layout.sites if block.sites.site(site).grid is not None} >= {
             "conv1d.output",
             "out_proj.input",
         }
@@ -150,7 +170,7 @@ def test_every_weight_and_site_is_on_its_grid_and_everything_else_is_float(
         assert name in inside or torch.equal(value, plain[name]), name
     reference = run_reference(loaded.model, [tokens])
     declared = float_layers(loaded.model, find_mode("2-1"), reference.modules)
-    assert declared == ({"layer_1"} if loaded.name == "jamba" else set())
+    assert declared == FLOAT.get(loaded.name, set())
     check_applied(loaded.model, recipe, reference, calibration)
     assert any(isinstance(module, SiteMixer) for module in twin.modules())
 
@@ -159,4 +179,6 @@ def test_every_site_fires(loaded: Loaded, tokens: Tensor) -> None:
     twin: Any = with_sites(loaded.model)
     with capture(twin, [r"sites\.\w+\.\w+$"]) as captured, torch.no_grad(), quietly():
         twin(tokens, use_cache=True)
-    assert {name.split(".sites.")[1].removesuffix(".output") for name in captured.tensors} == set(SITES)
+    assert {name.split(".sites.")[1].removesuffix(".output") for name in captured.tensors} == set(
+        next(mamba_blocks(twin)).layout.sites
+    )
