@@ -42,6 +42,7 @@ class Layout:
               mixer lacks, such as the bias of a convolution, is passed over
     read      modules whose weights are read without a call
     convolves_all   whether B and C pass through conv1d too, behind x
+    interleaves     whether x and z take turns in the output of in_proj, so that a block there is none of x
     """
 
     name: str
@@ -50,6 +51,7 @@ class Layout:
     weights: tuple[str, ...]
     read: tuple[str, ...] = ("conv1d",)
     convolves_all: bool = False
+    interleaves: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -288,6 +290,4 @@ class SiteMixer(nn.Module):
 
 def _masked(x: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Padding is zero, as in the stock mixer."""
-    if attention_mask is None or attention_mask.shape[1] == 1 or attention_mask.shape[0] == 1:
-        return x
-    return x * attention_mask[:, : x.shape[1], None].to(x.dtype)
+    return x if attention_mask is None else x * attention_mask[:, -x.shape[1] :, None].to(x.dtype)

@@ -17,6 +17,7 @@ ZAMBA = Layout(
         *("in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj_weight", "dt_proj_weight", "dt_proj_bias"),
         *("A_log", "D", "out_proj.weight"),
     ),
+    interleaves=True,
 )
 
 

@@ -61,15 +61,15 @@ def expected_on_grid(recipe: Recipe, layout: Layout, mixer: str = "") -> tuple[s
     """The sites of a Mamba mixer whose values lie on a grid in every forward: one of their own or that of their source.
 
     The state leaves a mixer only into a cache. With the name of a mixer, without what the mode keeps float there.
+    Blocks are judged at their source where those of the site are others.
     """
     mode = find_mode(recipe.mode)
     if mode.kind != "ssm" or recipe.format is None:
         return ()
     grids = {*gridded_sites(mode, FORMATS[recipe.format], layout, mixer)} - {"scan.state"}
     kept = kept_sites(mode, layout, mixer) if mixer else []
-    return tuple(
-        site for site in layout.sites if site not in kept and (site in grids or SHARED_SCALE.get(site) in grids)
-    )
+    source = {**SHARED_SCALE, "conv1d.input": "" if layout.interleaves else SHARED_SCALE["conv1d.input"]}
+    return tuple(site for site in layout.sites if site not in kept and (site in grids or source.get(site) in grids))
 
 
 @contextmanager
