@@ -11,20 +11,26 @@ from probe.data.library_logs import quietly
 from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.data.tokenizers import ByteTokenizer
-from probe.formats import GATE_FORMATS
+from probe.formats import FORMATS, GATE_FORMATS
+from probe.gate.tolerances import RULES
 from probe.models.loading import Loaded, weight_fingerprint
 from probe.models.mamba import SiteMixer
 from probe.models.mamba_blocks import SITE_MIXERS, is_all_mamba, mamba_blocks, rotated_twin, with_sites
+from probe.models.offload import Room, place
 from probe.numerics.grids import weight_on_grid
+from probe.recordings.taps import tap_points
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.capture import capture
+from probe.running.coverage import watching
+from probe.running.declarations import DeclaredMode
+from probe.running.functions import function_errors
 from probe.running.kept_float import float_layers
 from probe.running.measurement import check_applied
-from probe.running.modes import GROUPS, find_mode
+from probe.running.modes import GROUPS, declare_modes, find_mode, unregister_mode
 from probe.running.paths import arguments
-from probe.running.recipes import Recipe, apply, gridded_weights
+from probe.running.recipes import Recipe, apply, gridded_sites, gridded_weights
 from probe.running.reference import logits_of, run_reference
-from tests.models.random_models import make_bamba, make_falcon_mamba, make_jamba, make_mamba2, make_zamba
+from tests.models.random_models import make_bamba, make_falcon_mamba, make_jamba, make_mamba2, make_zamba, spread_steps
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "falcon_mamba": make_falcon_mamba,
@@ -46,7 +52,7 @@ FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def loaded(request: pytest.FixtureRequest) -> Loaded:
-    model = FAMILIES[request.param]().requires_grad_(False)
+    model = spread_steps(FAMILIES[request.param]().requires_grad_(False))
     with torch.no_grad():  # norms without a gain of 1 everywhere, so that one that is left out shows
         generator = torch.Generator().manual_seed(1)
         for name, parameter in model.named_parameters():
@@ -184,3 +190,76 @@ def test_every_site_fires(loaded: Loaded, tokens: Tensor) -> None:
     assert {name.split(".sites.")[1].removesuffix(".output") for name in captured.tensors} == set(
         next(mamba_blocks(twin)).layout.sites
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "format"), [("2-1", "fp8_e4m3"), ("2-3", "fp4_e2m1"), ("3", "fp8_e4m3"), ("2-3", "nvfp4")]
+)
+def test_a_site_that_is_left_out_is_named(
+    loaded: Loaded, tokens: Tensor, calibration: Calibration, mode: str, format: str
+) -> None:
+    recipe = Recipe(mode, format)
+    name, layout = next((block.mixer_name, block.layout) for block in mamba_blocks(loaded.model))
+    for site in (None, *gridded_sites(find_mode(mode), FORMATS[format], layout)):
+        twin: Any = apply(loaded.model, recipe, calibration)
+        if site is not None:
+            next(mamba_blocks(twin)).sites.site(site).grid = None
+        with torch.no_grad(), quietly(), watching(twin, recipe) as found:
+            twin(tokens, use_cache=False)
+        if site == "conv1d.input" or (site and next(mamba_blocks(twin)).sites.width(site) < 16):
+            continue  # then it has the grid of in_proj.output; it is narrower than a block of nvfp4
+        assert (f"{name}.{site}" in found) if site else (found == {}), site
+
+
+def test_every_function_inside_is_within_a_few_ulps_of_its_formula(loaded: Loaded) -> None:
+    twin = apply(loaded.model, Recipe("2-1", "fp8_e4m3"))
+    block, stock = (next(mamba_blocks(model)) for model in (twin, loaded.model))
+    found = {error.name: error.ulps for error in function_errors(block.mixer, stock.mixer)}
+    norms = [name for name in NORMS[loaded.name] if list(stock.mixer.get_submodule(name).parameters())]
+    assert set(found) == {"softplus", "A", "gate", "activation", *norms}
+    assert max(found.values()) <= RULES["functions.error"].absolute
+    block.sites.rates = lambda: SITE_MIXERS[type(stock.mixer).__name__].rates(block.sites) * (1 + 1e-05)
+    assert max(function_errors(block.mixer, stock.mixer), key=lambda error: error.ulps).name == "A"
+
+
+def test_a_weight_of_the_mixer_itself_can_be_kept_float(loaded: Loaded, calibration: Calibration) -> None:
+    layout = next(mamba_blocks(loaded.model)).layout
+    for weight in layout.own_weights:
+        declare_modes({"mixed": DeclaredMode("2-1", (weight,))}, where="here")
+        try:
+            twin = apply(loaded.model, Recipe("mixed", "fp4_e2m1"), calibration)
+        finally:
+            unregister_mode("mixed")
+        for block, plain in zip(mamba_blocks(twin), mamba_blocks(loaded.model), strict=True):
+            for own in layout.own_weights:
+                same = torch.equal(block.mixer.get_parameter(own), plain.mixer.get_parameter(own))
+                assert same == (own == weight), own
+
+
+def test_a_layer_of_which_all_weights_are_kept_is_declared_float(loaded: Loaded, tokens: Tensor) -> None:
+    block = next(mamba_blocks(loaded.model))
+    beside = [f"{block.name}.{name}" for name, child in block.module.named_children() if child is not block.mixer]
+    patterns = (*beside, *(f"{block.mixer_name}.{name}" for name in block.layout.modules))
+    declare_modes({"mixed": DeclaredMode("2-1", patterns)}, where="here")
+    try:
+        modules = run_reference(loaded.model, [tokens]).modules
+        assert float_layers(loaded.model, find_mode("mixed"), modules) == {"layer_0", *FLOAT.get(loaded.name, ())}
+    finally:
+        unregister_mode("mixed")
+
+
+def test_mixer_conv1d_and_scan_can_be_recorded(loaded: Loaded) -> None:
+    points = tap_points(with_sites(loaded.model), ["all"], ["mixer", "conv1d", "scan"])
+    (first, *_) = mamba_blocks(loaded.model)
+    assert points.sources["layer_0.mixer.output"] == (first.mixer_name, "output")
+    assert points.sources["layer_0.conv1d.output"] == (f"{first.mixer_name}.sites.conv1d.output", "output")
+    assert points.sources["layer_0.scan.output"] == (f"{first.mixer_name}.sites.scan.y", "output")
+    assert [label for label in points.layers if f"{label}.scan.input" not in points.sources] == sorted(
+        FLOAT.get(loaded.name, ())
+    )
+
+
+def test_a_copy_with_sites_can_be_offloaded(loaded: Loaded, tokens: Tensor) -> None:
+    placed = place(with_sites(loaded.model), Room(torch.device("cpu"), 1))
+    assert all(parameter.is_meta for parameter in placed.model.parameters())
+    assert torch.equal(logits(placed.model, tokens), logits(with_sites(loaded.model), tokens))
