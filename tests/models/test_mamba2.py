@@ -42,7 +42,8 @@ def formula(mixer: Any, hidden: Tensor) -> Tensor:
             y[:, t, own] = (h * C[:, t, None, part]).sum(-1) + weights["D"][head] * x[:, t, own]
     y = y * functional.silu(z)
     y = weights["norm.weight"] * y / (y.square().mean(-1, keepdim=True) + mixer.norm.variance_epsilon).sqrt()
-    return y @ weights["out_proj.weight"].T
+    found: Tensor = y @ weights["out_proj.weight"].T
+    return found
 
 
 @FAMILY
@@ -75,7 +76,7 @@ def test_the_width_of_a_site_is_that_of_its_tensor() -> None:
     widths: dict[str, int] = {}
     for name in MAMBA2.sites:
         mixer.site(name).register_forward_hook(
-            lambda module, args, output, name=name: widths.__setitem__(name, output.shape[-1])  # type: ignore[misc]
+            lambda module, args, output, name=name: widths.__setitem__(name, output.shape[-1])
         )
     with torch.no_grad():
         mixer(torch.randn(1, 4, 32))
