@@ -19,7 +19,7 @@ from probe.data.library_logs import quietly
 from probe.data.samples import TokenBatch as Batch, token_batches
 from probe.data.texts import text_of
 from probe.models.loading import load_model
-from probe.models.mamba import with_sites
+from probe.models.mamba_blocks import with_sites
 
 LINEAR = ("in_proj", "x_proj", "out_proj", "lm_head")  # dt_proj is read and not called: its site stands for it
 
@@ -85,7 +85,7 @@ from activations import batch_of, plan_of
 from probe.activations.collecting import Collector
 from probe.models.loading import load_model
 from probe.data.library_logs import quietly
-from probe.models.mamba import with_sites
+from probe.models.mamba_blocks import with_sites
 with quietly():
     loaded = load_model("mamba-130m-random")
     model = with_sites(loaded.model, scan="fast")

@@ -19,7 +19,8 @@ from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.metrics import Comparison
 from probe.models.loading import load_model
-from probe.models.mamba import fast, sequential, with_sites
+from probe.models.mamba_blocks import with_sites
+from probe.models.scans import fast, sequential
 from probe.running.capture import capture
 from probe.running.measurement import measure_all
 
@@ -102,7 +103,7 @@ from probe.data.texts import text_of
 from probe.metrics import Comparison
 from probe.models.loading import load_model
 from probe.data.library_logs import quietly
-from probe.models.mamba import with_sites
+from probe.models.mamba_blocks import with_sites
 with quietly():
     loaded = load_model("mamba-130m-random")
     (batch,) = token_batches(text_of("evaluation"), loaded.tokenizer, samples=4, seqlen=512, batch_size=4)

@@ -52,12 +52,13 @@ import probe
 from probe.commands import main
 from probe.gate.bench import Bench
 from probe.gate.configuration import settings_of
+from probe.models.mamba import MAMBA
 from probe.running.coverage import expected_on_grid
 from probe.running.modes import GROUPS, find_mode
 
 assert find_mode("mode_2_5").is_quantized
 assert "2-5" in GROUPS["all"] and "2-5" in GROUPS["essential"]
-assert "scan.u" in expected_on_grid(probe.Recipe("2-5", "int8"))
+assert "scan.u" in expected_on_grid(probe.Recipe("2-5", "int8"), MAMBA)
 matrix = Bench(settings_of({"formats": ["mxint8"]}, where="here"))
 assert "mode_2_5-logits-cpu-mxint8" in [str(case) for case in matrix.cases]
 assert main(["modes"]) == 0

@@ -23,7 +23,7 @@ from probe.models.factories import check_function
 from probe.models.forward import call_model
 from probe.models.linear_grids import put_expert_sites
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba import is_mamba, with_sites
+from probe.models.mamba_blocks import is_mamba, with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
 from probe.models.outputs import real_tokens, target_tokens
 from probe.models.positions import position_notes

@@ -173,7 +173,7 @@ def _matrix(options: argparse.Namespace) -> "Matrix":
     from probe.gate.matrix import MAMBA_MODES, OTHER_MODES, Matrix
     from probe.models.layers import blocks_of
     from probe.models.linear import linear_layers
-    from probe.models.mamba import is_all_mamba
+    from probe.models.mamba_blocks import is_all_mamba
     from probe.models.positions import position_limit
 
     given: dict[str, Any] = {

@@ -128,7 +128,7 @@ def _modes(options: argparse.Namespace) -> int:
 def _layer_rows(loaded: "Loaded", patterns: Sequence[str], *, sites: bool) -> list[dict[str, object]]:
     """Name, label, type and parameters of the modules that match, all of them without a pattern."""
     from probe.models.layers import labelled_blocks, select
-    from probe.models.mamba import with_sites
+    from probe.models.mamba_blocks import with_sites
 
     model = with_sites(loaded.model) if sites else loaded.model
     names = set(select(model, patterns, model_name=loaded.name).values()) if patterns else None

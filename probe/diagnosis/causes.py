@@ -31,7 +31,7 @@ from probe.diagnosis.plain_grids import PlainGrid
 from probe.diagnosis.signatures import Step, rms
 from probe.formats import FORMATS
 from probe.models.linear import linear_weights
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba_blocks import mamba_blocks
 from probe.running.calibration import PERCENTILE_SITES
 from probe.running.corners import CornerAnswer
 from probe.running.measurement import NOISE

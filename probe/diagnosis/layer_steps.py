@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from probe.diagnosis.linear_steps import kept_weights, linear_steps
-from probe.diagnosis.mamba_block import Block
+from probe.diagnosis.mamba_block import BLOCKS
 from probe.diagnosis.mamba_steps import mamba_steps
 from probe.diagnosis.signatures import Step
 from probe.formats import FORMATS
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba_blocks import mamba_blocks
 from probe.running.calibration import amax_lookup
 from probe.running.traces import LayerTrace, Parts, PathTrace
 
@@ -28,7 +28,8 @@ def layer_steps(trace: LayerTrace, parts: Parts, on_path: PathTrace | None = Non
         for name, tensors in parts.items():
             mixer = f"{layer}.{floating[name].mixer_name}"
             amax, format = amax_lookup(trace.calibration, f"{mixer}."), FORMATS[trace.recipe.format]
-            block = Block(tensors, quantized[name], floating[name], mode, format, amax, mixer)
+            kind = BLOCKS[floating[name].layout]
+            block = kind(tensors, quantized[name], floating[name], mode, format, amax, mixer)
             if on_path is not None:
                 block = replace(
                     block,

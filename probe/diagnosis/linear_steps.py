@@ -1,6 +1,6 @@
 """Steps that every quantized model has: a tensor put on a grid, a matrix product, a weight kept as it is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,6 +83,16 @@ def _narrow_products(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torc
         f"its input is rounded to {name}": lambda: functional.linear(x.to(dtype).double(), weight, bias),
         f"its weight is rounded to {name}": lambda: functional.linear(x, weight.to(dtype).double(), bias),
         f"its result is rounded to {name}": result,
+    }
+
+
+def narrow(function: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Replay]:
+    """The function in narrower floats."""
+    return {
+        f"computed in {str(dtype).removeprefix('torch.')}": partial(
+            lambda dtype: function(*(x.to(dtype) for x in tensors)).to(dtype).double(), dtype
+        )
+        for dtype in NARROW
     }
 
 

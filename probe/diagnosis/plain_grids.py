@@ -138,8 +138,10 @@ class PlainGrid:
     def _second_scale(self, rows: Tensor) -> Tensor:
         if self.tensor_scale is not None:
             return torch.tensor(self.tensor_scale, dtype=torch.float32).double()
-        amax = rows[rows.isfinite()].abs().amax() if self.amax is None else torch.tensor(self.amax)
-        return (amax.double() / (FORMATS["fp8_e4m3"].max * self.format.max)).float().double()
+        finite = torch.where(rows.isfinite(), rows.abs(), 0.0)
+        amax = finite.amax() if self.amax is None else torch.tensor(self.amax)
+        scale = (amax.double() / (FORMATS["fp8_e4m3"].max * self.format.max)).float().double()
+        return scale if amax else torch.ones_like(scale)  # of a tensor of zeros
 
     def _elements(self, rows: Tensor, scale: Tensor) -> Tensor:
         y = (rows.float() * (1.0 / scale.float())).double() if self.reciprocal else rows / scale

@@ -19,12 +19,11 @@ from probe.diagnosis.signatures import Replay, Step
 
 def scan_steps(block: Block) -> Iterator[Step]:
     """h = exp(delta A) h + delta B u, y = C h, from the tensors that the scan was given, and the states it leaves."""
-    _, *B_and_C = block.scan_parameters(block.made("x_proj.output"))
     whole = partial(scan, lengths=block.lengths, begin=[made for _, made in block.states])
-    sources = (block.made("scan.u"), block.made("dt_proj.output"), block.weight("dt_proj.bias"), block.weight("A_log"))
+    sources, bias_of = block.scan_sources(block.made), f"the bias of {block.step_name}"
 
     def parts(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return tuple(x.to(dtype) for x in (*sources, *B_and_C))
+        return tuple(x.to(dtype) for x in sources)
 
     def run(dtype: torch.dtype) -> Tensor:
         u, step, bias, A_log, B, C = parts(dtype)
@@ -32,7 +31,7 @@ def scan_steps(block: Block) -> Iterator[Step]:
 
     u, step, bias, A_log, B, C = parts(torch.float32)  # a replay overflows where the real one does
     delta, A = softplus(step + bias), -torch.exp(A_log)
-    unrounded, D = block.given("conv1d.output").float(), block.weight("D").float()
+    unrounded, D = block.given("conv1d.output")[..., : block.width].float(), block.by_channel("D").float()
     grid = PlainGrid(block.format)
     actual = block.given("scan.y")
 
@@ -42,11 +41,11 @@ def scan_steps(block: Block) -> Iterator[Step]:
     replays: dict[str, Replay] = {
         "B and C are swapped": lambda: whole(u, delta, A, C, B),
         "softplus is left out": lambda: whole(u, step + bias, A, B, C),
-        "the bias of dt_proj is left out": lambda: whole(u, softplus(step), A, B, C),
-        "the bias of dt_proj is added twice": lambda: whole(u, softplus(step + 2 * bias), A, B, C),
+        f"{bias_of} is left out": lambda: whole(u, softplus(step), A, B, C),
+        f"{bias_of} is added twice": lambda: whole(u, softplus(step + 2 * bias), A, B, C),
         "softplus is replaced by ReLU": lambda: whole(u, (step + bias).relu(), A, B, C),
         "softplus is taken twice": lambda: whole(u, softplus(delta), A, B, C),
-        "the bias of dt_proj is added after softplus": lambda: whole(u, softplus(step) + bias, A, B, C),
+        f"{bias_of} is added after softplus": lambda: whole(u, softplus(step) + bias, A, B, C),
         "the scan reads the unrounded conv1d output": lambda: whole(unrounded, delta, A, B, C),
         "A has lost its minus sign": lambda: whole(u, delta, -A, B, C),
         "A is not -exp(A_log) but -A_log": lambda: whole(u, delta, -A_log, B, C),
@@ -85,7 +84,7 @@ def scan_steps(block: Block) -> Iterator[Step]:
         replays.setdefault(often, lambda: whole(u, delta, A, B, C, every=first))
         replays[f"it ends at token {first}"] = lambda: run(torch.float32) * (torch.arange(u.shape[1]) < first)[:, None]
     if actual.shape == expected.shape and (lost := _lost_state(u, delta, A, B, C, actual - expected)) is not None:
-        kept = (torch.arange(A.shape[1]) != lost).to(C)
+        kept = (torch.arange(C.shape[-1]) % A.shape[1] != lost).to(C)
         replays[f"state {lost} of {A.shape[1]} is lost"] = lambda: whole(u, delta, A, B, C * kept)
     yield sums_step("the scan", actual, expected, replays)
     if block.lengths:
@@ -124,10 +123,8 @@ def _carried_states(block: Block, run: Callable[..., Tensor]) -> dict[str, Repla
 def _over_padding(block: Block) -> Tensor:
     """The scan over all tokens, those of the padding too."""
     tensors = {name: x.float() for name, x in block.padded.items()}
-    _, B, C = block.scan_parameters(tensors["x_proj.output.made"])
-    delta = softplus(tensors["dt_proj.output.made"] + block.weight("dt_proj.bias").float())
-    made = scan(tensors["scan.u.made"], delta, -torch.exp(block.weight("A_log").float()), B, C)
-    return block.without_padding(made)
+    u, step, bias, A_log, B, C = (x.float() for x in block.scan_sources(lambda site: tensors[f"{site}.made"]))
+    return block.without_padding(scan(u, softplus(step + bias), -torch.exp(A_log), B, C))
 
 
 def _narrow_scans(
@@ -167,7 +164,8 @@ def _first_token(actual: Tensor, expected: Tensor) -> int:
 
 def _lost_state(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, difference: Tensor) -> int | None:
     """The state whose contribution to y is most like what is missing."""
-    parts = [scan(u, delta, A[:, [n]], B[..., [n]], C[..., [n]]).double() for n in range(A.shape[1])]
+    states = A.shape[1]
+    parts = [scan(u, delta, A[:, [n]], B[..., n::states], C[..., n::states]).double() for n in range(states)]
     missing = -difference.double().nan_to_num(0.0)
     alike = [float((part * missing).sum() / part.square().sum().clamp(min=1e-300).sqrt()) for part in parts]
     found = max(range(len(alike)), key=alike.__getitem__) if alike else None
@@ -219,11 +217,18 @@ def scan(
         power = rate[:, t, :, None] * A
         kept = (1 + power).clamp(min=0) if euler else torch.exp(power)
         last = h
-        h = kept * h + (delta[:, t] * u[:, t])[:, :, None] * B[:, t, None, :]
+        h = kept * h + (delta[:, t] * u[:, t])[:, :, None] * _of_channels(B[:, t], A)
         if state is not None:
             h = h.to(state).to(u.dtype)
-        outputs.append((h * C[:, t, None, :]).sum(-1))
+        outputs.append((h * _of_channels(C[:, t], A)).sum(-1))
         if ends is not None and before is not None and (t + 1 in starts or t + 1 == u.shape[1]):
             ends.append(h)
             before.append(last)
     return torch.stack(outputs, 1)
+
+
+def _of_channels(x: Tensor, A: Tensor) -> Tensor:
+    """B or C of one token as [sequence, channel or 1, state]; it is given for all groups of channels in a row."""
+    channels, states = A.shape
+    groups = x.reshape(len(x), -1, states)
+    return groups if groups.shape[1] == 1 else groups.repeat_interleave(channels // groups.shape[1], 1)

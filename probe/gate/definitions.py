@@ -15,7 +15,7 @@ from probe.diagnosis.mamba_steps import ROTATED, rotated
 from probe.diagnosis.plain_grids import PlainGrid
 from probe.formats import FORMATS, Format
 from probe.models.linear import linear_weights
-from probe.models.mamba import mamba_blocks
+from probe.models.mamba_blocks import mamba_blocks
 from probe.models.offload import state_of
 from probe.numerics.corners import corner_values
 from probe.numerics.grids import activation_grid, sequence_grid, twins_of
@@ -184,7 +184,7 @@ class ExactLayer:
                 continue
             gamma, prefix = self._stock[f"{block.norm_name}.weight"].detach(), f"{block.mixer_name}."
             yield f"{block.norm_name}.weight", torch.ones_like(gamma)
-            gridded = gridded_weights(trace.mode, f"{trace.module}.{block.mixer_name}")
+            gridded = gridded_weights(trace.mode, block.layout, f"{trace.module}.{block.mixer_name}")
             for name, plain in self._stock.items():
                 weight = name.removeprefix(prefix)
                 if not name.startswith(prefix):

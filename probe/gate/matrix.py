@@ -16,7 +16,7 @@ from probe.gate.cases import Case
 from probe.gate.configuration import Settings
 from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba import is_all_mamba
+from probe.models.mamba_blocks import is_all_mamba
 from probe.models.offload import brought_in, is_offloaded
 from probe.models.outputs import OutputKind, output_kind, target_tokens
 from probe.models.outside import outside_modules

@@ -12,41 +12,71 @@ each site is a module of its own: a forward hook on `layers.0.mixer.sites.scan.u
     dt -- dt_proj --> [dt_proj.output];  delta = softplus(dt + dt_bias)
     scan(u, delta, A, B, C) --> [scan.y];  (y + D u) SiLU(z), rotation --> [out_proj.input] -- out_proj --> out
 
-The selective scan, of which there are two, is in scans.py.
+The selective scan, of which there are two, is in scans.py. Zamba's mixer (zamba.py) is one of these with heads; Mamba-2
+(mamba2.py) goes another way from conv1d.output to the scan, and from there to out_proj.input.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from probe.models.layers import blocks_of
 from probe.models.offload import at_hand
-from probe.models.scans import REFERENCE_SCAN, SCANS
+from probe.models.scans import REFERENCE_SCAN, SCANS, Scanned
 from probe.numerics.hadamard import hadamard_transform
 
 Grid = Callable[[Tensor], Tensor]
 
-#: Every site, in the order of the data flow.
-SITES = (
-    *("in_proj.input", "in_proj.output", "conv1d.input", "conv1d.output", "x_proj.input", "x_proj.output"),
-    *("dt_proj.output", "scan.u", "scan.y", "scan.state", "out_proj.input"),
-)
-#: The tensors of the mixer that a quantized mode puts on the grid, by name in the stock mixer.
-WEIGHTS = (
-    *("in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj.weight", "dt_proj.weight", "dt_proj.bias"),
-    *("A_log", "D", "out_proj.weight"),
-)
+
+@dataclass(frozen=True)
+class Layout:
+    """A kind of mixer, by the names that modes, calibration and diagnosis know it by.
+
+    sites     in the order of the data flow
+    weights   the parameters that a quantized mode puts on the grid, by name in the mixer of transformers; one that a
+              mixer lacks, such as the bias of a convolution, is passed over
+    read      modules whose weights are read without a call
+    convolves_all   whether B and C pass through conv1d too, behind x
+    interleaves     whether x and z take turns in the output of in_proj, so that a block there is none of x
+    """
+
+    name: str
+    mixers: tuple[str, ...]  # the classes of transformers that are laid out like this
+    sites: tuple[str, ...]
+    weights: tuple[str, ...]
+    read: tuple[str, ...] = ("conv1d",)
+    convolves_all: bool = False
+    interleaves: bool = False
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules and parameters of the mixer that hold the weights."""
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.weights))
+
+    @property
+    def own_weights(self) -> tuple[str, ...]:
+        """The weights that are parameters of the mixer itself: A_log and D, among others."""
+        return tuple(name for name in self.weights if "." not in name)
 
 
-#: The mixers that SiteMixer stands in for, by the names of their classes.
-MIXERS = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
-#: What a block calls its mixer and the norm before it.
-NAMES = (("mixer", "norm"), ("mamba", "input_layernorm"))
+MAMBA = Layout(
+    "Mamba-1",
+    mixers=("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"),
+    sites=(
+        *("in_proj.input", "in_proj.output", "conv1d.input", "conv1d.output", "x_proj.input", "x_proj.output"),
+        *("dt_proj.output", "scan.u", "scan.y", "scan.state", "out_proj.input"),
+    ),
+    weights=(
+        *("in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj.weight", "dt_proj.weight", "dt_proj.bias"),
+        *("A_log", "D", "out_proj.weight"),
+    ),
+    read=("conv1d", "dt_proj"),
+)
 #: The norms of dt, B and C that some mixers have.
 NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 
@@ -64,12 +94,13 @@ class Site(nn.Module):
 
 
 class SiteMixer(nn.Module):
-    """A stand-in for a Mamba-1 mixer of transformers (MIXERS) over copies of its weights.
+    """A stand-in for a Mamba-1 mixer of transformers, over copies of its weights; its subclasses, for other mixers.
 
     In float, unrotated, it equals the stock mixer up to the order of sums. `rotate` turns the input of in_proj and
     of out_proj by a Hadamard matrix, which `fold` undoes in their weights, so that the output keeps its basis.
     """
 
+    layout: ClassVar[Layout] = MAMBA
     in_proj: nn.Linear
     conv1d: nn.Conv1d
     x_proj: nn.Linear
@@ -81,28 +112,53 @@ class SiteMixer(nn.Module):
     def __init__(self, stock: nn.Module, *, scan: str = REFERENCE_SCAN) -> None:
         super().__init__()
         source: Any = stock
-        for name in ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj", "A_log", "D"):
-            setattr(self, name, copy.deepcopy(getattr(source, name)))
-        self.norms = tuple(name for name in NORMS if hasattr(source, name))
-        for name in self.norms:
+        for name in self.layout.modules:
             setattr(self, name, copy.deepcopy(getattr(source, name)))
         self.layer_idx: int = source.layer_idx
         self.intermediate_size: int = source.intermediate_size
         self.state_size: int = source.ssm_state_size
-        self.time_step_rank: int = source.time_step_rank
         self.conv_kernel_size: int = source.conv_kernel_size
         self.activation = copy.deepcopy(source.act)
         self.scan_name = scan
         self.rotated = False
-        groups: dict[str, nn.ModuleDict] = {}
-        for module, tensor in (site.split(".") for site in SITES):
-            groups.setdefault(module, nn.ModuleDict())[tensor] = Site()
-        self.sites = nn.ModuleDict(groups)
+        sites: dict[str, nn.ModuleDict] = {}
+        for module, tensor in (site.split(".") for site in self.layout.sites):
+            sites.setdefault(module, nn.ModuleDict())[tensor] = Site()
+        self.sites = nn.ModuleDict(sites)
+        self.groups = 1  # of channels: those of one share B and C
+        self.state_shape: tuple[int, ...] = (self.intermediate_size, self.state_size)  # of one sequence, in a cache
+        self._take(source)
+
+    @classmethod
+    def refusal(cls, source: Any) -> str:
+        """Why this cannot stand in for a mixer of its layout; empty where it can."""
+        return ""
+
+    def _take(self, source: Any) -> None:
+        """What only this kind of mixer has."""
+        self.time_step_rank: int = source.time_step_rank
+        self.norms = tuple(name for name in NORMS if hasattr(source, name))
+        for name in self.norms:
+            setattr(self, name, copy.deepcopy(getattr(source, name)))
 
     def site(self, name: str) -> Site:
         """The site of that name, e.g. `conv1d.output`."""
         module, _, tensor = name.partition(".")
         return cast(Site, cast(nn.ModuleDict, self.sites[module])[tensor])
+
+    def width(self, site: str) -> int:
+        """The channels of a site."""
+        widths = {
+            "in_proj.input": self.in_proj.weight.shape[1],
+            "in_proj.output": self.in_proj.weight.shape[0],
+            "conv1d.input": self.conv1d.weight.shape[0],
+            "conv1d.output": self.conv1d.weight.shape[0],
+            "scan.state": self.state_size,
+        }
+        return {**widths, **self._widths()}.get(site, self.intermediate_size)
+
+    def _widths(self) -> dict[str, int]:
+        return {"x_proj.output": self.groups * (self.time_step_rank + 2 * self.state_size)}
 
     @torch.no_grad()
     def fold(self, gamma: Tensor | None, *, rotate: bool) -> None:
@@ -124,8 +180,15 @@ class SiteMixer(nn.Module):
         """The block without its norm and residual; prefill, and decode with a carried state."""
         if not self.conv1d.weight.is_meta:
             return self._mixed(hidden_states, cache_params, attention_mask)
-        with at_hand(self.conv1d), at_hand(self.dt_proj):  # offloaded, and read without a call
+        with self.weights_at_hand():
             return self._mixed(hidden_states, cache_params, attention_mask)
+
+    def weights_at_hand(self) -> AbstractContextManager[object]:
+        """While it lasts, the weights of an offloaded mixer that are read without a call are loaded."""
+        stack = ExitStack()
+        for name in self.layout.read:
+            stack.enter_context(at_hand(self.get_submodule(name)))
+        return stack
 
     def _mixed(self, hidden_states: Tensor, cache_params: Any, attention_mask: Tensor | None) -> Tensor:
         dtype, length = hidden_states.dtype, hidden_states.shape[1]
@@ -137,27 +200,35 @@ class SiteMixer(nn.Module):
         if self.rotated:
             hidden_states = hadamard_transform(hidden_states)
         projected = self.in_proj(self.site("in_proj.input")(hidden_states))
-        x, z = self.site("in_proj.output")(projected).chunk(2, dim=-1)
+        x, z, *dt = self.split(self.site("in_proj.output")(projected))
         if self.site("conv1d.input").grid is not None:  # a grid of its own, for the unrounded values
-            x = projected.chunk(2, dim=-1)[0]
+            x = self.split(projected)[0]
         x = self.site("conv1d.input")(x)
 
         convolved = self.activation(self._convolve(x, conv_state, cache_params))[:, -length:]
         convolved = self.site("conv1d.output")(_masked(convolved, attention_mask))
-        u = self.site("scan.u")(convolved)
-
-        parameters = self.site("x_proj.output")(self.x_proj(self.site("x_proj.input")(convolved)))
-        dt, B, C = self.normed(*parameters.split([self.time_step_rank, self.state_size, self.state_size], dim=-1))
-        step = self.site("dt_proj.output")(functional.linear(dt, self.dt_proj.weight))
-        y, last = SCANS[self.scan_name](u, self.delta(step), self.rates(), B, C, state)
+        u, step, B, C = self.scan_inputs(convolved, *dt)
+        y, last = self.scanned(u, self.delta(step), B, C, state)
         y = self.site("scan.y")(y)
         if cache_params is not None:
-            cache_params.update_recurrent_state(self.site("scan.state")(last), self.layer_idx)
-        y = self.gated(y, u, z).to(dtype)
+            kept = self.site("scan.state")(last).reshape(-1, *self.state_shape)
+            cache_params.update_recurrent_state(kept, self.layer_idx)
+        y = self.finished(y, u, z).to(dtype)
         if self.rotated:
             y = hadamard_transform(y)
         out: Tensor = self.out_proj(self.site("out_proj.input")(y))
         return out
+
+    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """What conv1d reads and the gate z, and in Mamba-2 dt, in an output of in_proj."""
+        return projected.chunk(2, dim=-1)
+
+    def scan_inputs(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """u, the steps before their bias, B and C, from the output of conv1d."""
+        u = self.site("scan.u")(convolved)
+        parameters = self.site("x_proj.output")(self.x_proj(self.site("x_proj.input")(convolved)))
+        dt, B, C = self.normed(*parameters.split([self.time_step_rank, self.state_size, self.state_size], dim=-1))
+        return u, self.site("dt_proj.output")(functional.linear(dt, self.dt_proj.weight)), B, C
 
     def normed(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         """dt, B and C, each after its norm, in a mixer that has norms."""
@@ -165,17 +236,41 @@ class SiteMixer(nn.Module):
             return parameters
         return tuple(self.get_submodule(name)(x) for name, x in zip(NORMS, parameters, strict=True))
 
+    def scanned(self, u: Tensor, delta: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Scanned:
+        """The scan of every group of channels, each with B and C of its own."""
+        scan, A, count = SCANS[self.scan_name], self.rates(), self.groups
+        before = None if state is None else state.reshape(len(u), *A.shape)
+        if count == 1:
+            return scan(u, delta, A, B, C, before)
+        states = [None] * count if before is None else before.chunk(count, 1)
+        parts = (u.chunk(count, -1), delta.chunk(count, -1), A.chunk(count), B.chunk(count, -1), C.chunk(count, -1))
+        made = [scan(*one) for one in zip(*parts, states, strict=True)]
+        return torch.cat([y for y, _ in made], -1), torch.cat([last for _, last in made], 1)
+
+    @property
+    def step_bias(self) -> Tensor:
+        """dt_bias, of every time step."""
+        return self.dt_proj.bias
+
     def delta(self, step: Tensor) -> Tensor:
         """softplus(step + dt_bias), the time steps of the scan, in float32."""
-        return functional.softplus(step.float() + self.dt_proj.bias.float())
+        return functional.softplus(step.float() + self.step_bias.float())
 
     def rates(self) -> Tensor:
-        """A = -exp(A_log), in float32."""
+        """A = -exp(A_log), in float32: [channel, state]."""
         return -torch.exp(self.A_log.float())
+
+    def skip(self) -> Tensor:
+        """D, in float32: [channel]."""
+        return self.D.float()
 
     def gated(self, y: Tensor, u: Tensor, z: Tensor) -> Tensor:
         """(y + D u) SiLU(z), in float32."""
-        return (y.float() + self.D.float() * u.float()) * functional.silu(z.float())
+        return (y.float() + self.skip() * u.float()) * functional.silu(z.float())
+
+    def finished(self, y: Tensor, u: Tensor, z: Tensor) -> Tensor:
+        """What out_proj reads, before its rotation."""
+        return self.gated(y, u, z)
 
     def _convolve(self, x: Tensor, conv_state: Tensor | None, cache_params: Any) -> Tensor:
         """Causal depthwise convolution over time; the cache keeps the last inputs for decode."""
@@ -189,95 +284,10 @@ class SiteMixer(nn.Module):
                 return (out if self.conv1d.bias is None else out + self.conv1d.bias[:, None]).transpose(1, 2)
             lines = cache_params.update_conv_state(lines, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
         padded = functional.pad(lines, (self.conv_kernel_size - 1, 0))
-        out = functional.conv1d(padded, self.conv1d.weight, self.conv1d.bias, groups=self.intermediate_size)
+        out = functional.conv1d(padded, self.conv1d.weight, self.conv1d.bias, groups=len(self.conv1d.weight))
         return out.transpose(1, 2)
 
 
 def _masked(x: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Padding is zero, as in the stock mixer."""
-    if attention_mask is None or attention_mask.shape[1] == 1 or attention_mask.shape[0] == 1:
-        return x
-    return x * attention_mask[:, : x.shape[1], None].to(x.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class MambaBlock:
-    """A module of a model that has a Mamba-1 mixer and the norm before it, with the names of the three."""
-
-    name: str
-    module: nn.Module
-    mixer_name: str  # in the model: backbone.layers.0.mixer
-    norm_name: str
-
-    @property
-    def mixer(self) -> nn.Module:
-        """The mixer: that of transformers, or the SiteMixer in its place."""
-        return self.module.get_submodule(self.mixer_name.rpartition(".")[2])
-
-    @property
-    def sites(self) -> SiteMixer:
-        """The mixer of a copy with sites."""
-        mixer = self.mixer
-        assert isinstance(mixer, SiteMixer)
-        return mixer
-
-    @property
-    def norm(self) -> nn.Module:
-        """The norm before the mixer."""
-        return self.module.get_submodule(self.norm_name.rpartition(".")[2])
-
-    @property
-    def gamma(self) -> nn.Parameter:
-        """The gain of that norm."""
-        return self.norm.get_parameter("weight")
-
-
-def mamba_blocks(model: nn.Module) -> Iterator[MambaBlock]:
-    """Every Mamba-1 block of a transformers model, in order."""
-    for name, module in model.named_modules():
-        start = f"{name}." if name else ""
-        for mixer, norm in NAMES:
-            if type(getattr(module, mixer, None)).__name__ in (*MIXERS, "SiteMixer") and hasattr(module, norm):
-                yield MambaBlock(name, module, f"{start}{mixer}", f"{start}{norm}")
-
-
-def is_mamba(model: nn.Module) -> bool:
-    """Whether the model has Mamba-1 blocks, so that the modes 0 to 3 can be applied to it."""
-    return any(True for _ in mamba_blocks(model))
-
-
-def is_all_mamba(model: nn.Module) -> bool:
-    """Whether every layer has a Mamba-1 block, unlike those of a hybrid with attention."""
-    mixers = [block.mixer_name for block in mamba_blocks(model)]
-    return bool(mixers) and all(any(one.startswith(f"{name}.") for one in mixers) for name in blocks_of(model))
-
-
-def with_sites(model: nn.Module, *, scan: str = REFERENCE_SCAN) -> nn.Module:
-    """A copy of `model` in which every Mamba mixer is a SiteMixer over the same weights."""
-    if any(isinstance(module, SiteMixer) for module in model.modules()):
-        raise ValueError("this model is already a copy made by a mode. Pass the float model that it was made from.")
-    blocks = list(mamba_blocks(model))
-    if not blocks:
-        raise ValueError(
-            f"{type(model).__name__} has no Mamba-1 blocks, which the modes 0 to 3 quantize. "
-            "For other models use the modes linear_w or linear_wa."
-        )
-    # with these in place of their mixers, no weight is copied twice
-    made: dict[int, Any] = {id(block.mixer): SiteMixer(block.mixer, scan=scan) for block in blocks}
-    return copy.deepcopy(model, made).eval()
-
-
-def rotated_twin(model: nn.Module, *, scan: str, unrotated: Collection[str] = ()) -> nn.Module:
-    """A float copy with sites, gamma folded and the Hadamard rotations in place: what the modes quantize.
-
-    The blocks of the names in `unrotated` stay as `with_sites` makes them: they give the bits of the reference.
-    """
-    twin = with_sites(model, scan=scan)
-    for block in mamba_blocks(twin):
-        if block.name in unrotated:
-            block.sites.scan_name = REFERENCE_SCAN
-            continue
-        block.sites.fold(block.gamma, rotate=True)
-        with torch.no_grad():
-            block.gamma.fill_(1.0)
-    return twin
+    return x if attention_mask is None else x * attention_mask[:, -x.shape[1] :, None].to(x.dtype)

@@ -18,7 +18,7 @@ from probe.data.samples import TextSamples, token_batches
 from probe.data.tokenizers import NoTokenizer, Tokenizer
 from probe.formats import PERCENTILE
 from probe.models.loading import Loaded, load_model, weight_fingerprint
-from probe.models.mamba import is_all_mamba
+from probe.models.mamba_blocks import is_all_mamba
 from probe.models.offload import device_of
 from probe.models.outputs import output_kind
 from probe.models.positions import check_positions

@@ -17,6 +17,7 @@ from probe.data.calls import Batch
 from probe.data.library_logs import quietly
 from probe.models.forward import call_model, call_options, run_model, tensor_in
 from probe.models.layers import select
+from probe.models.mamba_blocks import mamba_blocks
 from probe.models.offload import device_of
 from probe.models.outside import embedding_of, final_norm_of
 from probe.running.capture import UncoveredError, capture, first_tensor
@@ -42,12 +43,16 @@ class TapPoints:
         return (*self.sources, *((self.whole,) if self.whole else ()))
 
 
-#: Taps of every selected layer: the name of the tensor, the module in the layer, and the side of it.
+#: Taps of every selected layer: the name of the tensor, the module in the layer, and the side of it. {mixer} is what
+#: the layer calls its Mamba mixer.
 OF_LAYERS: dict[str, tuple[tuple[str, str, Side], ...]] = {
     "inputs": (("input", "", "input"),),
-    "mixer": (("mixer.output", ".mixer", "output"),),
-    "conv1d": (("conv1d.output", ".mixer.sites.conv1d.output", "output"),),
-    "scan": (("scan.input", ".mixer.sites.scan.u", "output"), ("scan.output", ".mixer.sites.scan.y", "output")),
+    "mixer": (("mixer.output", ".{mixer}", "output"),),
+    "conv1d": (("conv1d.output", ".{mixer}.sites.conv1d.output", "output"),),
+    "scan": (
+        ("scan.input", ".{mixer}.sites.scan.u", "output"),
+        ("scan.output", ".{mixer}.sites.scan.y", "output"),
+    ),
 }
 #: Taps of the model: the module, if it has one.
 OF_MODEL: dict[str, Callable[[nn.Module], str | None]] = {"embedding": embedding_of, "final_norm": final_norm_of}
@@ -78,12 +83,15 @@ def _sources(model: nn.Module, tap: str, selected: dict[str, str], there: set[st
     if tap in OF_MODEL:
         found = OF_MODEL[tap](model)
         return {} if found is None else {f"{tap}.output": (found, "output")}
-    return {
-        f"{label}.{name}": (f"{module}{inside}", side)
-        for label, module in selected.items()
-        for name, inside, side in OF_LAYERS.get(tap, ())
-        if f"{module}{inside}" in there
-    }
+    mixers = [block.mixer_name for block in mamba_blocks(model)]
+    sources: dict[str, tuple[str, Side]] = {}
+    for label, module in selected.items():
+        own = next((name.removeprefix(f"{module}.") for name in mixers if name.startswith(f"{module}.")), "mixer")
+        for name, inside, side in OF_LAYERS.get(tap, ()):
+            place = f"{module}{inside.format(mixer=own)}"
+            if place in there:
+                sources[f"{label}.{name}"] = place, side
+    return sources
 
 
 # ------------------------------------------------------------------------------------- models that return tensors

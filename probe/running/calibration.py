@@ -21,7 +21,8 @@ from probe.models.forward import run_model
 from probe.models.linear import linear_key, linear_layers
 from probe.models.linear_grids import expert_sites
 from probe.models.loading import Loaded
-from probe.models.mamba import Site, is_mamba, rotated_twin, with_sites
+from probe.models.mamba import Site
+from probe.models.mamba_blocks import is_mamba, rotated_twin, with_sites
 from probe.numerics.observers import MinMaxObserver, Observer, PercentileObserver
 from probe.running.inputs import input_batches
 from probe.words import INCLUDABLE, near_or_first

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from probe.formats import FORMATS, Format
 from probe.models.linear import linear_key, linear_layers
-from probe.models.mamba import SiteMixer, mamba_blocks
+from probe.models.mamba_blocks import mamba_blocks
 from probe.numerics.corners import corner_values
 from probe.running.calibration import Calibration, amax_lookup
 from probe.running.modes import Mode, find_mode
@@ -54,9 +54,9 @@ def _mixer_sites(twin: nn.Module, mode: Mode, format: Format, calibration: Calib
     for block in mamba_blocks(twin):
         mixer, name = block.sites, block.mixer_name
         amax = amax_lookup(calibration, f"{name}.")
-        for site in gridded_sites(mode, format, name):
+        for site in gridded_sites(mode, format, mixer.layout, name):
             grid = site_grid(format, site, amax)
-            yield f"{name}.{site}", grid, mixer.site(site), _width(mixer, site), mixer.D.device
+            yield f"{name}.{site}", grid, mixer.site(site), mixer.width(site), mixer.D.device
 
 
 def _linear_inputs(twin: nn.Module, mode: Mode, format: Format, calibration: Calibration | None) -> Iterator[_Site]:
@@ -71,9 +71,3 @@ def linear_amax(calibration: Calibration | None, format: Format, name: str, site
     """The calibrated amax of an input of a linear layer; None where the format takes its scales from the tensor."""
     is_calibrated = calibration is not None and format.needs_calibration
     return calibration.amax_of(linear_key(name, site)) if calibration is not None and is_calibrated else None
-
-
-def _width(mixer: SiteMixer, site: str) -> int:
-    inner, state = mixer.intermediate_size, mixer.state_size
-    widths = {"in_proj.input": mixer.in_proj.weight.shape[1], "in_proj.output": 2 * inner, "scan.state": state}
-    return {**widths, "x_proj.output": mixer.time_step_rank + 2 * state}.get(site, inner)

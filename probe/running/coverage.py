@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from probe.formats import FORMATS
 from probe.models.linear import LinearLayer, linear_layers
-from probe.models.mamba import SITES, SiteMixer
+from probe.models.mamba import Layout, SiteMixer
 from probe.running.modes import find_mode
 from probe.running.recipes import SHARED_SCALE, Recipe, gridded_sites, gridded_weights, kept_sites
 
@@ -57,17 +57,19 @@ def off_grid(x: Tensor, format: str) -> float:
     return float((mantissa != mantissa.round()).float().mean())
 
 
-def expected_on_grid(recipe: Recipe, mixer: str = "") -> tuple[str, ...]:
+def expected_on_grid(recipe: Recipe, layout: Layout, mixer: str = "") -> tuple[str, ...]:
     """The sites of a Mamba mixer whose values lie on a grid in every forward: one of their own or that of their source.
 
     The state leaves a mixer only into a cache. With the name of a mixer, without what the mode keeps float there.
+    Blocks are judged at their source where those of the site are others.
     """
     mode = find_mode(recipe.mode)
     if mode.kind != "ssm" or recipe.format is None:
         return ()
-    grids = {*gridded_sites(mode, FORMATS[recipe.format], mixer)} - {"scan.state"}
-    kept = kept_sites(mode, mixer) if mixer else []
-    return tuple(site for site in SITES if site not in kept and (site in grids or SHARED_SCALE.get(site) in grids))
+    grids = {*gridded_sites(mode, FORMATS[recipe.format], layout, mixer)} - {"scan.state"}
+    kept = kept_sites(mode, layout, mixer) if mixer else []
+    source = {**SHARED_SCALE, "conv1d.input": "" if layout.interleaves else SHARED_SCALE["conv1d.input"]}
+    return tuple(site for site in layout.sites if site not in kept and (site in grids or source.get(site) in grids))
 
 
 @contextmanager
@@ -93,10 +95,10 @@ def watching(twin: nn.Module, recipe: Recipe) -> Iterator[dict[str, str]]:
         for name, module in twin.named_modules():
             if isinstance(module, SiteMixer) and mode.kind == "ssm":
                 parameters = dict(module.named_parameters())
-                for weight in gridded_weights(mode, name):
+                for weight in gridded_weights(mode, module.layout, name):
                     if weight in parameters:
                         _note(found, f"{name}.{weight}", parameters[weight], format)
-                for site in expected_on_grid(recipe, name):
+                for site in expected_on_grid(recipe, module.layout, name):
                     watch(f"{name}.{site}", module.site(site))
         for name, layer in linear_layers(twin).items() if mode.kind == "linear" else ():
             if layer.has_sites:

@@ -78,15 +78,24 @@ def scan_error(layer: nn.Module) -> float | None:
 def _of_mixer(name: str, mixer: SiteMixer) -> Iterator[FunctionError]:
     """delta, A and the gate of a Mamba mixer."""
     start = f"{name}." if name else ""
-    with at_hand(mixer.dt_proj):
-        x = _spread(mixer.intermediate_size, mixer.D.device)
-        shifted = (x + mixer.dt_proj.bias.float()).double()
+    width, device = mixer.intermediate_size, mixer.D.device
+    with mixer.weights_at_hand():
+        bias = mixer.step_bias.float()
+        x = _spread(len(bias), device)
+        shifted = (x + bias).double()
         yield _error(f"{start}softplus", shifted, mixer.delta(x), _softplus(shifted))
     A_log, D = mixer.A_log.detach().float(), mixer.D.detach().double()
+    A_log, D = _by_channel(A_log, width * mixer.state_size).reshape(width, -1), _by_channel(D, width)
     yield _error(f"{start}A", A_log, mixer.rates(), -torch.exp(A_log.double()))
+    x = _spread(width, device)
     one, none = torch.ones_like(x), torch.zeros_like(x)
     for y, u, factor in ((one, none, torch.ones_like(D)), (none, one, D)):
         yield _error(f"{start}gate", x, mixer.gated(y, u, x), factor * _silu(x.double()))
+
+
+def _by_channel(x: Tensor, size: int) -> Tensor:
+    """A number a channel, or a channel and state, of tensors that may have one a head."""
+    return x.flatten().repeat_interleave(size // x.numel())
 
 
 def _inputs(module: nn.Module) -> Tensor | None:

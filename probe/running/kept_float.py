@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from probe.models.mamba import SITES, mamba_blocks
+from probe.models.mamba_blocks import SITE_MIXERS, mamba_blocks
 from probe.models.parts import input_embedding, output_head
 from probe.running.declarations import name_matcher
 from probe.running.modes import Mode
 from probe.words import near_or_first
+
+#: The ends of the names of parameters that belong to a Mamba mixer itself.
+OWN_WEIGHTS = tuple(dict.fromkeys(f".{name}" for kind in SITE_MIXERS.values() for name in kind.layout.own_weights))
 
 
 def keeps(mode: Mode) -> Callable[[str], bool]:
@@ -46,7 +49,7 @@ def float_names(model: nn.Module) -> list[str]:
     """Everything that a pattern may name: modules, and the sites and parameters of Mamba mixers."""
     found = dict.fromkeys(name for name, _ in model.named_modules() if name)
     for block in mamba_blocks(model):
-        parts = (*(f"sites.{site}" for site in SITES), "A_log", "D")
+        parts = (*(f"sites.{site}" for site in block.layout.sites), *block.layout.own_weights)
         found |= dict.fromkeys(f"{block.mixer_name}.{part}" for part in parts)
     return list(found)
 
@@ -112,8 +115,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _keeps_parameter(kept: Callable[[str], bool]) -> Callable[[str], bool]:
-    """A parameter is kept with its module; A_log and D of a Mamba mixer also by their own names."""
-    return lambda name: kept(name.rpartition(".")[0]) or (name.endswith((".A_log", ".D")) and kept(name))
+    """A parameter is kept with its module; those of a Mamba mixer itself, such as A_log, also by their own names."""
+    return lambda name: kept(name.rpartition(".")[0]) or (name.endswith(OWN_WEIGHTS) and kept(name))
 
 
 def _weights(model: nn.Module) -> list[str]:

@@ -18,7 +18,7 @@ from probe.formats import PERCENTILE
 from probe.metrics import Comparison, Metrics
 from probe.models.layers import select
 from probe.models.loading import load_model
-from probe.models.mamba import is_all_mamba
+from probe.models.mamba_blocks import is_all_mamba
 from probe.models.outputs import VALUES
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.inputs import calibrating, check_samples, input_batches

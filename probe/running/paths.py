@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from probe.data.calls import Batch
 from probe.formats import FORMATS
-from probe.models.mamba import Site, mamba_blocks
+from probe.models.mamba import Site
+from probe.models.mamba_blocks import mamba_blocks
 from probe.models.offload import device_of
 from probe.models.positions import position_limit
 from probe.running.capture import UncoveredError, first_tensor
@@ -269,8 +270,12 @@ def _forward(twin: nn.Module, path: Path, tokens: Tensor) -> None:
     carried = next((name for name in CACHES if name in taken), "")
     is_decode = len(path.calls) > 1
     given: dict[str, Any] = {"use_cache": is_decode} if "use_cache" in taken else {}
+    before = 0
     for call in path.calls:
         real = call >= 0
+        if before and "position_ids" in taken:  # Bamba counts the tokens of a call from 0
+            given["position_ids"] = torch.arange(before, before + call.shape[1], device=device).expand_as(call)
+        before += call.shape[1]
         if not bool(real.all()):
             given[MASK] = real.long().to(device)
             if "position_ids" in taken:
@@ -294,7 +299,7 @@ def keeps_prefill(model: nn.Module, recipe: Recipe, path: Path, modules: Mapping
     assert recipe.format is not None
     left, format = float_blocks(model, mode), FORMATS[recipe.format]
     gridded = [
-        (block.name, gridded_sites(mode, format, block.mixer_name))
+        (block.name, gridded_sites(mode, format, block.layout, block.mixer_name))
         for block in mamba_blocks(model)
         if block.name not in left
     ]

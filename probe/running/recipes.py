@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from probe.formats import FORMATS, GATE_FORMATS, Format
 from probe.models.linear import check_included, linear_weights
 from probe.models.linear_grids import grid_linears
 from probe.models.loading import Loaded, weight_fingerprint
-from probe.models.mamba import SITES, WEIGHTS, SiteMixer, is_mamba, mamba_blocks, rotated_twin, with_sites
+from probe.models.mamba import Layout, SiteMixer
+from probe.models.mamba_blocks import MambaBlock, is_mamba, mamba_blocks, rotated_twin, why_not, with_sites
 from probe.models.offload import device_of, is_offloaded
 from probe.models.quantized_checkpoints import check_source, load_quantized
 from probe.numerics.grids import activation_grid, sequence_grid, weight_on_grid
@@ -23,7 +25,12 @@ from probe.words import INCLUDABLE, look_up
 #: Quamba's CUDA kernels round these integers half away from zero, all others half to even.
 HALF_AWAY = ("conv1d.output", "out_proj.input")
 #: Sites that have the scale of another one; scan.u is calibrated with the largest value of conv1d.output too.
-SHARED_SCALE = {"conv1d.input": "in_proj.output", "x_proj.input": "conv1d.output", "scan.u": "conv1d.output"}
+SHARED_SCALE = {
+    "conv1d.input": "in_proj.output",
+    "x_proj.input": "conv1d.output",
+    "scan.u": "conv1d.output",
+    "scan.BC": "conv1d.output",
+}
 
 
 @dataclass(frozen=True)
@@ -92,16 +99,18 @@ def recipes_of(modes: Sequence[str], formats: Sequence[str] | None, include: Seq
 
 def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
     """Refuse, before anything runs, a recipe that cannot work on the model."""
-    has_blocks = is_mamba(loaded.model)
+    blocks = list(mamba_blocks(loaded.model))
     for recipe in recipes:
         mode = find_mode(recipe.mode)
-        if mode.kind == "ssm" and not has_blocks:
+        if mode.kind == "ssm" and not blocks:
             raise ValueError(
-                f"{recipe} quantizes Mamba-1 blocks and {loaded.name} has none. "
+                f"{recipe} quantizes Mamba blocks and {loaded.name} has none ({why_not(loaded.model)}). "
                 "Modes for other models: fp16, bf16, linear_w, linear_wa."
             )
         if mode.source:
             check_source(mode.source)
+        if mode.kind == "ssm":
+            _check_widths(blocks, recipe)
         if mode.formats and recipe.format not in mode.formats:
             formats = ", ".join(mode.formats)
             raise ValueError(
@@ -110,6 +119,18 @@ def check_recipes(loaded: Loaded, recipes: Sequence[Recipe]) -> None:
             )
         check_kept(loaded.model, mode, model_name=loaded.name)
         check_included(loaded.model, recipe.include, model_name=loaded.name)
+
+
+def _check_widths(blocks: Sequence[MambaBlock], recipe: Recipe) -> None:
+    """Refuse a format with a block that would reach from x into B, where both pass through conv1d."""
+    size = FORMATS[str(recipe.format)].block_size
+    for block in blocks:
+        width = cast(int, block.mixer.intermediate_size)
+        if size and block.layout.convolves_all and width % size:
+            raise ValueError(
+                f"{recipe}: x of {block.mixer_name} has {width} channels, no multiple of {size}, so that a block of "
+                "conv1d.output would reach from x into B. Use the format int8, or the modes linear_w or linear_wa."
+            )
 
 
 def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = None) -> nn.Module:
@@ -135,6 +156,7 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
         return load_quantized(mode.source, model).to(device_of(model))
     assert recipe.format is not None
     if mode.kind == "ssm":
+        _check_widths(list(mamba_blocks(model)), recipe)
         return _ssm(model, mode, recipe.format, calibration)
     twin = _float_twin(model)
     aside = set_aside(twin, mode) if mode.base else {}  # a user's own mode does it by itself
@@ -190,7 +212,7 @@ def float_blocks(model: nn.Module, mode: Mode) -> list[str]:
 @torch.no_grad()
 def _put_weights_on_grid(mixer: SiteMixer, mode: Mode, format: str, name: str) -> None:
     tensors = dict(mixer.named_parameters())
-    for weight in gridded_weights(mode, name):
+    for weight in gridded_weights(mode, mixer.layout, name):
         if weight in tensors:  # a convolution may have no bias
             tensors[weight].copy_(weight_on_grid(tensors[weight], format))
 
@@ -205,19 +227,19 @@ class SiteGrid:
     rounding: str = "half_even"
 
 
-def gridded_weights(mode: Mode, mixer: str = "") -> list[str]:
+def gridded_weights(mode: Mode, layout: Layout, mixer: str = "") -> list[str]:
     """The weights of the mixer of that name which an SSM mode puts on a grid; without a name, of any mixer."""
     kept = keeps(mode)
-    return [weight for weight in WEIGHTS if not kept(f"{mixer}.{weight.rpartition('.')[0] or weight}")]
+    return [weight for weight in layout.weights if not kept(f"{mixer}.{weight.rpartition('.')[0] or weight}")]
 
 
-def kept_sites(mode: Mode, mixer: str) -> list[str]:
+def kept_sites(mode: Mode, layout: Layout, mixer: str) -> list[str]:
     """The sites of the mixer of that name which the mode keeps float."""
     kept = keeps(mode)
-    return [site for site in SITES if kept(f"{mixer}.sites.{site}")]
+    return [site for site in layout.sites if kept(f"{mixer}.sites.{site}")]
 
 
-def gridded_sites(mode: Mode, format: Format, mixer: str = "") -> list[str]:
+def gridded_sites(mode: Mode, format: Format, layout: Layout, mixer: str = "") -> list[str]:
     """The sites at which an SSM mode puts a grid; at all others values flow on as they are.
 
     With the name of a mixer, without those that the mode keeps float there.
@@ -226,12 +248,14 @@ def gridded_sites(mode: Mode, format: Format, mixer: str = "") -> list[str]:
         "conv1d.input": mode.conv_input == "static",
         "conv1d.output": mode.conv_gives == "float",
         "x_proj.input": mode.conv_gives != "float",  # on the grid already
+        "scan.BC": mode.conv_gives != "float",
         "scan.u": mode.scan_reads == "float",
         "scan.y": True,
         "scan.state": format.scale != "float32",  # what decode carries on; MX formats leave it float
+        "norm.output": True,  # out_proj.input is the same, rotated
     }
-    kept = kept_sites(mode, mixer) if mixer else []
-    return [site for site in SITES if not absent.get(site, False) and site not in kept]
+    kept = kept_sites(mode, layout, mixer) if mixer else []
+    return [site for site in layout.sites if not absent.get(site, False) and site not in kept]
 
 
 def site_grid(format: Format, site: str, amax: Amax) -> SiteGrid:
@@ -248,10 +272,10 @@ def as_it_is(x: Tensor) -> Tensor:
 
 
 def _put_sites_on_grid(mixer: SiteMixer, mode: Mode, format: str, name: str, amax: Amax) -> None:
-    for site in kept_sites(mode, name):
-        if site in gridded_sites(mode, FORMATS[format]):
+    for site in kept_sites(mode, mixer.layout, name):
+        if site in gridded_sites(mode, FORMATS[format], mixer.layout):
             mixer.site(site).grid = as_it_is
-    for site in gridded_sites(mode, FORMATS[format], name):
+    for site in gridded_sites(mode, FORMATS[format], mixer.layout, name):
         grid = site_grid(FORMATS[format], site, amax)
         by_codes = site == "conv1d.output" and mode.conv_gives == "codes"
         mixer.site(site).grid = (

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from probe.data.calls import as_call
 from probe.models.grid_modules import GridConvolution, GridLinear
 from probe.models.linear import linear_layers
-from probe.models.mamba import SITES, SiteMixer, mamba_blocks
+from probe.models.mamba import SiteMixer
+from probe.models.mamba_blocks import mamba_blocks
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError, first_tensor
 from probe.running.corners import CornerAnswer, corner_answers
@@ -218,7 +219,7 @@ def _watched(layer: nn.Module, mode: Mode) -> Iterator[tuple[str, dict[str, nn.M
         for block in mamba_blocks(layer):
             modules = {"block": block.module, "norm": block.norm, "mixer": block.mixer}
             if isinstance(block.mixer, SiteMixer):
-                modules |= {site: block.mixer.site(site) for site in SITES}
+                modules |= {site: block.mixer.site(site) for site in block.layout.sites}
             yield block.name, modules
     elif mode.kind == "linear":
         for name, linear in linear_layers(layer).items():

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from probe.files.checked_json import Node
 from probe.formats import FORMATS
 from probe.models.linear import linear_layers, linear_weights, stores_inputs_first
-from probe.models.mamba import WEIGHTS, mamba_blocks
+from probe.models.mamba_blocks import mamba_blocks
 from probe.models.parts import CONVOLUTIONS, included_parts, input_embedding, output_head, ssm_convolutions
 from probe.models.quantized import Statement, statement_of, weight_form
 from probe.numerics.grids import weight_on_grid
@@ -246,7 +246,7 @@ def _claimed(model: nn.Module, recipe: Recipe) -> set[str]:
     mode = find_mode(recipe.mode)
     found: list[str] = list(linear_weights(model, recipe.include)) if mode.kind == "linear" else []
     if mode.kind == "ssm":
-        found = [f"{block.mixer_name}.{weight}" for block in mamba_blocks(model) for weight in WEIGHTS]
+        found = [f"{block.mixer_name}.{weight}" for block in mamba_blocks(model) for weight in block.layout.weights]
     kept = keeps(mode)
     return {name for name in found if not kept(name) and not kept(name.rpartition(".")[0])}
 

@@ -14,7 +14,7 @@ from probe.formats import PERCENTILE
 from probe.models.forward import output_of
 from probe.models.layers import blocks_of, select
 from probe.models.loading import load_model, weight_fingerprint
-from probe.models.mamba import is_all_mamba
+from probe.models.mamba_blocks import is_all_mamba
 from probe.models.offload import device_of
 from probe.models.outputs import OutputKind, output_kind, target_tokens
 from probe.running.calibration import Calibration, calibrate_on, check_percentile

@@ -11,7 +11,7 @@ from torch import nn
 
 from probe.models.layers import select
 from probe.models.linear import linear_layers
-from probe.models.mamba import SITES, mamba_blocks, rotated_twin
+from probe.models.mamba_blocks import mamba_blocks, rotated_twin
 from probe.running.calibration import Calibration
 from probe.running.modes import Mode, find_mode
 from probe.running.recipes import Recipe, apply, as_it_is, float_blocks, gridded_weights
@@ -66,7 +66,7 @@ def _mark_sites(floating: nn.Module, quantized: nn.Module) -> None:
     Otherwise conv1d would read the grid of in_proj.output once its own dynamic grid (mode 3) is exchanged.
     """
     for mine, other in zip(mamba_blocks(floating), mamba_blocks(quantized), strict=True):
-        for site in SITES:
+        for site in mine.layout.sites:
             if other.sites.site(site).grid is not None:
                 mine.sites.site(site).grid = as_it_is
 
@@ -111,10 +111,10 @@ def _mamba_sites(twins: Twins, layer: str, mode: Mode) -> dict[str, str]:
     for block in mamba_blocks(twins.quantized):
         if not f"{block.name}.".startswith(f"{layer}."):
             continue
-        for site in SITES:
+        for site in block.layout.sites:
             if block.sites.site(site).grid not in (None, as_it_is) and site not in UNSEEN:
                 found[site] = f"{block.mixer_name}.sites.{site}"
-        for weight in gridded_weights(mode, block.mixer_name):
+        for weight in gridded_weights(mode, block.layout, block.mixer_name):
             module = weight.rpartition(".")[0]
             found.setdefault(f"{module}.weight" if module else weight, f"{block.mixer_name}.{module or weight}")
     return found

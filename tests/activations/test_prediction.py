@@ -31,7 +31,7 @@ from probe.formats import FORMATS, GATE_FORMATS
 from probe.models.linear import linear_key, linear_layers
 from probe.models.linear_grids import put_expert_sites
 from probe.models.loading import load_model
-from probe.models.mamba import rotated_twin
+from probe.models.mamba_blocks import rotated_twin
 from probe.numerics.grids import activation_grid
 from probe.numerics.quantize import fake_quantize
 from probe.running.calibration import calibrate_on

@@ -154,7 +154,7 @@ def test_the_cross_product_has_float_modes_once() -> None:
         (["errors", "--layers", "99", *SMALL], "layer '99' matches none"),
         (
             ["errors", "--model", "tiny-llama", "--modes", "0", "--formats", "mxint8", *SMALL],
-            "quantizes Mamba-1 blocks and tiny-llama has none",
+            "quantizes Mamba blocks and tiny-llama has none",
         ),
         (["errors", "--modes", "torchao_w", "--formats", "int2"], "torchao's modes take the format int8 only"),
         (["errors", "--seqlen", "1"], "seqlen is 1; expected at least 2"),

@@ -26,6 +26,11 @@ def test_a_plain_grid_is_the_grid_of_a_weight(activation: Tensor, format: str) -
 
 
 @FORMAT
+def test_a_tensor_of_zeros_stays_one(format: str) -> None:
+    assert torch.equal(PlainGrid(FORMATS[format])(torch.zeros(2, 40)), weight_on_grid(torch.zeros(2, 40), format))
+
+
+@FORMAT
 def test_a_plain_grid_is_the_grid_of_a_sequence(activation: Tensor, format: str) -> None:
     plain = PlainGrid(FORMATS[format], AMAX if format == "nvfp4" else None, per_sequence=True)
     assert torch.equal(plain(activation), sequence_grid(format, AMAX)(activation))

@@ -65,6 +65,44 @@ def make_falcon_mamba() -> nn.Module:
     return _built("FalconMamba", vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4)
 
 
+def make_mamba2(**settings: Any) -> nn.Module:
+    """Mamba-2 with two groups of two heads, and chunks that the text is no multiple of."""
+    sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
+    heads = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16}
+    return spread_steps(_built("Mamba2", **{**sizes, **heads, "pad_token_id": 2, **settings}))
+
+
+def make_bamba() -> nn.Module:
+    """A Mamba-2 layer and an attention layer, each with a feed-forward part."""
+    heads = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+    return spread_steps(_built("Bamba", **SIZES, intermediate_size=48, attn_layer_indices=[1], **heads))
+
+
+def make_zamba() -> nn.Module:
+    """A Mamba-1 layer with two heads, and two that share an attention before theirs."""
+    return spread_steps(
+        _built(
+            "Zamba",
+            **{**SIZES, "num_hidden_layers": 3},
+            intermediate_size=48,
+            mamba_d_state=4,
+            mamba_dt_rank=4,
+            n_mamba_heads=2,
+            layers_block_type=["linear_attention", "hybrid", "hybrid"],
+        )
+    )
+
+
+@torch.no_grad()
+def spread_steps(model: nn.Module) -> nn.Module:
+    """Biases of dt and of convolutions, A_log and D that differ from head to head, so that swapped ones show."""
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if name.endswith((".dt_bias", ".dt_proj_bias", ".A_log", ".D", "conv1d.bias")):
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
 def make_qwen3_next() -> nn.Module:
     """Linear attention with a convolution, attention, and experts beside a shared one."""
     return _built(

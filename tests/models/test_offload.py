@@ -14,7 +14,7 @@ from torch import nn
 
 from probe.models.checkpoints import stored_size
 from probe.models.loading import EMBEDDED, Loaded, load_model, weight_fingerprint
-from probe.models.mamba import with_sites
+from probe.models.mamba_blocks import with_sites
 from probe.models.offload import Room, at_hand, device_named, offload, place, size_of
 from tests.activations.toys import make
 

@@ -80,7 +80,7 @@ def write_marked(pytester: pytest.Pytester, arguments: str) -> None:
         ("modes", '["coarse", ""]', ["modes is ['coarse', '']; expected a list of names"]),
         ("modes", '["coars"]', ["unknown mode 'coars'", "Did you mean 'coarse'?"]),
         ("modes", '["fp32"]', ["nothing is left beside the reference"]),
-        ("modes", '["2-1"]', ["mode_2_1-int8 quantizes Mamba-1 blocks and network:make has none"]),
+        ("modes", '["2-1"]', ["mode_2_1-int8 quantizes Mamba blocks and network:make has none"]),
         ("layers", "{}", ["layers is {}; expected a list of names"]),
         ("layers", '["layers.9"]', ["layer 'layers.9' matches none of the 12 modules", "Nearest: layers.2"]),
         ("layers", "[7]", ["layer '7' matches none of the 12 modules", "Give 0 to 2, first, last, all"]),

@@ -96,7 +96,7 @@ def test_all_has_its_reference_with_it(loaded: Loaded) -> None:
         ({"output_file": "x.npy", "layout": "npz"}, "Expected a plain name that ends in .npz"),
         ({"output_file": "-x$.npz", "layout": "npz"}, "Expected a plain name that ends in .npz"),
         ({"model": Stack(2), "pretrained_dir": "x"}, "a model and a folder of weights were both given"),
-        ({"model": "tiny-llama", "modes": ["2-1"]}, "quantizes Mamba-1 blocks and tiny-llama has none"),
+        ({"model": "tiny-llama", "modes": ["2-1"]}, "quantizes Mamba blocks and tiny-llama has none"),
         ({"model": "tiny-llama", "modes": ["fp32"], "taps": ["scan"]}, "tiny-llama has no tap 'scan' at these layers. "
          "It has: inputs, embedding, final_norm, logits"),
     ],

@@ -12,7 +12,8 @@ from probe.data.calls import input_fingerprint
 from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba import SITES, rotated_twin
+from probe.models.mamba import MAMBA
+from probe.models.mamba_blocks import rotated_twin
 from probe.running.calibration import Calibration, calibrate, calibrate_on, load_calibration
 from probe.running.capture import capture
 
@@ -29,7 +30,7 @@ def calibration(loaded: Loaded) -> Calibration:
 
 def test_every_site_of_every_layer_has_its_figure(calibration: Calibration) -> None:
     for layer in range(4):
-        for site in SITES:
+        for site in MAMBA.sites:
             assert calibration.amax_of(f"backbone.layers.{layer}.mixer.{site}") > 0
     assert calibration.tokens == 256
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probe.formats import FORMATS, GATE_FORMATS, Format
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba import SITES, SiteMixer
+from probe.models.mamba import MAMBA, SiteMixer
 from probe.numerics import integers, quantize
 from probe.numerics.corners import corner_values
 from probe.numerics.grids import BlockGrid, IntegerGrid, activation_grid, sequence_grid
@@ -45,7 +45,7 @@ def test_the_sites_that_are_asked_are_those_that_the_recipe_put_on_a_grid(
     asked = {one.site.rpartition(".mixer.")[2] for one in corner_answers(twin, Recipe(mode, format), calibration)}
     mixer = twin.get_submodule("backbone.layers.0.mixer")
     assert isinstance(mixer, SiteMixer)
-    assert asked == {site for site in SITES if mixer.site(site).grid is not None}
+    assert asked == {site for site in MAMBA.sites if mixer.site(site).grid is not None}
 
 
 def test_a_site_is_asked_alone_and_answers_with_values_of_its_grid(mamba: Loaded, calibration: Calibration) -> None:

@@ -8,7 +8,7 @@ import torch
 import probe
 from probe.formats import GATE_FORMATS
 from probe.gate.observations import observe
-from probe.models.mamba import SiteMixer
+from probe.models.mamba import MAMBA, SiteMixer
 from probe.running.coverage import STRAY, expected_on_grid, off_grid, rounding_bound, watching
 from probe.running.modes import GROUPS, find_mode
 from probe.running.recipes import Recipe
@@ -47,7 +47,7 @@ def test_every_site_that_is_left_out_is_named_in_its_layer_only(
 ) -> None:
     loaded, calibration, reference = parts
     recipe = Recipe(mode, format)
-    for site in expected_on_grid(recipe):
+    for site in expected_on_grid(recipe, MAMBA):
         twin = probe.apply(loaded.model, recipe, calibration)
         mixer = twin.get_submodule("backbone.layers.2.mixer")
         assert isinstance(mixer, SiteMixer)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import probe.running.recipes
+from probe.models.forward import output_of
 from probe.models.loading import Loaded
-from probe.models.mamba import SITES, SiteMixer
+from probe.models.mamba import MAMBA, SiteMixer
 from probe.numerics.quantize import fake_quantize
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.capture import capture
@@ -19,7 +20,7 @@ from probe.running.kept_float import changed_weights, float_layers
 from probe.running.measurement import NotAppliedError, check_applied, measure
 from probe.running.modes import GROUPS, MODES, find_mode, register_mode
 from probe.running.recipes import Recipe, apply, as_it_is, check_recipes, gridded_sites
-from probe.running.reference import output_of, run_reference
+from probe.running.reference import run_reference
 from tests.running.declared import declared
 
 
@@ -164,20 +165,20 @@ def test_a_kept_layer_that_is_quantized_all_the_same_is_noticed_when_the_whole_m
 
 
 @pytest.mark.parametrize("mode", ["2-1", "3"])
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", MAMBA.sites)
 def test_a_kept_site_has_no_grid_in_its_layer_and_in_no_other(
     loaded: Loaded, tokens: Tensor, calibration: Calibration, mode: str, site: str
 ) -> None:
     with declared(mode, f"layers.1.mixer.sites.{site}") as name:
         twin: Any = apply(loaded.model, Recipe(name, "int8"), calibration)
         row = find_mode(name)
-        assert site not in gridded_sites(row, _int8(), "backbone.layers.1.mixer")
+        assert site not in gridded_sites(row, _int8(), MAMBA, "backbone.layers.1.mixer")
         with watching(twin, Recipe(name, "int8")) as strays:
             output_of(twin, tokens)
     assert strays == {}
     plain: Any = apply(loaded.model, Recipe(mode, "int8"), calibration)
     for index in range(4):
-        for other in SITES:
+        for other in MAMBA.sites:
             mine, theirs = (model.backbone.layers[index].mixer.site(other).grid for model in (twin, plain))
             if (index, other) == (1, site):
                 assert mine in (None, as_it_is)
@@ -206,7 +207,7 @@ def test_the_input_of_conv1d_that_mode_3_keeps_float_is_not_rounded(
 def test_a_kept_weight_is_off_the_grid_in_the_basis_of_its_mixer(
     loaded: Loaded, calibration: Calibration, weight: str
 ) -> None:
-    from probe.models.mamba import rotated_twin
+    from probe.models.mamba_blocks import rotated_twin
 
     with declared("2-1", f"layers.1.mixer.{weight}") as name:
         twin = apply(loaded.model, Recipe(name, "fp4_e2m1"), calibration)

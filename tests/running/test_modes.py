@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from probe.formats import FORMATS, GATE_FORMATS
+from probe.models.forward import output_of
 from probe.models.loading import Loaded
 from probe.running.calibration import Calibration
 from probe.running.capture import capture
 from probe.running.measurement import check_applied
 from probe.running.modes import GROUPS, MODES, expand_modes, find_mode, register_mode, unregister_mode
 from probe.running.recipes import Recipe, apply
-from probe.running.reference import output_of, run_reference
+from probe.running.reference import run_reference
 
 QUANTIZED = GROUPS["all"]
 

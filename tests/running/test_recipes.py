@@ -10,15 +10,19 @@ import probe.numerics.grids
 from probe.data.library_logs import quietly
 from probe.data.samples import token_batches
 from probe.data.texts import text_of
+from probe.data.tokenizers import ByteTokenizer
 from probe.formats import GATE_FORMATS
-from probe.models.loading import Loaded, load_model
-from probe.models.mamba import Site, SiteMixer, mamba_blocks
+from probe.models.forward import output_of
+from probe.models.loading import Loaded, load_model, weight_fingerprint
+from probe.models.mamba import Site, SiteMixer
+from probe.models.mamba_blocks import mamba_blocks
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.capture import capture
 from probe.running.measurement import Measured, check_applied, measure
 from probe.running.modes import register_mode, unregister_mode
-from probe.running.recipes import Recipe, apply
-from probe.running.reference import output_of, run_reference
+from probe.running.recipes import Recipe, apply, check_recipes
+from probe.running.reference import run_reference
+from tests.models.random_models import make_mamba2
 
 FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)
 
@@ -142,7 +146,8 @@ def test_a_foreign_quantizer_plugs_in(llama: Loaded, mode: str) -> None:
         apply(llama.model, Recipe(mode, "fp4_e2m1"))
 
 
-def test_mamba2_is_captured_by_hooks_and_quantized_by_its_linears() -> None:
+def test_a_mixer_with_limited_time_steps_is_quantized_by_its_linears_only() -> None:
+    """transformers limits the time steps of Mamba-2 in prefill and not in decode."""
     transformers: Any = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Mamba2Config(
@@ -154,6 +159,7 @@ def test_mamba2_is_captured_by_hooks_and_quantized_by_its_linears() -> None:
         num_hidden_layers=2,
         n_groups=1,
         expand=2,
+        time_step_limit=(0.0, 0.5),
     )
     with quietly():
         model = transformers.Mamba2ForCausalLM(config).eval()
@@ -162,8 +168,25 @@ def test_mamba2_is_captured_by_hooks_and_quantized_by_its_linears() -> None:
         assert reference.layers == ("layer_0", "layer_1")
         measured = check_applied(model, Recipe("linear_w", "fp4_e2m1"), reference)
         assert all(metrics.mse for metrics in measured.layers.values())
-        with pytest.raises(ValueError, match="has no Mamba-1 blocks"):
+        loaded = Loaded("limited", model, ByteTokenizer(), weight_fingerprint(model))
+        reason = (
+            r"\(backbone.layers.0.mixer: Mamba2Mixer limits its time steps to \(0, 0.5\), in prefill and not in decode"
+        )
+        with pytest.raises(ValueError, match=f"has no Mamba blocks, which the modes 0 to 3 quantize {reason}"):
             apply(model, Recipe("0", "mxint8"))
+        with pytest.raises(ValueError, match=f"mode_0-mxint8 quantizes Mamba blocks and limited has none {reason}"):
+            check_recipes(loaded, [Recipe("0", "mxint8")])
+
+
+def test_blocks_of_a_format_do_not_reach_from_x_into_b() -> None:
+    model = make_mamba2(hidden_size=24, num_heads=3, n_groups=1)
+    message = "x of backbone.layers.0.mixer has 48 channels, no multiple of 32, so that a block of conv1d.output"
+    with pytest.raises(ValueError, match=f"mode_2_1-mxint8: {message}.*Use the format int8, or the modes linear_w"):
+        apply(model, Recipe("2-1", "mxint8"))
+    loaded = Loaded("narrow", model, ByteTokenizer(), weight_fingerprint(model))
+    with pytest.raises(ValueError, match=message):
+        check_recipes(loaded, [Recipe("2-1", "mxint8")])
+    check_recipes(loaded, [Recipe("2-1", "int8"), Recipe("linear_wa", "mxint8"), Recipe("2-1", "nvfp4")])
 
 
 def test_a_copy_made_by_a_mode_is_not_quantized_again(loaded: Loaded, calibration: Calibration) -> None:
@@ -182,7 +205,7 @@ def test_static_formats_without_calibration_are_refused(loaded: Loaded) -> None:
 
 
 def test_an_ssm_mode_on_a_transformer_is_refused() -> None:
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no Mamba-1 blocks"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no Mamba blocks"):
         apply(load_model("tiny-llama").model, Recipe("0", "mxint8"))
 
 

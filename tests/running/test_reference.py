@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from probe.models.forward import output_of
 from probe.models.loading import Loaded, weight_fingerprint
 from probe.running.capture import UncoveredError
 from probe.running.recipes import Recipe, apply
-from probe.running.reference import Reference, output_of, replay, run_reference
+from probe.running.reference import Reference, replay, run_reference
 from probe.words import LOGITS
 
 

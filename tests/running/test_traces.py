@@ -7,7 +7,7 @@ from torch import nn
 from probe.data.samples import token_batches
 from probe.data.texts import text_of
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba import SITES
+from probe.models.mamba import MAMBA
 from probe.running.calibration import Calibration, calibrate_on
 from probe.running.recipes import Recipe
 from probe.running.reference import Reference, run_reference
@@ -39,7 +39,7 @@ def test_every_part_of_a_mamba_layer_is_kept_for_every_batch(
     assert [len(batch.given) for batch in batches] == [2, 1]
     for index, batch in enumerate(batches):
         (tensors,) = batch.parts.values()
-        parts = set(SITES) - {"scan.state"} | {"block", "norm", "mixer"}  # a prefill carries no state on
+        parts = set(MAMBA.sites) - {"scan.state"} | {"block", "norm", "mixer"}  # a prefill carries no state on
         assert {name.rpartition(".")[0] for name in tensors} >= parts
         assert torch.equal(tensors["block.given"], batch.given)
         assert batch.output is not None
@@ -64,5 +64,5 @@ def test_a_layer_that_is_never_called_has_no_output(
 def test_nothing_runs_before_it_is_asked_for(reference: Reference) -> None:
     trace = LayerTrace(nn.Linear(2, 2), Recipe("2-1", "int8"), reference, None, "layer_1")
     assert trace.label == "layer_1"
-    with pytest.raises(ValueError, match="Linear has no Mamba-1 blocks"):
+    with pytest.raises(ValueError, match="Linear has no Mamba blocks"):
         next(trace.batches())

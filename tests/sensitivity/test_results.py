@@ -255,7 +255,7 @@ def test_the_command_prints_json_and_nothing_else(capsys: pytest.CaptureFixture[
         (["--mode", "bf16", "--format", "int8"], "mode bf16 is a float mode and takes no format, but int8 was given"),
         (["--mode", "2-9"], "unknown mode '2-9'"),
         (["--format", "int9"], "unknown format 'int9'"),
-        (["--model", "tiny-llama", "--mode", "2-1"], "quantizes Mamba-1 blocks and tiny-llama has none"),
+        (["--model", "tiny-llama", "--mode", "2-1"], "quantizes Mamba blocks and tiny-llama has none"),
         (["--layers", "9"], "layer '9' matches none"),
         (["--top", "0"], "--top is 0; expected 1 or more"),
         (["--seqlen", "1"], "seqlen is 1; expected at least 2"),
