@@ -16,6 +16,7 @@ from probe.data.library_logs import quietly
 from probe.files.defects import DefectError, parsing, read_document, reading
 from probe.files.tensors import tensors_in
 from probe.models.offload import Room
+from probe.numerics.native import without_collection
 from probe.words import describe_error, first_few
 
 
@@ -163,6 +164,7 @@ AUTO_CLASSES = (
 )
 
 
+@without_collection()
 def _class_of(folder: Path) -> Any:
     """The class that loads the folder.
 

@@ -16,6 +16,7 @@ from probe.data.tokenizers import BYTES, ByteTokenizer, Tokenizer, tokenizer_of_
 from probe.models.checkpoints import from_folder
 from probe.models.factories import FACTORY, from_factory
 from probe.models.offload import Room, state_of
+from probe.numerics.native import without_collection
 from probe.words import describe_error, did_you_mean
 
 FOLDER = Path(__file__).parent / "embedded"
@@ -149,7 +150,8 @@ def _from_embedded(row: Embedded, dtype: torch.dtype | None, room: Room | None) 
 
 def _random_mamba(row: Embedded) -> nn.Module:
     with quietly():
-        from transformers import MambaConfig, MambaForCausalLM
+        with without_collection():
+            from transformers import MambaConfig, MambaForCausalLM
 
         torch.default_generator.manual_seed(row.seed)
         config = MambaConfig(**cast(Any, row.mamba), **cast(Any, NO_SPECIAL_TOKENS), use_cache=False)

@@ -45,7 +45,7 @@ _lock = threading.Lock()
 def numba_twin(module: str, results: str) -> ModuleType | None:
     """The fast twin `module`; None, after one warning, where numba cannot be loaded: the `results` stay the same."""
     try:
-        with _no_collection():
+        with without_collection():
             _load_numba()
             return import_module(module)
     except (ImportError, RuntimeError) as problem:  # RuntimeError: there is no folder at all for its cache
@@ -55,8 +55,11 @@ def numba_twin(module: str, results: str) -> ModuleType | None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage waits: with torch in memory, the collections that so many new objects cause take half of the time."""
+def without_collection() -> Iterator[None]:
+    """Garbage waits while a library is imported: the collections that so many new objects cause take up to half of it.
+
+    They walk over everything in memory, of which torch has much.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
