@@ -13,7 +13,7 @@ from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.fast import FLOAT32, FLOAT64, Plan, plan_for
 from probe.numerics.integers import SMALLEST_SCALE
-from probe.numerics.kernels import elements, integers, mx, nvfp4
+from probe.numerics.kernels import decoding, elements, integers, mx, nvfp4
 from probe.numerics.kernels.bits import BFLOAT16, FLOAT16, Bits
 from probe.numerics.kernels.tiles import BESIDE, TILE, Layout
 from probe.numerics.native import in_threads
@@ -164,6 +164,25 @@ def _nvfp4(
         lambda first, last: nvfp4.quantize(bits, target, codes, scales, machine, kind, layout, first, last, *how),
         units,
         bits.size,
+    )
+
+
+def decoded(codes: Tensor, out: Tensor, blocks: Blocks, table: Tensor, factors: Tensor) -> None:
+    """Elements, by their codes in the table, times the factors of their blocks into `out`.
+
+    Codes and `out` are contiguous, `table` and `factors` float64.
+    """
+    shape, axis, size = blocks.shape, blocks.axis, blocks.size
+    if factors.numel() == 1:
+        shape, axis, size = (codes.numel(),), 0, TILE
+    layout, units = layout_of(shape, axis, size)
+    target, machine, kind = _operands(out)
+    how = table.numpy(), factors.numpy().reshape(-1), torch.finfo(out.dtype).max
+    given = codes.view(torch.uint8).numpy().reshape(-1)
+    in_threads(
+        lambda first, last: decoding.write_values(given, target, machine, kind, layout, first, last, *how),
+        units,
+        given.size,
     )
 
 
