@@ -9,7 +9,7 @@ from torch import Tensor
 
 from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
-from probe.numerics.native import can_read, numba_twin
+from probe.numerics.native import can_read, new_tensor, numba_twin
 from probe.numerics.reference import BYTE_BIAS, NAN_BYTE, combined_scale, power
 from probe.numerics.rounding import FLOAT_DTYPES, narrow
 
@@ -63,7 +63,7 @@ class Quantized:
         else:
             factors = scales.to(torch.float64)
         if kernels is not None:
-            out = torch.empty(self.shape, dtype=target)
+            out = new_tensor(self.shape, target)
             kernels.decoded(self.codes.contiguous(), out, self.blocks, _values(self.format), factors)
             return out
         values = narrow(self.blocks.split(decode(self.codes, self.format)) * factors, target)

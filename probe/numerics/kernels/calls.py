@@ -16,7 +16,7 @@ from probe.numerics.integers import SMALLEST_SCALE
 from probe.numerics.kernels import decoding, elements, integers, mx, nvfp4
 from probe.numerics.kernels.bits import BFLOAT16, FLOAT16, Bits
 from probe.numerics.kernels.tiles import BESIDE, TILE, Layout
-from probe.numerics.native import in_threads
+from probe.numerics.native import in_threads, new_tensor
 from probe.numerics.reference import BYTE_BIAS, SMALLEST_BLOCK_SCALE
 
 _ROUNDINGS = {
@@ -123,7 +123,7 @@ def mx_codes(x: Tensor, blocks: Blocks, plan: Plan, rounding: str, noise: Tensor
 
 
 def _room_for_codes(x: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    return torch.empty(x.shape, dtype=torch.uint8), torch.empty(blocks.scales_shape, dtype=torch.uint8)
+    return new_tensor(x.shape, torch.uint8), torch.empty(blocks.scales_shape, dtype=torch.uint8)
 
 
 def nvfp4_values(
