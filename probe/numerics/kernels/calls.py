@@ -246,19 +246,18 @@ def _integer_work(
     target: Any,
     parameters: Sequence[Tensor],
     sharing: Sharing,
-    limits: tuple[float, ...],
-    how: Any,
+    code_range: tuple[int, int],
+    rounding: str,
+    noise: Tensor | None,
 ) -> None:
     layout, units = layout_of(sharing.shape, sharing.axis, sharing.size)
     bits, machine, kind = _operands(x)
     scales, zeros = (one.numpy().reshape(-1) for one in parameters)
-    groups = sharing.each, sharing.scales
+    limits = (float(code_range[0]), float(code_range[1]), torch.finfo(x.dtype).max)
+    grid = scales, zeros, (sharing.each, sharing.scales), limits
+    how = _ROUNDINGS[rounding], None if noise is None else bits_of(noise)
     in_threads(
-        lambda first, last: kernel(
-            bits, target, machine, kind, layout, first, last, scales, zeros, groups, limits, *how
-        ),
-        units,
-        bits.size,
+        lambda first, last: kernel(bits, target, machine, kind, layout, first, last, *grid, *how), units, bits.size
     )
 
 
@@ -273,9 +272,8 @@ def integer_values(
     noise: Tensor | None,
 ) -> None:
     """`x` on an integer grid into `out`; both are contiguous, as scales and zero points are. `noise` is as `x`."""
-    limits = (float(code_range[0]), float(code_range[1]), torch.finfo(x.dtype).max)
-    how = _ROUNDINGS[rounding], None if noise is None else bits_of(noise)
-    _integer_work(integers.write_values, x, bits_of(out), (scale, zero_point), sharing, limits, how)
+    parameters = scale, zero_point
+    _integer_work(integers.write_values, x, bits_of(out), parameters, sharing, code_range, rounding, noise)
 
 
 def integer_codes(
@@ -289,7 +287,5 @@ def integer_codes(
     noise: Tensor | None,
 ) -> None:
     """The codes of `x` into `codes`, int8 or uint8; 0 where the scale is NaN, and `x` has no NaN elsewhere."""
-    limits = (float(code_range[0]), float(code_range[1]), torch.finfo(x.dtype).max)
-    how = _ROUNDINGS[rounding], None if noise is None else bits_of(noise)
     target = codes.view(torch.uint8).numpy().reshape(-1)
-    _integer_work(integers.write_codes, x, target, (scale, zero_point), sharing, limits, how)
+    _integer_work(integers.write_codes, x, target, (scale, zero_point), sharing, code_range, rounding, noise)

@@ -65,8 +65,9 @@ def _write_nearest(x, out, scale, low, high, limit, odd):  # type: ignore[no-unt
 
 
 @numba.njit(cache=True, nogil=True)
-def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise):  # type: ignore[no-untyped-def]
-    """The steps from the zero point to the code of every element; NaN stays NaN."""
+def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise, drawn, inner):  # type: ignore[no-untyped-def]
+    """The steps from the zero point to the code of every element; NaN stays NaN. `drawn` is room for noise."""
+    near = None if noise is None else load(noise, drawn, tile, inner, 0)
     for line in range(tile.blocks if tile.apart == 1 else tile.size):
         length = tile.size if tile.apart == 1 else tile.blocks
         begin, end = line * length, (line + 1) * length
@@ -74,10 +75,10 @@ def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise):  # type
         for i in range(here.size):
             b = line if tile.apart == 1 else i
             value = np.float64(as_float(here[i]))
-            if noise is None:
+            if near is None:
                 found = _rounded(value, scales[b], rounding, None)
             else:
-                found = _rounded(value, scales[b], rounding, as_float(noise[begin + i]))
+                found = _rounded(value, scales[b], rounding, as_float(near[begin + i]))
             low, high = limits[0] - zeros[b], limits[1] - zeros[b]
             found = low if found < low else found + 0.0  # no -0
             there[i] = high if found > high else found
@@ -119,10 +120,7 @@ def write_values(  # type: ignore[no-untyped-def]
                 begin, end, low, high = b * tile.size, (b + 1) * tile.size, limits[0] - zeros[b], limits[1] - zeros[b]
                 _write_nearest(here[begin:end], results[begin:end], factors[b], low, high, limit, odd)
         else:
-            if noise is None:
-                _find_steps(here, steps, tile, factors, zeros, limits, rounding, None)
-            else:
-                _find_steps(here, steps, tile, factors, zeros, limits, rounding, load(noise, drawn, tile, inner, 0))
+            _find_steps(here, steps, tile, factors, zeros, limits, rounding, noise, drawn, inner)
             for i in range(here.size):
                 b = i // tile.size if tile.apart == 1 else i % tile.blocks
                 results[i] = narrow(results, steps[i] * factors[b], limit, odd)
@@ -144,10 +142,7 @@ def write_codes(  # type: ignore[no-untyped-def]
         unit += units
         _spread_scales(tile, scales, zero_points, sharing, factors, zeros)
         here, results = load(x, wide, tile, inner, kind), place(codes, short, tile, inner)
-        if noise is None:
-            _find_steps(here, steps, tile, factors, zeros, limits, rounding, None)
-        else:
-            _find_steps(here, steps, tile, factors, zeros, limits, rounding, load(noise, drawn, tile, inner, 0))
+        _find_steps(here, steps, tile, factors, zeros, limits, rounding, noise, drawn, inner)
         for i in range(here.size):
             b = i // tile.size if tile.apart == 1 else i % tile.blocks
             code = steps[i] + zeros[b]
