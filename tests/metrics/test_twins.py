@@ -11,8 +11,10 @@ from torch import Tensor
 from probe.metrics import Comparison, fast, reference as readable
 from probe.metrics.figures import QUANTILES
 from probe.metrics.tally import Magnitudes, Tally
-from probe.numerics import native
-from probe.numerics import selection  # noqa: F401  # loaded, so that a test can unload it
+from probe.numerics import (
+    native,
+    selection,  # noqa: F401  # loaded, so that a test can unload it
+)
 from probe.numerics.native import numba_twin
 from tests.metrics.oracles import assert_agrees, pair, seen
 
