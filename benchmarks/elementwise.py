@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -100,7 +101,7 @@ def scans(repeats: int) -> Iterator[dict[str, Any]]:
         rates = -torch.rand(256, 16, generator=g) * 16
         into, out = (torch.randn(batch, length, 16, generator=g) for _ in range(2))
         given = (u, 0.1 * delta, rates, into, out, None)
-        ratio = in_copies(lambda: SCANS["sequential"](*given), lambda: sequential(*given), repeats)  # noqa: B023
+        ratio = in_copies(partial(SCANS["sequential"], *given), partial(sequential, *given), repeats)
         yield {"work": f"scan, {batch} x {length} tokens", "against its definition": ratio}
 
 
@@ -117,16 +118,16 @@ def main() -> None:
         room = torch.empty_like(x).copy_(x)
         for what, work, has_twin in works(x):
             row: dict[str, Any] = {"shape": name, "work": what}
-            row["copies"] = in_copies(work, lambda: room.copy_(x), options.repeats)  # noqa: B023
+            row["copies"] = in_copies(work, partial(room.copy_, x), options.repeats)
             if has_twin:
                 with without_loops():
-                    row["twin"] = in_copies(work, lambda: room.copy_(x), 3)  # noqa: B023
+                    row["twin"] = in_copies(work, partial(room.copy_, x), 3)
             beside = f"   twin {row['twin']:8.1f}" if has_twin else ""
             print(f"{name:14} {what:48} {row['copies']:8.2f} copies{beside}")
             found.append(row)
         if x.dim() == 2:
             matrix = hadamard_matrix(x.shape[-1])
-            ratio = in_copies(lambda: x @ matrix, lambda: hadamard_transform(x, out=room), 3)  # noqa: B023
+            ratio = in_copies(partial(torch.matmul, x, matrix), partial(hadamard_transform, x, out=room), 3)
             found.append({"shape": name, "work": "matrix product", "against Hadamard": ratio})
             print(f"{name:14} the matrix product takes {ratio:.1f} times as long as Hadamard")
     for row in scans(options.repeats):

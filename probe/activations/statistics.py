@@ -1,9 +1,9 @@
 """The statistics of a tensor: counts, extremes and sums that are gathered piece by piece and merged."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain
 from types import ModuleType
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from probe.activations import reference as readable
 from probe.activations.reference import MERGED, SIDE, SIGNED_SIZES, SIZES, TABLES
 from probe.numerics.histogram import Trimmed, spread_evenly
 from probe.numerics.moments import Moments
-from probe.numerics.native import numba_twin
+from probe.numerics.native import in_threads, numba_twin
 
 Kind = Literal["input", "output", "weight"]
 KINDS: tuple[Kind, ...] = ("input", "output", "weight")
@@ -216,12 +216,13 @@ def measure(
         fields = gathered.fields()
         return LayerStatistics(module, kind, **fields | {name: Trimmed.of(fields[name]) for name in TABLES})
 
-    threads = max(1, min(torch.get_num_threads(), len(spans)))
-    if threads == 1:
-        return measure_some(spans), row_amax
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(measure_some, [spans[i::threads] for i in range(threads)]))
-    return reduce(LayerStatistics.merge, parts), row_amax
+    strides = max(1, min(torch.get_num_threads(), len(spans)))
+
+    def measure_strides(first: int, last: int) -> list[LayerStatistics]:
+        return [measure_some(spans[i::strides]) for i in range(first, last)]
+
+    parts = in_threads(measure_strides, strides, x.numel())
+    return reduce(LayerStatistics.merge, chain.from_iterable(parts)), row_amax
 
 
 def _twin(fast: bool | None) -> ModuleType:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from probe.numerics.native import without_collection
+
 
 @contextmanager
 def quietly() -> Iterator[None]:
@@ -16,8 +18,8 @@ def quietly() -> Iterator[None]:
         logging.disable(max(level, logging.WARNING))
         undo.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        from transformers.utils import logging as bars
-
+        with without_collection():
+            from transformers.utils import logging as bars
         if bars.is_progress_bar_enabled():
             undo.callback(bars.enable_progress_bar)
             bars.disable_progress_bar()  # type: ignore[no-untyped-call]

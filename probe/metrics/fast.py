@@ -11,7 +11,6 @@ A block is measured as the readable twin measures a chunk, its sums first and th
 merge as `Tally.then` merges stretches.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -24,9 +23,9 @@ from torch import Tensor
 from probe.metrics import reference as readable
 from probe.metrics.tally import BUCKETS, SIDES, Magnitudes, Spread, Tally
 from probe.numerics.moments import Moments
-from probe.numerics.native import ANY_ORDER
+from probe.numerics.native import ANY_ORDER, in_threads
 
-#: Elements of other dtypes than float32 and float64 that are converted at a time; also the least work for a thread.
+#: Elements of other dtypes than float32 and float64 that are converted at a time.
 STRETCH = 2**18
 #: Sums of squares of float64 below this cannot overflow; those of narrower dtypes never do.
 LARGEST = 1e100
@@ -89,13 +88,7 @@ def measure(output: Tensor, reference: Tensor, magnitudes: Magnitudes | None) ->
             tally = tally.then(_measure_stretch(o, r, buckets, sizes[tally.count :]))
         return tally, buckets, sizes[: tally.count]
 
-    threads = max(1, min(torch.get_num_threads(), count // STRETCH))
-    cuts = [count * i // threads for i in range(threads + 1)]
-    if threads == 1:
-        parts = [measure_part(0, count)]
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            parts = list(pool.map(measure_part, cuts, cuts[1:]))
+    parts = in_threads(measure_part, count, count)
     tally = reduce(Tally.then, (part for part, _, _ in parts))
     if magnitudes is None:
         return tally

@@ -18,6 +18,7 @@ from probe.files.defects import DefectError, parsing, read_document, reading
 from probe.files.tensors import tensors_in
 from probe.models.offload import Room
 from probe.models.quantized import quantized_weights
+from probe.numerics.native import without_collection
 from probe.words import describe_error, first_few
 
 #: The file of names and types that quanto writes beside the weights.
@@ -207,6 +208,7 @@ AUTO_CLASSES = (
 )
 
 
+@without_collection()
 def _class_of(folder: Path) -> Any:
     """The class that loads the folder.
 

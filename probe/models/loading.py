@@ -25,6 +25,7 @@ from probe.models.factories import FACTORY, from_factory
 from probe.models.gguf_files import from_gguf, is_gguf
 from probe.models.offload import Room, state_of
 from probe.models.quantized import plain_parts
+from probe.numerics.native import without_collection
 from probe.words import describe_error, did_you_mean
 
 FOLDER = Path(__file__).parent / "embedded"
@@ -167,7 +168,8 @@ def _from_embedded(row: Embedded, dtype: torch.dtype | None, room: Room | None) 
 
 def _random_mamba(row: Embedded) -> nn.Module:
     with quietly():
-        from transformers import MambaConfig, MambaForCausalLM
+        with without_collection():
+            from transformers import MambaConfig, MambaForCausalLM
 
         torch.default_generator.manual_seed(row.seed)
         config = MambaConfig(**cast(Any, row.mamba), **cast(Any, NO_SPECIAL_TOKENS), use_cache=False)

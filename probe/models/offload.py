@@ -1,15 +1,12 @@
 """Where a model runs: on one device, or, where it does not fit, offloaded by accelerate to the CPU or to disk."""
 
 import copy
-import ctypes
 import shutil
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from probe.models.layers import blocks_of
+from probe.numerics.native import libc
 from probe.words import format_bytes
 
 #: The room of a device whose free memory is not known.
@@ -241,11 +239,6 @@ def return_free_memory(*_: object) -> None:
 
     The allocator of glibc keeps freed blocks of up to 32 MB for reuse, so weights that were let go still take memory.
     """
-    trim = getattr(_libc(), "malloc_trim", None)
+    trim = getattr(libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-@cache
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
+from probe.numerics.native import can_read, new_tensor, numba_twin
 from probe.numerics.reference import BYTE_BIAS, NAN_BYTE, combined_scale, power
-from probe.numerics.rounding import narrow
+from probe.numerics.rounding import FLOAT_DTYPES, narrow
 
 #: The dtypes of the formats that are plain casts; their codes are the bits of the number.
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,18 +52,29 @@ class Quantized:
         Each is the exact product of element and scale, rounded once and saturating: no finite value becomes Inf.
         """
         target = self.dtype if dtype is None else dtype
-        elements = decode(self.codes, self.format)
         if self.scales is None:
-            return narrow(elements, target)
-        scales = self.blocks.split_scales(self.scales)
+            return narrow(decode(self.codes, self.format), target)
+        kernels = self._kernels(target)
+        scales = self.scales.reshape(-1) if kernels is not None else self.blocks.split_scales(self.scales)
         if self.format.scale == "e8m0":
             factors = scale_values(scales)
         elif self.tensor_scale is not None:
             factors = combined_scale(decode(scales, FORMATS["fp8_e4m3"]), self.tensor_scale)
         else:
             factors = scales.to(torch.float64)
-        values = narrow(self.blocks.split(elements) * factors, target)
+        if kernels is not None:
+            out = new_tensor(self.shape, target)
+            kernels.decoded(self.codes.contiguous(), out, self.blocks, _values(self.format), factors)
+            return out
+        values = narrow(self.blocks.split(decode(self.codes, self.format)) * factors, target)
         return self.blocks.join(values).reshape(self.shape)
+
+    def _kernels(self, dtype: torch.dtype) -> Any:
+        """The kernels, where they can do the work; None where torch does it."""
+        no_place = dtype == torch.float16 and bool(_values(self.format).isinf().any())  # for the infinite codes
+        if no_place or dtype not in FLOAT_DTYPES or not self.codes.numel() or not can_read(self.codes):
+            return None
+        return numba_twin("probe.numerics.kernels.calls", "values")
 
 
 def scale_values(bytes_: Tensor) -> Tensor:
@@ -72,7 +85,9 @@ def scale_values(bytes_: Tensor) -> Tensor:
 
 @cache
 def _values(fmt: Format) -> Tensor:
-    """The value of every code, by code."""
+    """The value of every code, by code; of integers by their byte."""
+    if fmt.is_integer:
+        return decode(torch.arange(256).to(torch.uint8).view(torch.int8), fmt)
     return torch.tensor([fmt.decode(code) for code in range(2**fmt.bits)], dtype=torch.float64)
 
 

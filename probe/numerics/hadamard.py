@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from probe.numerics.blocks import resolve_axis
-from probe.numerics.native import check_out, in_threads, is_native, numba_twin
+from probe.numerics.native import check_out, in_threads, is_native, new_tensor, numba_twin
 from probe.numerics.rounding import require_float
 
 #: order of the base -> (p, degree) of the finite field of q = p^degree elements, order = 2 (q + 1).
@@ -45,7 +45,7 @@ def hadamard_transform(x: Tensor, *, axis: int = -1, out: Tensor | None = None) 
         if out is not None and room.is_contiguous() and room.dtype == y.dtype:
             _by_loops(twin, y.detach(), base, room)
             return out
-        y = _by_loops(twin, y.detach(), base, torch.empty(y.shape, dtype=y.dtype))
+        y = _by_loops(twin, y.detach(), base, new_tensor(y.shape, y.dtype))
     y = y.to(x.dtype).movedim(-1, place)
     return y if out is None else out.copy_(y)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from probe.numerics.blocks import Blocks, resolve_axis
-from probe.numerics.native import can_read, check_out, numba_twin, written
+from probe.numerics.native import can_read, check_out, new_tensor, numba_twin, written
 from probe.numerics.rounding import draw_noise, narrow, require_float, require_tensor, round_integer
 from probe.words import look_up
 
@@ -150,7 +150,7 @@ def quantize_integer(
     kernel = _kernel(x, parameters, implementation)
     if kernel is None:
         return _codes(x, parameters, rounding, noise).to(parameters.code_dtype)
-    codes = torch.empty(x.shape, dtype=parameters.code_dtype)
+    codes = new_tensor(x.shape, parameters.code_dtype)
     kernel(x, codes, rounding, noise)
     return codes
 

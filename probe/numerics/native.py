@@ -6,10 +6,13 @@ can be written to: NUMBA_CACHE_DIR, the `__pycache__` beside their module, the u
 folder among the temporary files.
 """
 
+import ctypes
 import gc
 import hashlib
+import mmap
 import os
 import stat
+import sys
 import tempfile
 import threading
 import warnings
@@ -22,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
@@ -33,6 +37,8 @@ T = TypeVar("T")
 ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 #: The least work for a thread, in elements: less takes no longer than waking a thread.
 THREAD_WORK = 2**18
+#: Bytes of a result from which on it is in huge pages, which are 2 MB on most systems.
+HUGE = 2**22
 
 #: Subclasses may be anything: tensors without memory, wrappers, quantized ones.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -45,7 +51,7 @@ _lock = threading.Lock()
 def numba_twin(module: str, results: str) -> ModuleType | None:
     """The fast twin `module`; None, after one warning, where numba cannot be loaded: the `results` stay the same."""
     try:
-        with _no_collection():
+        with without_collection():
             _load_numba()
             return import_module(module)
     except (ImportError, RuntimeError) as problem:  # RuntimeError: there is no folder at all for its cache
@@ -55,8 +61,11 @@ def numba_twin(module: str, results: str) -> ModuleType | None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage waits: with torch in memory, the collections that so many new objects cause take half of the time."""
+def without_collection() -> Iterator[None]:
+    """Garbage waits while a library is imported: the collections that so many new objects cause take up to half of it.
+
+    They walk over everything in memory, of which torch has much.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -72,8 +81,11 @@ def _load_numba() -> None:
     _keep_kernels()
     from numba.core.registry import cpu_target
 
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
+    target = cpu_target.target_context
+    target.load_additional_registries()
+    with mock.patch.object(target, "refresh"):  # each of 250 declarations of methods would refresh all there is
+        cpu_target.typing_context.refresh()
+    target.refresh()
 
 
 def _keep_kernels() -> None:
@@ -184,9 +196,28 @@ def written(out: torch.Tensor | None, x: torch.Tensor, write: Callable[[torch.Te
         write(out.detach())
         torch.autograd.graph.increment_version(out)
         return out
-    target = torch.empty(x.shape, dtype=x.dtype)
+    target = new_tensor(x.shape, x.dtype)
     write(target)
     return target if out is None else out.copy_(target)
+
+
+def new_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a result. Much of it is asked for in huge pages: mapping small ones takes longer than most kernels."""
+    made = torch.empty(shape, dtype=dtype)
+    if made.nbytes < HUGE:
+        return made
+    system, advice = libc(), getattr(mmap, "MADV_HUGEPAGE", None)
+    if system is not None and advice is not None:
+        start = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = made.data_ptr() + made.nbytes - start
+        system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)  # where there are none: no effect
+    return made
+
+
+@cache
+def libc() -> ctypes.CDLL | None:
+    """The C library, where its functions are known: on Linux."""
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from probe.numerics import compiled, fast, reference
 from probe.numerics.blocks import Blocks
 from probe.numerics.codes import Quantized, encode, scale_values
 from probe.numerics.integers import code_range, dynamic_parameters, quantize_integer
-from probe.numerics.native import can_read, check_out, numba_twin, share_memory, written
+from probe.numerics.native import can_read, check_out, new_tensor, numba_twin, share_memory, written
 from probe.numerics.reference import combined_scale, nvfp4_blocks, tensor_scale_of
 from probe.numerics.rounding import check_rounding, draw_noise, narrow, require_float
 from probe.words import did_you_mean, look_up
@@ -320,7 +320,7 @@ def _codes_by_kernel(kernels: Any, job: Job) -> tuple[Tensor, Tensor]:
     if job.format.scale == "e4m3":
         found = kernels.nvfp4_codes(x, job.blocks, job.tensor_scale, job.format, job.rounding, job.draw_noise())
         return found
-    codes, blocks = torch.empty(x.shape, dtype=torch.int8), _integer_blocks(kernels, job, x)
+    codes, blocks = new_tensor(x.shape, torch.int8), _integer_blocks(kernels, job, x)
     kernels.integer_codes(x, codes, *blocks)
     return codes, blocks[0].reshape(job.blocks.scales_shape)
 

@@ -1,4 +1,7 @@
-"""The fast twin of `sketches.sketched`: buckets and signs are hashed as the elements are added, in their order."""
+"""The fast twin of `sketches.sketched`: buckets and signs are hashed as the elements are added, in their order.
+
+Apart from `sketches` because loading it loads numba.
+"""
 
 import numba
 import numpy as np

@@ -93,6 +93,8 @@ def _templates() -> Any:
 def _printable(value: object) -> object:
     if type(value) is not str:  # a number, or text that the template engine has escaped already
         return value
+    if value.replace("\n", "").isprintable():  # the same, faster for the long text of a picture
+        return value
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in value)
 
 

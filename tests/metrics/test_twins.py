@@ -11,7 +11,10 @@ from torch import Tensor
 from probe.metrics import Comparison, fast, reference as readable
 from probe.metrics.figures import QUANTILES
 from probe.metrics.tally import Magnitudes, Tally
-from probe.numerics import selection  # noqa: F401  # loaded, so that a test can unload it
+from probe.numerics import (
+    native,
+    selection,  # noqa: F401  # loaded, so that a test can unload it
+)
 from probe.numerics.native import numba_twin
 from tests.metrics.oracles import assert_agrees, pair, seen
 
@@ -85,7 +88,7 @@ def test_a_stretch_of_converted_values_is_told_from_the_next(monkeypatch: pytest
 
 @pytest.mark.parametrize("keep", [0, 2**22])
 def test_threads_share_a_batch_and_change_nothing(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "STRETCH", 100)
+    monkeypatch.setattr(native, "THREAD_WORK", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     output, reference = pair(4 * fast.BLOCK + 5)
     output[[fast.BLOCK + 1, 4 * fast.BLOCK]] = torch.tensor([math.inf, math.nan])

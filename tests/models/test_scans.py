@@ -90,7 +90,7 @@ def same(made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
     "shape",
     [
         *((8, 64, 256, 16), (2, 40, 256, 16), (1, 93, 256, 16), (1, 1, 256, 16), (3, 70, 12, 5), (1, 9, 6000, 16)),
-        *((2, 5, 1, 1), (0, 5, 4, 4), (2, 0, 4, 4), (1, 50, 33, 8), (1, 300, 40, 24)),
+        *((2, 5, 1, 1), (0, 5, 4, 4), (2, 0, 4, 4), (1, 50, 33, 8), (1, 300, 40, 24), (2, 20, 9, 12), (2, 20, 9, 64)),
     ],
     ids=str,
 )
@@ -108,14 +108,18 @@ def test_the_scan_in_pieces_has_the_bits_of_the_sequential_one_in_every_dtype(dt
     assert same(in_pieces(u, delta, rates, into, out, state), sequential(u, delta, rates, into, out, state))
 
 
-def test_the_scan_in_pieces_has_the_bits_of_the_sequential_one_for_hostile_values() -> None:
+def hostile() -> Inputs:
     u, delta, rates, into, out = inputs(4, 70, 256, 16)
     u[0, 3, :7] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-45, -0.0, 3e38, -3e38])
     delta[1, 5, :6] = torch.tensor([0.0, 1e38, -1e30, torch.nan, 1e-45, torch.inf])
     into[2, 9, :3] = torch.tensor([torch.nan, 3e38, 1e-40])
     out[3, 9, :3] = torch.tensor([torch.inf, 0.0, -1e-42])
     rates[0], rates[1], rates[2] = 0.0, -torch.inf, 90.0
-    given = (u, delta, rates, into, out)
+    return u, delta, rates, into, out
+
+
+def test_the_scan_in_pieces_has_the_bits_of_the_sequential_one_for_hostile_values() -> None:
+    given = hostile()
     assert same(in_pieces(*given), sequential(*given))
 
 
@@ -129,6 +133,35 @@ def test_the_scan_in_pieces_reads_tensors_of_any_layout() -> None:
     kept = state.clone()
     assert same(in_pieces(*given, state), sequential(*given, state))
     assert torch.equal(state, kept)
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize(
+    "shape",
+    [(8, 70, 256, 16), (1, 93, 256, 16), (3, 70, 13, 5), (1, 9, 6000, 16), (2, 5, 1, 1), (0, 5, 4, 4), (2, 0, 4, 4)],
+    ids=str,
+)
+def test_the_fast_scan_has_the_bits_of_its_torch_operations(shape: tuple[int, int, int, int]) -> None:
+    given = inputs(*shape)
+    state = torch.randn(shape[0], shape[2], shape[3])
+    made = scans.fast(*given, state)
+    with mock.patch.object(scans, "_fused_steps", return_value=None):
+        assert same(made, scans.fast(*given, state))
+
+
+def test_the_fast_scan_has_the_bits_of_its_torch_operations_for_hostile_values() -> None:
+    given = hostile()
+    made = scans.fast(*given)
+    with mock.patch.object(scans, "_fused_steps", return_value=None):
+        assert same(made, scans.fast(*given))
+
+
+def test_a_loop_that_rounds_otherwise_than_torch_is_not_used() -> None:
+    """The check is what keeps the bits where torch was built without fused multiply-add."""
+    with mock.patch.object(torch.Tensor, "addcmul", lambda x, a, b: x + a * b):
+        assert scans._fused_steps.__wrapped__() is None
+    with mock.patch.object(torch.Tensor, "sum", lambda x, _: x.double().cumsum(-1)[..., -1].float()):
+        assert scans._lanes.__wrapped__(16) == 0
 
 
 def test_a_scan_that_needs_a_gradient_has_one() -> None:

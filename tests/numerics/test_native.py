@@ -296,3 +296,30 @@ def test_a_model_with_grids_can_be_exported(strict: bool) -> None:
     with torch.no_grad():
         exported = torch.export.export(model, (torch.zeros_like(x),), strict=strict)
         assert torch.equal(exported.module()(x), model(x))
+
+
+# memory of results --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says how memory is mapped")
+@pytest.mark.parametrize("size", [native.HUGE // 4, 4 * native.HUGE + 12345])
+def test_a_large_result_asks_for_huge_pages(size: int) -> None:
+    made = fake_quantize(torch.zeros(size), "fp8_e4m3")
+    middle = made.data_ptr() + made.nbytes // 2
+    flags: dict[bool, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= middle < end
+        elif first == "VmFlags:":
+            flags[inside] = rest
+    assert "hg" in flags[True].split()
+
+
+def test_a_small_result_is_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(native, "libc", lambda: asked.append(1))
+    native.new_tensor(torch.Size([native.HUGE // 4 - 1]), torch.float32)
+    assert not asked

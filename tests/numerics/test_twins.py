@@ -1,10 +1,14 @@
 """The reference, torch's operations, the kernel and the compiled operations: the same bits, everywhere."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from probe import dynamic_parameters, fake_quantize, fake_quantize_integer, quantize, quantize_integer
+from probe.numerics.codes import Quantized
 from probe.numerics.integers import GridOptions, IntegerImplementation, IntegerParameters
 from probe.numerics.quantize import Implementation, Options
 from tests.numerics.tensors import (
@@ -113,6 +117,23 @@ def test_codes_equal_fake_quantize_outside_mx(name: str, rounding: str, dtype: t
             fake, coded = fake_quantize(part, name, **options()), quantize(part, name, **options())
             assert_same_bits(fake, slow)
             assert_same_bits(fake, coded.dequantize())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", [*MX, "nvfp4", "int8"])
+def test_every_code_under_every_scale_is_decoded_as_by_torch(name: str, axis: int, dtype: torch.dtype) -> None:
+    """Codes of Inf and NaN too, which `quantize` does not write."""
+    made = quantize(torch.ones(256, 256), name, axis=axis, block_size=256)
+    codes = torch.arange(256) % 2**made.format.bits
+    assert made.scales is not None
+    scales = torch.arange(256).to(torch.uint8)
+    stored = torch.randn(256).exp() if made.scales.dtype == torch.float32 else scales
+    square = (codes if axis == 1 else codes[:, None]).to(torch.uint8).expand(256, 256)
+    given = replace(made, codes=square.view(made.codes.dtype), scales=stored.reshape(made.scales.shape))
+    with mock.patch.object(Quantized, "_kernels", return_value=None):
+        slow = given.dequantize(dtype)
+    assert_same_bits(given.dequantize(dtype), slow)
 
 
 def test_large_tensors_are_cut_into_pieces_without_a_trace() -> None:

@@ -13,10 +13,10 @@ from probe.formats import FORMATS, Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.fast import FLOAT32, FLOAT64, Plan, plan_for
 from probe.numerics.integers import SMALLEST_SCALE
-from probe.numerics.kernels import elements, integers, mx, nvfp4
+from probe.numerics.kernels import decoding, elements, integers, mx, nvfp4
 from probe.numerics.kernels.bits import BFLOAT16, FLOAT16, Bits
 from probe.numerics.kernels.tiles import BESIDE, TILE, Layout
-from probe.numerics.native import in_threads
+from probe.numerics.native import in_threads, new_tensor
 from probe.numerics.reference import BYTE_BIAS, SMALLEST_BLOCK_SCALE
 
 _ROUNDINGS = {
@@ -123,7 +123,7 @@ def mx_codes(x: Tensor, blocks: Blocks, plan: Plan, rounding: str, noise: Tensor
 
 
 def _room_for_codes(x: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    return torch.empty(x.shape, dtype=torch.uint8), torch.empty(blocks.scales_shape, dtype=torch.uint8)
+    return new_tensor(x.shape, torch.uint8), torch.empty(blocks.scales_shape, dtype=torch.uint8)
 
 
 def nvfp4_values(
@@ -164,6 +164,25 @@ def _nvfp4(
         lambda first, last: nvfp4.quantize(bits, target, codes, scales, machine, kind, layout, first, last, *how),
         units,
         bits.size,
+    )
+
+
+def decoded(codes: Tensor, out: Tensor, blocks: Blocks, table: Tensor, factors: Tensor) -> None:
+    """Elements, by their codes in the table, times the factors of their blocks into `out`.
+
+    Codes and `out` are contiguous, `table` and `factors` float64.
+    """
+    shape, axis, size = blocks.shape, blocks.axis, blocks.size
+    if factors.numel() == 1:
+        shape, axis, size = (codes.numel(),), 0, TILE
+    layout, units = layout_of(shape, axis, size)
+    target, machine, kind = _operands(out)
+    how = table.numpy(), factors.numpy().reshape(-1), torch.finfo(out.dtype).max
+    given = codes.view(torch.uint8).numpy().reshape(-1)
+    in_threads(
+        lambda first, last: decoding.write_values(given, target, machine, kind, layout, first, last, *how),
+        units,
+        given.size,
     )
 
 
@@ -227,19 +246,18 @@ def _integer_work(
     target: Any,
     parameters: Sequence[Tensor],
     sharing: Sharing,
-    limits: tuple[float, ...],
-    how: Any,
+    code_range: tuple[int, int],
+    rounding: str,
+    noise: Tensor | None,
 ) -> None:
     layout, units = layout_of(sharing.shape, sharing.axis, sharing.size)
     bits, machine, kind = _operands(x)
     scales, zeros = (one.numpy().reshape(-1) for one in parameters)
-    groups = sharing.each, sharing.scales
+    limits = (float(code_range[0]), float(code_range[1]), torch.finfo(x.dtype).max)
+    grid = scales, zeros, (sharing.each, sharing.scales), limits
+    how = _ROUNDINGS[rounding], None if noise is None else bits_of(noise)
     in_threads(
-        lambda first, last: kernel(
-            bits, target, machine, kind, layout, first, last, scales, zeros, groups, limits, *how
-        ),
-        units,
-        bits.size,
+        lambda first, last: kernel(bits, target, machine, kind, layout, first, last, *grid, *how), units, bits.size
     )
 
 
@@ -254,9 +272,8 @@ def integer_values(
     noise: Tensor | None,
 ) -> None:
     """`x` on an integer grid into `out`; both are contiguous, as scales and zero points are. `noise` is as `x`."""
-    limits = (float(code_range[0]), float(code_range[1]), torch.finfo(x.dtype).max)
-    how = _ROUNDINGS[rounding], None if noise is None else bits_of(noise)
-    _integer_work(integers.write_values, x, bits_of(out), (scale, zero_point), sharing, limits, how)
+    parameters = scale, zero_point
+    _integer_work(integers.write_values, x, bits_of(out), parameters, sharing, code_range, rounding, noise)
 
 
 def integer_codes(
@@ -270,7 +287,5 @@ def integer_codes(
     noise: Tensor | None,
 ) -> None:
     """The codes of `x` into `codes`, int8 or uint8; 0 where the scale is NaN, and `x` has no NaN elsewhere."""
-    limits = (float(code_range[0]), float(code_range[1]), torch.finfo(x.dtype).max)
-    how = _ROUNDINGS[rounding], None if noise is None else bits_of(noise)
     target = codes.view(torch.uint8).numpy().reshape(-1)
-    _integer_work(integers.write_codes, x, target, (scale, zero_point), sharing, limits, how)
+    _integer_work(integers.write_codes, x, target, (scale, zero_point), sharing, code_range, rounding, noise)

@@ -15,8 +15,8 @@ _TO_BILLIONTHS, _TO_INTEGERS = 1.5 * 2.0**22, 1.5 * 2.0**52
 
 
 @numba.njit(cache=True, nogil=True)
-def _nearest(x, inverse):  # type: ignore[no-untyped-def]
-    """x / scale rounded half to even, from the inverse of the scale; x and the scale have at most 24 bits.
+def _nearest(x, inverse, away):  # type: ignore[no-untyped-def]
+    """x / scale rounded half to even or, with `away`, half away from zero; x and the scale have at most 24 bits.
 
     The product is off by at most 2^-44. Among the codes the exact quotient is a tie or at least 2^-26 away from one, so
     rounding to multiples of 2^-30 makes ties exact and no others.
@@ -25,6 +25,8 @@ def _nearest(x, inverse):  # type: ignore[no-untyped-def]
     quotient = _FAR if quotient > _FAR else quotient
     quotient = -_FAR if quotient < -_FAR else quotient
     exact = (quotient + _TO_BILLIONTHS) - _TO_BILLIONTHS
+    if away:
+        return np.trunc(exact + (0.5 if exact > 0 else -0.5)) + 0.0  # no -0
     return (exact + _TO_INTEGERS) - _TO_INTEGERS
 
 
@@ -54,19 +56,20 @@ def _rounded(x, scale, rounding, noise):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _write_nearest(x, out, scale, low, high, limit, odd):  # type: ignore[no-untyped-def]
-    """The values of one block at one scale, rounded half to even, of a dtype with at most 24 bits."""
+def _write_nearest(x, out, scale, low, high, limit, odd, away):  # type: ignore[no-untyped-def]
+    """The values of one block at one scale, rounded to nearest, of a dtype with at most 24 bits."""
     inverse = 1.0 / scale
     for i in range(x.size):
-        steps = _nearest(np.float64(as_float(x[i])), inverse)
+        steps = _nearest(np.float64(as_float(x[i])), inverse, away)
         steps = low if steps < low else steps
         steps = high if steps > high else steps
         out[i] = narrow(out, steps * scale, limit, odd)
 
 
 @numba.njit(cache=True, nogil=True)
-def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise):  # type: ignore[no-untyped-def]
-    """The steps from the zero point to the code of every element; NaN stays NaN."""
+def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise, drawn, inner):  # type: ignore[no-untyped-def]
+    """The steps from the zero point to the code of every element; NaN stays NaN. `drawn` is room for noise."""
+    near = None if noise is None else load(noise, drawn, tile, inner, 0)
     for line in range(tile.blocks if tile.apart == 1 else tile.size):
         length = tile.size if tile.apart == 1 else tile.blocks
         begin, end = line * length, (line + 1) * length
@@ -74,10 +77,10 @@ def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise):  # type
         for i in range(here.size):
             b = line if tile.apart == 1 else i
             value = np.float64(as_float(here[i]))
-            if noise is None:
+            if near is None:
                 found = _rounded(value, scales[b], rounding, None)
             else:
-                found = _rounded(value, scales[b], rounding, as_float(noise[begin + i]))
+                found = _rounded(value, scales[b], rounding, as_float(near[begin + i]))
             low, high = limits[0] - zeros[b], limits[1] - zeros[b]
             found = low if found < low else found + 0.0  # no -0
             there[i] = high if found > high else found
@@ -114,15 +117,13 @@ def write_values(  # type: ignore[no-untyped-def]
         unit += units
         _spread_scales(tile, scales, zero_points, sharing, factors, zeros)
         here, results = load(x, wide, tile, inner, kind), place(out, values, tile, inner)
-        if rounding is None and tile.apart == 1 and x.itemsize < 8:
+        if (rounding is None or rounding == HALF_AWAY) and tile.apart == 1 and x.itemsize < 8:
+            away = rounding is not None
             for b in range(tile.blocks):
                 begin, end, low, high = b * tile.size, (b + 1) * tile.size, limits[0] - zeros[b], limits[1] - zeros[b]
-                _write_nearest(here[begin:end], results[begin:end], factors[b], low, high, limit, odd)
+                _write_nearest(here[begin:end], results[begin:end], factors[b], low, high, limit, odd, away)
         else:
-            if noise is None:
-                _find_steps(here, steps, tile, factors, zeros, limits, rounding, None)
-            else:
-                _find_steps(here, steps, tile, factors, zeros, limits, rounding, load(noise, drawn, tile, inner, 0))
+            _find_steps(here, steps, tile, factors, zeros, limits, rounding, noise, drawn, inner)
             for i in range(here.size):
                 b = i // tile.size if tile.apart == 1 else i % tile.blocks
                 results[i] = narrow(results, steps[i] * factors[b], limit, odd)
@@ -144,10 +145,7 @@ def write_codes(  # type: ignore[no-untyped-def]
         unit += units
         _spread_scales(tile, scales, zero_points, sharing, factors, zeros)
         here, results = load(x, wide, tile, inner, kind), place(codes, short, tile, inner)
-        if noise is None:
-            _find_steps(here, steps, tile, factors, zeros, limits, rounding, None)
-        else:
-            _find_steps(here, steps, tile, factors, zeros, limits, rounding, load(noise, drawn, tile, inner, 0))
+        _find_steps(here, steps, tile, factors, zeros, limits, rounding, noise, drawn, inner)
         for i in range(here.size):
             b = i // tile.size if tile.apart == 1 else i % tile.blocks
             code = steps[i] + zeros[b]
