@@ -5,6 +5,7 @@ error is in ulps of the result: the distance of neighbouring numbers of its dtyp
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -108,8 +109,14 @@ def _inputs(module: nn.Module) -> Tensor | None:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """torch's RMSNorm, or one of transformers: those with the plain formula keep `variance_epsilon`."""
-    return isinstance(module, nn.RMSNorm) or (hasattr(module, "variance_epsilon") and hasattr(module, "weight"))
+    """torch's RMSNorm, or one of transformers: those with the plain formula keep `variance_epsilon` and take one input.
+
+    One that a gate is given too (Qwen3-Next) has another formula.
+    """
+    if not isinstance(module, nn.RMSNorm) and not (hasattr(module, "variance_epsilon") and hasattr(module, "weight")):
+        return False
+    needed = [one for one in inspect.signature(module.forward).parameters.values() if one.default is one.empty]
+    return len(needed) == 1
 
 
 def _formula(own: nn.Module, module: nn.Module) -> Formula:

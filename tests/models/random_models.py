@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _built(family: str, *, kind: str = "", **settings: Any) -> nn.Module:
+def built(family: str, *, kind: str = "", **settings: Any) -> nn.Module:
     """A model of a family: the causal one, or that of a `kind`, such as ForImageClassification."""
     import transformers
 
@@ -39,12 +39,12 @@ def _built(family: str, *, kind: str = "", **settings: Any) -> nn.Module:
 
 def make_mixtral() -> nn.Module:
     """Experts [expert, out, in] in both layers."""
-    return _built("Mixtral", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2)
+    return built("Mixtral", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2)
 
 
 def make_jamba() -> nn.Module:
     """A Mamba layer with experts, and an attention layer without."""
-    return _built(
+    return built(
         "Jamba",
         **SIZES,
         intermediate_size=48,
@@ -60,28 +60,34 @@ def make_jamba() -> nn.Module:
     )
 
 
+def make_mamba() -> nn.Module:
+    """Mamba-1 as it is."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
+    return spread_steps(built("Mamba", vocab_size=256, **sizes))
+
+
 def make_falcon_mamba() -> nn.Module:
     """Mamba-1 with norms, without gains, of dt, B and C."""
-    return _built("FalconMamba", vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4)
+    return built("FalconMamba", vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4)
 
 
 def make_mamba2(**settings: Any) -> nn.Module:
     """Mamba-2 with two groups of two heads, and chunks that the text is no multiple of."""
     sizes = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
     heads = {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16}
-    return spread_steps(_built("Mamba2", **{**sizes, **heads, "pad_token_id": 2, **settings}))
+    return spread_steps(built("Mamba2", **{**sizes, **heads, "pad_token_id": 2, **settings}))
 
 
 def make_bamba() -> nn.Module:
     """A Mamba-2 layer and an attention layer, each with a feed-forward part."""
     heads = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
-    return spread_steps(_built("Bamba", **SIZES, intermediate_size=48, attn_layer_indices=[1], **heads))
+    return spread_steps(built("Bamba", **SIZES, intermediate_size=48, attn_layer_indices=[1], **heads))
 
 
 def make_zamba() -> nn.Module:
     """A Mamba-1 layer with two heads, and two that share an attention before theirs."""
     return spread_steps(
-        _built(
+        built(
             "Zamba",
             **{**SIZES, "num_hidden_layers": 3},
             intermediate_size=48,
@@ -105,7 +111,7 @@ def spread_steps(model: nn.Module) -> nn.Module:
 
 def make_qwen3_next() -> nn.Module:
     """Linear attention with a convolution, attention, and experts beside a shared one."""
-    return _built(
+    return built(
         "Qwen3Next",
         **SIZES,
         intermediate_size=48,
@@ -124,19 +130,19 @@ def make_qwen3_next() -> nn.Module:
 
 def make_gpt_oss() -> nn.Module:
     """Experts [expert, in, out], with biases, gate and up interleaved."""
-    return _built("GptOss", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2, head_dim=16)
+    return built("GptOss", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2, head_dim=16)
 
 
 def make_gpt2() -> nn.Module:
     """Conv1D: weights [in, out]. The head is the embedding."""
-    return _built(
+    return built(
         "GPT2", vocab_size=256, n_positions=256, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
     )
 
 
 def make_vit() -> nn.Module:
     """Patches by a convolution of two dimensions."""
-    return _built(
+    return built(
         "ViT",
         kind="ForImageClassification",
         hidden_size=32,
@@ -151,7 +157,7 @@ def make_vit() -> nn.Module:
 
 def make_whisper() -> nn.Module:
     """Two convolutions of one dimension, the second with a stride, before the encoder. The head is the embedding."""
-    return _built(
+    return built(
         "Whisper",
         kind="ForConditionalGeneration",
         vocab_size=256,
@@ -174,7 +180,7 @@ def make_whisper() -> nn.Module:
 
 def make_t5() -> nn.Module:
     """One table of tokens for encoder, decoder and head."""
-    return _built(
+    return built(
         "T5",
         kind="ForConditionalGeneration",
         vocab_size=256,
@@ -190,4 +196,4 @@ def make_t5() -> nn.Module:
 
 def make_phimoe() -> nn.Module:
     """Routers that are derived from nn.Linear, with a forward of their own."""
-    return _built("Phimoe", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2)
+    return built("Phimoe", **SIZES, intermediate_size=48, num_local_experts=3, num_experts_per_tok=2)
