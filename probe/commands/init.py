@@ -42,6 +42,8 @@ def add(commands: Subparsers) -> None:
     """Add the parser of the command."""
     command = commands.add_parser("init", help="write the settings and the test with which pytest guards a model")
     command.add_argument("--model", required=True, help="folder, hub id, package.module:factory or embedded name")
+    own = "what the model is called with, if that is no text: written as `inputs`"
+    command.add_argument("--inputs", metavar="MODULE:FUNCTION", help=own)
     command.add_argument("--into", default=".", metavar="DIR", help="the project's folder (default: the current one)")
     command.add_argument(
         "--allow-download", action="store_true", help="allow downloads from the hub, here and in tests"
@@ -98,7 +100,7 @@ def _init(options: argparse.Namespace) -> int:
     check_outputs(folders=[options.into])
     project = _read_project(Path(options.into))
     name = _name_in_project(options.model, project.folder)
-    conftest = _conftest(project, is_factory=_is_factory(options.model))  # all that can be refused without the model
+    conftest = _conftest(project, is_factory=_is_factory(options.model) or bool(options.inputs))  # all that can be refused without the model
     matrix = _matrix(options)
     text = _with_settings(project, _settings_text(matrix, name))
     files = {project.folder / PYPROJECT: text, project.folder / project.test_file: TEST_TEXT}
@@ -178,6 +180,7 @@ def _matrix(options: argparse.Namespace) -> "Matrix":
 
     given: dict[str, Any] = {
         "model": options.model,
+        **({"inputs": options.inputs} if options.inputs else {}),
         **{name: True for name, on in model_arguments(options).items() if on},
     }
     model = Matrix(settings_of(given, where="probe init")).loaded.model
@@ -204,6 +207,7 @@ def _settings_text(matrix: "Matrix", name: str) -> str:
     found = first_few(matrix.labels, most=6)
     rows: list[tuple[str, Any, str]] = [
         ("model", name, ""),
+        *([("inputs", ours.inputs, "what the model is called with")] if ours.inputs else []),
         ("modes", ours.modes, "`probe modes` lists them"),
         ("formats", ours.formats, "one of each kind of scale; `probe formats` lists them all"),
         ("layers", ours.layers, f"{len(matrix.labels)}: {found}"),
@@ -246,7 +250,8 @@ def _report(options: argparse.Namespace, project: Project, matrix: "Matrix", nam
     for note in (*matrix.loaded.notes, *([matrix.paths_not_run] if matrix.paths_not_run else [])):
         print(f"note: {note}")
     start = "" if project.folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(project.folder))} && "
-    errors = f"probe errors --model {shlex.quote(name)} --formats {' '.join(ours.formats)}"
+    given = f" --inputs {ours.inputs}" if ours.inputs else ""
+    errors = f"probe errors --model {shlex.quote(name)}{given} --formats {' '.join(ours.formats)}"
     print(
         f"\nNext:\n"
         f"  {start}pytest                       # fails: every case is missing its baseline\n"

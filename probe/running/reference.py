@@ -90,7 +90,7 @@ def run_reference(
         if once and len(tensors) != len(batches):
             raise ValueError(
                 f"{label} ran {len(tensors)} times in {len(batches)} forwards. Only modules that run once in a forward "
-                "can be compared: choose the one around it."
+                "can be compared: choose the one around it (layers, --layers)."
             )
     every = {**given, **{label: tensors for label, tensors in fed.items() if label != UNFED}}
     ties = {label: near_ties(tensors) for label, tensors in every.items() if tensors[0].is_floating_point()}

@@ -231,3 +231,16 @@ def test_a_factory_beside_the_tests_is_found_by_them(here: Path, monkeypatch: py
     assert main(["init", "--model", "tests.models.nets:gpt"]) == 0
     assert sorted(written(here)) == ["checks/test_gate.py", "conftest.py", "pyproject.toml", "pytest.ini"]
     assert "[tool.pytest" not in (here / "pyproject.toml").read_text(), "pytest.ini makes it the root"
+
+
+def test_a_model_with_inputs_of_its_own_names_the_function(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = "tests.families.plain:batches"
+    assert main(["init", "--model", "tests.families.plain:make"]) == 2
+    assert 'inputs = "package.module:function"' in capsys.readouterr().err
+    assert written(here) == {}
+    assert main(["init", "--model", "tests.families.plain:make", "--inputs", own]) == 0
+    settings = tomllib.loads((here / "pyproject.toml").read_text())["tool"]["probe"]
+    assert settings["inputs"] == own
+    shown = capsys.readouterr().out
+    assert f"--inputs {own}" in shown
+    assert "paths not run" in shown
