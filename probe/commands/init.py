@@ -100,7 +100,9 @@ def _init(options: argparse.Namespace) -> int:
     check_outputs(folders=[options.into])
     project = _read_project(Path(options.into))
     name = _name_in_project(options.model, project.folder)
-    conftest = _conftest(project, is_factory=_is_factory(options.model) or bool(options.inputs))  # all that can be refused without the model
+    conftest = _conftest(
+        project, is_factory=_is_factory(options.model) or bool(options.inputs)
+    )  # all that can be refused without the model
     matrix = _matrix(options)
     text = _with_settings(project, _settings_text(matrix, name))
     files = {project.folder / PYPROJECT: text, project.folder / project.test_file: TEST_TEXT}

@@ -74,14 +74,14 @@ def function_named(what: str, name: str, *, returns: str) -> Callable[[], Any]:
     )
 
 
-def called(what: str, name: str, function: Callable[[], Any]) -> Any:
-    """What the function of that name returns; its exception becomes one message."""
+def called(what: str, name: str, function: Callable[[], Any], *, kind: str = "function") -> Any:
+    """What the function of that name returns; its exception becomes one message, in which it is called a `kind`."""
     try:
         return function()
     except Exception as problem:
         module, _, attribute = name.partition(":")
         raise ValueError(
-            f"{what} {name!r}: the function failed: {describe_error(problem)} "
+            f"{what} {name!r}: the {kind} failed: {describe_error(problem)} "
             f"It is called without arguments; try: python -c 'import {module}; {module}.{attribute}()'"
         ) from problem
 
@@ -95,7 +95,7 @@ def from_factory(name: str, *, quantized: bool = False) -> "nn.Module":
 
     from probe.models.quantized import quantized_weights
 
-    model = called("model", name, function_named("model", name, returns="the model"))
+    model = called("model", name, function_named("model", name, returns="the model"), kind="factory")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r}: the factory returned a {type(model).__name__}; expected a torch.nn.Module.")
     for place, form in () if quantized else quantized_weights(model).items():

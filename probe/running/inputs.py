@@ -94,6 +94,12 @@ def check_samples(*requests: TextSamples) -> None:
             one.check()
 
 
+def check_evaluated(wanted: TextSamples) -> None:
+    """Refuse samples of a text in which no token has a next one."""
+    if wanted.seqlen < 2 and not (FACTORY.fullmatch(wanted.source) or is_folder(wanted.source)):
+        raise ValueError(f"seqlen is {wanted.seqlen}; expected at least 2, a token and the next one.")
+
+
 def calibrating(evaluated: TextSamples, calibrated: TextSamples) -> TextSamples:
     """What scales are taken from: where the model is given a folder or a function, that, unless another is named."""
     is_text = not (FACTORY.fullmatch(evaluated.source) or is_folder(evaluated.source))
@@ -116,8 +122,6 @@ def input_batches(loaded: Loaded, wanted: TextSamples, *, key: str = "seqlen") -
             f"data {wanted.source!r} is a folder, and {type(model).__name__} reads tokens. Give a text: evaluation, "
             f"calibration or a .txt file. {NEXT}"
         )
-    if wanted.seqlen < 2:
-        raise ValueError(f"{key} is {wanted.seqlen}; expected at least 2, a token and the next one.")
     check_positions(model, wanted.seqlen, key=key)
     tokens, size = wanted.batches(loaded.tokenizer), f"{wanted.samples} x {wanted.seqlen}"
     also = ", the same as targets" if is_encoder_decoder(model) else ""

@@ -21,7 +21,7 @@ from probe.models.loading import load_model
 from probe.models.mamba_blocks import is_all_mamba
 from probe.models.outputs import VALUES
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
-from probe.running.inputs import calibrating, check_samples, input_batches
+from probe.running.inputs import calibrating, check_evaluated, check_samples, input_batches
 from probe.running.kept_float import changed_weights, float_layers
 from probe.running.modes import equal_to, find_mode, given_modes
 from probe.running.outputs import OutputComparison, OutputMetrics
@@ -239,6 +239,7 @@ def measure_all(
     one if none is named. `data` and `calibration_data` are TextSamples, or the same as plain tuples.
     """
     evaluated, calibrated = TextSamples(*data), TextSamples(*calibration_data)
+    check_evaluated(evaluated)
     check_samples(evaluated, calibrated)
     check_percentile(percentile)
     modes = given_modes(modes or (), model, reference)

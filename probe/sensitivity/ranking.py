@@ -20,7 +20,7 @@ from probe.models.outputs import OutputKind, output_kind, target_tokens
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.declarations import DeclaredMode, short_patterns
 from probe.running.environment import check_device, is_present, is_recorded
-from probe.running.inputs import calibrating, check_samples, input_batches
+from probe.running.inputs import calibrating, check_evaluated, check_samples, input_batches
 from probe.running.kept_float import float_names
 from probe.running.measurement import check_twin, short_reference
 from probe.running.modes import find_mode, given_modes
@@ -273,8 +273,11 @@ def rank_model(
         raise ValueError(f"device {device!r} is not present here. Leave --device out to run on the cpu.")
     mode = given_modes([mode] if mode else [], model, reference)[0] if mode or reference else None
     early = _recipe(mode or "linear_wa", format, include)
+    if not find_mode(early.mode).is_quantized:
+        raise ValueError(f"mode {early.mode} is a float mode: there is nothing to rank. Name one that quantizes.")
     check_percentile(percentile)
     evaluated = TextSamples(*data)
+    check_evaluated(evaluated)
     calibrated = calibrating(evaluated, TextSamples(*calibration_data))
     check_samples(evaluated, calibrated)
     loaded = load_model(reference or model, allow_download=allow_download, trust_remote_code=trust_remote_code)

@@ -2,7 +2,7 @@
 
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,17 +59,23 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run_gate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+def run_gate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., pytest.RunResult]]:
     """pytest in the project, in this process: torch is loaded already."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setattr("_pytest.pytester.SysModulesSnapshot.restore", lambda self: None)
 
     def run(*arguments: str) -> pytest.RunResult:
-        matrix._load.cache_clear()
-        sys.modules.pop("test_gate", None)  # that of another project
+        forget()
         return pytester.runpytest_inprocess(*QUIET, *arguments)
 
-    return run
+    def forget() -> None:
+        """The test file of this project is not that of another one."""
+        matrix._load.cache_clear()
+        for name in ("test_gate", "conftest"):
+            sys.modules.pop(name, None)
+
+    yield run
+    forget()
 
 
 def shorten(folder: Path, **settings: int) -> None:

@@ -100,7 +100,7 @@ def test_every_option_reaches_the_library(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("probe.recordings.recorder.record", record)
     options = {
         "out": "o", "model": "m", "pretrained-dir": "p", "modes": "fp32", "formats": "int4", "include": "head",
-        "layers": "all", "reference": "r",
+        "layers": "all", "reference": "r", "inputs": "i:i",
         "taps": "logits", "samples": "5", "seqlen": "6", "data": "d", "prompt": "hi", "batch-size": "3",
         "device": "mps", "calib-data": "c", "calib-data-num": "7", "calib-seqlen": "8", "percentile": "0.5",
         "layout": "pt", "output-file": "f.npz",

@@ -122,7 +122,7 @@ def test_an_include_is_another_input_than_baselines_without_one_know() -> None:
 
 def test_a_recording_with_another_include_is_refused(gate: SmallGate, tmp_path: Path) -> None:
     bench = Bench(gate.settings[MODEL], root=gate.root)
-    mine: dict[str, Any] = {"model": MODEL, "batches": bench.batches(), "layers": ["all"], "taps": ["logits"]}
+    mine: dict[str, Any] = {"model": MODEL, "batches": bench.inputs.batches, "layers": ["all"], "taps": ["logits"]}
     mine |= {"modes": ["linear_wa"], "formats": ["fp8_e4m3"]}
     found = {include: record(tmp_path / str(len(include)), **mine, include=include) for include in ((), PARTS)}
     assert [one.manifest.recipes[RECIPE].include for one in found.values()] == [(), PARTS]

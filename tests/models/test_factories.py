@@ -87,10 +87,15 @@ def test_a_factory_that_seeds_leaves_the_random_state_alone(factories: str) -> N
         ("some_package.making:failing", "the factory failed: RuntimeError: no weights here. It is called without arg"),
         ("some_package.making:needing", "the factory failed: TypeError: needing() missing 1 required"),
         ("some_package.making:dictionary", "the factory returned a dict; expected a torch.nn.Module."),
-        ("some_package.making:few_words", "has no tokenizer and a vocabulary of 50; text as bytes needs at least 256"),
     ],
 )
 def test_a_factory_that_cannot_be_used(factories: str, name: str, words: str) -> None:
     message = refusal(name)
     assert message.startswith(f"model {name!r}")
     assert words in message
+
+
+def test_a_small_vocabulary_without_tokenizer_is_told_when_text_is_read(factories: str) -> None:
+    tokenizer = load_model("some_package.making:few_words").tokenizer
+    with pytest.raises(ValueError, match="has no tokenizer and a vocabulary of 50; text as bytes needs at least 256"):
+        tokenizer.encode("text")

@@ -140,7 +140,7 @@ def test_a_head_that_is_tied_in_the_model_and_quantized_in_the_checkpoint_is_cou
     recipe = Recipe(f"checkpoint:{by_quanto(tmp_path / 'all', exclude=None)}")
     weights = count_weights(llama.model, apply(llama.model, recipe), recipe)
     assert weights.contradictions == []
-    assert weights.line.endswith("embedding 32,768 float, head 32,768 on a grid, norms 1,152 float")
+    assert weights.line.endswith("embedding 32,768 float, norms 1,152 float, untied head 32,768 on a grid")
     assert weights.forms == {"qint8 of quanto": 589824 + 32768}
 
 

@@ -147,4 +147,4 @@ def test_the_figures_have_the_include_with_them() -> None:
     )
     assert (plain.as_dict()["include"], with_head.as_dict()["include"]) == ([], ["head"])
     assert plain.layers == with_head.layers, "the head comes after all layers"
-    assert plain.logits != with_head.logits
+    assert plain.output != with_head.output
