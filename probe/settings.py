@@ -166,6 +166,17 @@ def word(value: Any) -> str:
     return value
 
 
+#: The name of a function: package.module:function.
+FUNCTION = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
+
+
+def function_name(value: Any) -> str:
+    """The name of a function, which is not looked for."""
+    if not isinstance(value, str) or not FUNCTION.fullmatch(value):
+        raise ValueError('the name of a function, "package.module:function", that returns a list of batches')
+    return value
+
+
 def word_or_none(value: Any) -> str | None:
     """A text that is not empty, or None."""
     return None if value is None else word(value)

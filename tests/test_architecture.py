@@ -196,5 +196,5 @@ def test_the_tests_are_the_same_tree() -> None:
     """A folder of tests/ is a package of probe/, or one of those that test no package."""
     folders = {path.name for path in (ROOT.parent / "tests").iterdir() if (path / "__init__.py").exists()}
     packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
-    assert folders - packages == {"faults", "fuzz", "regression", "training"}
+    assert folders - packages == {"families", "faults", "fuzz", "regression", "training"}
     assert packages - folders == set()

@@ -140,10 +140,10 @@ def _read_project(folder: Path) -> Project:
 
 
 def _is_factory(model: str) -> bool:
-    from probe.models.factories import FACTORY
     from probe.models.loading import EMBEDDED
+    from probe.settings import FUNCTION
 
-    return model not in EMBEDDED and FACTORY.fullmatch(model) is not None
+    return model not in EMBEDDED and FUNCTION.fullmatch(model) is not None
 
 
 def _name_in_project(model: str, project: Path) -> str:

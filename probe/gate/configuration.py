@@ -8,9 +8,19 @@ from typing import Any
 
 from probe.formats import FORMATS, GATE_FORMATS, PERCENTILE
 from probe.gate.tolerances import RULES, Rule
-from probe.models.factories import FACTORY
 from probe.running.declarations import MATRIX, DeclaredMode, declarations_of, declares_modes
-from probe.settings import ConfigurationError, check_keys, key, share, whole, with_values, word, word_or_none, yes_or_no
+from probe.settings import (
+    ConfigurationError,
+    check_keys,
+    function_name,
+    key,
+    share,
+    whole,
+    with_values,
+    word,
+    word_or_none,
+    yes_or_no,
+)
 from probe.words import INCLUDABLE, OUTSIDE, PATHS, look_up, near
 
 
@@ -25,18 +35,12 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(one) for one in given))
 
 
-def _function(value: Any) -> str:
-    if not isinstance(value, str) or not FACTORY.fullmatch(value):
-        raise ValueError('the name of a function, "package.module:function", that returns a list of batches')
-    return value
-
-
 @dataclass(frozen=True)
 class CalibrationSettings:
     """The text that scales are taken from."""
 
     data: str = key("calibration", word)
-    inputs: str = key("", _function)  # package.module:function, instead of data
+    inputs: str = key("", function_name)  # package.module:function, instead of data
     samples: int = key(16, whole(1))
     seqlen: int = key(256, whole(1))
     percentile: float = key(PERCENTILE, share)
@@ -57,7 +61,7 @@ class Settings:
     formats: tuple[str, ...] = key(GATE_FORMATS, _names)
     baselines: str = key("baselines", word)
     data: str = key("evaluation", word)
-    inputs: str = key("", _function)  # package.module:function, instead of data
+    inputs: str = key("", function_name)  # package.module:function, instead of data
     samples: int = key(8, whole(1))
     seqlen: int = key(256, whole(1))
     batch_size: int = key(8, whole(1))

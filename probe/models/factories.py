@@ -2,18 +2,16 @@
 
 import importlib
 import importlib.machinery
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from probe.settings import FUNCTION
 from probe.words import describe_error, near
 
 if TYPE_CHECKING:
     from torch import nn
-
-FACTORY = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*)")
 
 
 #: What allows a factory outside of the project, in commands that have the option.
@@ -22,7 +20,7 @@ ALLOW = "allow it with --allow-factory (allow_factory=True in Python)"
 
 def check_function(key: str, name: str) -> None:
     """Refuse what is not written as the name of a function."""
-    if not FACTORY.fullmatch(name):
+    if not FUNCTION.fullmatch(name):
         raise ValueError(f"{key} is {name!r}; expected package.module:function, which returns a list of batches.")
 
 
@@ -32,7 +30,7 @@ def check_factory(name: str, *, where: str, allow: str = ALLOW) -> None:
     The project is the folder of the nearest pyproject.toml above the current folder, or the current folder, without
     packages that are installed below it. Nothing is imported to find out.
     """
-    found = FACTORY.fullmatch(name)
+    found = FUNCTION.fullmatch(name)
     if found and not _is_in_project(found[1].partition(".")[0]):
         raise ValueError(
             f"{where} is {name!r}, a function outside of this project, and files may come from anywhere. If you trust "

@@ -21,11 +21,12 @@ from probe.data.tokenizers import (
     tokenizer_of_gguf,
 )
 from probe.models.checkpoints import from_folder
-from probe.models.factories import FACTORY, from_factory
+from probe.models.factories import from_factory
 from probe.models.gguf_files import from_gguf, is_gguf
 from probe.models.offload import Room, state_of
 from probe.models.quantized import plain_parts
 from probe.numerics.native import without_collection
+from probe.settings import FUNCTION
 from probe.words import describe_error, did_you_mean
 
 FOLDER = Path(__file__).parent / "embedded"
@@ -106,7 +107,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         if name in EMBEDDED:
             return _from_embedded(EMBEDDED[name], dtype, room)
-        if FACTORY.fullmatch(name):
+        if FUNCTION.fullmatch(name):
             model = _in_dtype(name, from_factory(name), dtype)
             return _finish(name, model, *tokenizer_of_factory(name, model))
         if is_gguf(name):

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from probe.data.library_logs import quietly
 from probe.files.tensors import tensors_in
 from probe.models.checkpoints import QUANTO_MAP, check_folder, from_folder, quantization_of, read_json, weight_files
-from probe.models.factories import FACTORY, from_factory
+from probe.models.factories import from_factory
 from probe.models.gguf_files import check_gguf, from_gguf, gguf_statement, is_gguf
 from probe.models.layers import blocks_of
 from probe.models.loading import folder_of
 from probe.models.quantized import STATEMENT, Statement, quantized_weights, statement_of
+from probe.settings import FUNCTION
 from probe.words import describe_error, first_few
 
 #: The packages that the checkpoints of a tool need on a CPU, and what pip installs them by.
@@ -43,7 +44,7 @@ OTHER_PACKINGS = r"PLAIN_INT32|TILE_PACKED_TO_4D"
 
 def check_source(source: str) -> None:
     """Refuse, without loading weights, a checkpoint that is not there, is not quantized, or needs what is missing."""
-    if FACTORY.fullmatch(source):
+    if FUNCTION.fullmatch(source):
         return
     if is_gguf(source):
         check_gguf(Path(os.path.expanduser(source)))
@@ -114,7 +115,7 @@ def load_quantized(source: str, original: nn.Module) -> nn.Module:
 
 
 def _load(source: str) -> nn.Module:
-    if FACTORY.fullmatch(source):
+    if FUNCTION.fullmatch(source):
         return from_factory(source, quantized=True)
     if is_gguf(source):
         model, facts = from_gguf(Path(os.path.expanduser(source)), torch.float32)

@@ -15,9 +15,10 @@ from probe.data.samples import TextSamples
 from probe.data.synthetic import synthetic
 from probe.data.texts import TEXTS
 from probe.data.tokenizers import text_config
-from probe.models.factories import FACTORY, called, function_named
+from probe.models.factories import called, function_named
 from probe.models.loading import Loaded
 from probe.models.positions import check_positions
+from probe.settings import FUNCTION
 
 #: What says how to give other inputs.
 NEXT = 'Give them with a function: inputs = "package.module:function" (--inputs).'
@@ -88,7 +89,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 def check_samples(*requests: TextSamples) -> None:
     """Refuse what is wrong whatever the model is: sizes below 1, a text or a function that is not there."""
     for one in requests:
-        if FACTORY.fullmatch(one.source):
+        if FUNCTION.fullmatch(one.source):
             _function(one.source)
         elif not is_folder(one.source):
             one.check()
@@ -96,13 +97,13 @@ def check_samples(*requests: TextSamples) -> None:
 
 def check_evaluated(wanted: TextSamples) -> None:
     """Refuse samples of a text in which no token has a next one."""
-    if wanted.seqlen < 2 and not (FACTORY.fullmatch(wanted.source) or is_folder(wanted.source)):
+    if wanted.seqlen < 2 and not (FUNCTION.fullmatch(wanted.source) or is_folder(wanted.source)):
         raise ValueError(f"seqlen is {wanted.seqlen}; expected at least 2, a token and the next one.")
 
 
 def calibrating(evaluated: TextSamples, calibrated: TextSamples) -> TextSamples:
     """What scales are taken from: where the model is given a folder or a function, that, unless another is named."""
-    is_text = not (FACTORY.fullmatch(evaluated.source) or is_folder(evaluated.source))
+    is_text = not (FUNCTION.fullmatch(evaluated.source) or is_folder(evaluated.source))
     is_default = calibrated.source in TEXTS
     return calibrated if is_text or not is_default else evaluated._replace(samples=calibrated.samples)
 
@@ -112,7 +113,7 @@ def input_batches(loaded: Loaded, wanted: TextSamples, *, key: str = "seqlen") -
 
     `key` is what the user calls `seqlen`.
     """
-    if FACTORY.fullmatch(wanted.source):
+    if FUNCTION.fullmatch(wanted.source):
         return _from_function(wanted)
     model, kind = loaded.model, input_kind(loaded.model)
     if kind is not None:

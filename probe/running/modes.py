@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from probe.files.paths import safe_name
-from probe.models.factories import FACTORY, check_factory
+from probe.models.factories import check_factory
 from probe.models.libraries import torchao_int8
 from probe.running.calibration import Calibration
 from probe.running.declarations import DeclaredMode, check_mode_name, checked_patterns
-from probe.settings import ConfigurationError
+from probe.settings import FUNCTION, ConfigurationError
 from probe.words import first_few, look_up
 
 #: What the name of a mode starts with that is a checkpoint.
@@ -138,7 +138,7 @@ def find_mode(name: str) -> Mode:
 
 def _checkpoint_mode(source: str) -> Mode:
     """The row of a checkpoint, added to the table if it is new. Nothing is loaded."""
-    is_factory = FACTORY.fullmatch(source) is not None
+    is_factory = FUNCTION.fullmatch(source) is not None
     source = source if is_factory else str(Path(source)) if source.strip() else ""
     if not any(map(str.isalnum, _checkpoint_id(source).removeprefix("checkpoint_"))):
         raise ValueError(
@@ -160,7 +160,7 @@ def _checkpoint_id(source: str) -> str:
 
     Where the folder lies is no part of it, so that it is the same on all machines.
     """
-    made = FACTORY.fullmatch(source)
+    made = FUNCTION.fullmatch(source)
     last = made[2] if made else Path(source).name
     return f"checkpoint_{safe_name(last).replace('.', '_').replace('-', '_')}"
 

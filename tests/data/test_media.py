@@ -2,6 +2,7 @@
 
 import wave
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,9 +50,10 @@ def test_a_missing_processor_is_told_with_the_key_to_set(tmp_path: Path) -> None
 
 
 def test_sounds_go_through_the_processor_of_the_model(tmp_path: Path) -> None:
-    from transformers import WhisperFeatureExtractor
+    import transformers
 
-    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(tmp_path)
+    library: Any = transformers
+    library.WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(tmp_path)
     files = [tmp_path / "a.wav", tmp_path / "b.wav"]
     for number, file in enumerate(files):
         write_wave(file, [int(9000 * np.sin(t / (5 + number))) for t in range(4000)])

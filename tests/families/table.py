@@ -39,8 +39,8 @@ def _bert(kind: str, **settings: Any) -> Callable[[], nn.Module]:
     return partial(made.built, "Bert", kind=kind, **BERT, intermediate_size=48, **settings)
 
 
-SSM = {"recipe": ("2-1", "int8")}
-CAUSAL = {"paths": ALL_PATHS}
+SSM: dict[str, Any] = {"recipe": ("2-1", "int8")}
+CAUSAL: dict[str, Any] = {"paths": ALL_PATHS}
 FAMILIES = {
     row.name: row
     for row in (

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import probe.gate.matrix
+import probe.models.forward
 import probe.models.loading
 import probe.running.calibration
 import probe.running.reference
@@ -95,7 +96,7 @@ def row(name: str, **changes: Any) -> Iterator[None]:
 @contextmanager
 def running(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Whatever runs, the reference or a copy, runs on other tokens than it is said to."""
-    real = probe.running.reference.output_of
+    real = probe.models.forward.output_of
     with replacing(real, lambda model, batch: real(model, change(batch))):
         yield
 

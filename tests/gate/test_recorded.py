@@ -15,6 +15,7 @@ from probe.gate.observations import observe
 from probe.models.loading import Loaded
 from probe.recordings import RecordingError, read_recording
 from probe.running.calibration import Calibration
+from probe.running.paths import token_rows
 from probe.running.recipes import Recipe
 from probe.running.reference import Reference, run_reference
 from tests.recordings.examples import FLOAT, LAYERS, QUANTIZED, RECIPES, Parts, only, seen, write
@@ -55,7 +56,7 @@ def test_the_batches_of_the_reference_need_not_be_those_of_the_recording(
 def test_the_same_values_in_other_batches_are_the_same_figures(stored: Path, reference: Reference) -> None:
     whole = replace(
         reference,
-        batches=(torch.cat(reference.batches),),
+        batches=(torch.cat(token_rows(reference.batches)),),
         tensors={name: [torch.cat(some)] for name, some in reference.tensors.items()},
         outputs=(torch.cat(reference.outputs),),
     )

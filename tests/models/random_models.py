@@ -62,7 +62,7 @@ def make_jamba() -> nn.Module:
 
 def make_mamba() -> nn.Module:
     """Mamba-1 as it is."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 4}
     return spread_steps(built("Mamba", vocab_size=256, **sizes))
 
 
@@ -80,7 +80,13 @@ def make_mamba2(**settings: Any) -> nn.Module:
 
 def make_bamba() -> nn.Module:
     """A Mamba-2 layer and an attention layer, each with a feed-forward part."""
-    heads = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+    heads: dict[str, Any] = {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    }
     return spread_steps(built("Bamba", **SIZES, intermediate_size=48, attn_layer_indices=[1], **heads))
 
 

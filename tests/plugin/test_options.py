@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from probe.words import BESIDE as ALL_BESIDE
+from probe.words import LOGITS, OUTSIDE, PATHS
 from tests.plugin.conftest import Run
 from tests.plugin.project import BESIDE
 
@@ -97,7 +97,7 @@ def write_marked(pytester: pytest.Pytester, arguments: str) -> None:
         ("samples", "100000", ["samples of 16 need 1600000", "fit at this seqlen"]),
         ("seqlen", "0", ["seqlen is 0; expected a whole number, 1 or more"]),
         ("batch_size", "1.0", ["batch_size is 1.0; expected a whole number, 1 or more"]),
-        ("calibration", "16", ["calibration is 16; expected a table of data, samples, seqlen, percentile"]),
+        ("calibration", "16", ["calibration is 16; expected a table of data, inputs, samples, seqlen, percentile"]),
         ("calibration", "{ sample = 2 }", ["unknown key 'calibration.sample'", "Did you mean 'calibration.samples'?"]),
         ("calibration", "{ seqlen = -1 }", ["calibration.seqlen is -1; expected a whole number, 1 or more"]),
         ("calibration", "{ percentile = 1.5 }", ["percentile is 1.5; expected a share above 0, at most 1"]),
@@ -375,7 +375,7 @@ def test_the_default_matrix_is_every_mode_layer_and_format_on_the_cpu_and_two_fl
     start = "tests/regression/test_gate.py::test_matches_baseline"
     found = [line for line in done.stdout.splitlines() if line.startswith(f"{start}[")]
     modes = ("mode_0", "mode_2_0", "mode_2_1", "mode_2_2", "mode_2_3", "mode_2_4", "mode_3")
-    layers = ("layer_0", "layer_1", "layer_2", "layer_3", *ALL_BESIDE)
+    layers = ("layer_0", "layer_1", "layer_2", "layer_3", *OUTSIDE, *PATHS, LOGITS)
     formats = ("int8", "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "mxint8", "nvfp4")
     assert f"{start}[mode_2_1-layer_0-cpu-fp8_e4m3]" in found
     assert f"{start}[fp16-layer_0-cpu]" in found

@@ -129,6 +129,7 @@ def test_linear_modes_quantize_every_layer_of_a_transformer(llama: Loaded, mode:
     measured = check_applied(llama.model, Recipe(mode, format), reference, calibration)
     assert set(measured.layers) == {f"layer_{i}" for i in range(4)}
     wholly = measure(llama.model, Recipe(mode, format), reference, calibration)
+    assert wholly.output.classes is not None
     assert wholly.output.classes.kl is not None
     assert 0 < wholly.output.classes.kl < 1
 
