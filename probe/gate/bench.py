@@ -23,6 +23,7 @@ from probe.gate.measured_layers import Observation
 from probe.gate.observations import observe, uncovered_path
 from probe.gate.recorded_observations import observe_recording
 from probe.models.loading import configuration_of
+from probe.models.offload import return_free_memory
 from probe.recordings import read_recording
 from probe.running.calibration import Calibration, calibrate_on, load_calibration
 from probe.running.environment import ANCHORS, INCLUDE, is_recorded, recorded_folder
@@ -145,6 +146,7 @@ class Bench(Matrix):
     def observe(self, recipe: Recipe, device: str, variation: Variation | None = None) -> dict[str, Observation]:
         """Both measurements of every layer of a recipe, on a device or from a recording."""
         reference = self.reference(variation)
+        return_free_memory()  # of the float copy, before the next one is made
         if is_recorded(device):
             return observe_recording(
                 self._recording(device),

@@ -20,6 +20,7 @@ from probe.gate.measured_layers import (
 )
 from probe.gate.path_figures import PrefillRows, bound_of, path_figures
 from probe.gate.tolerances import own_error
+from probe.models.offload import return_free_memory
 from probe.models.quantized import statement_of
 from probe.running.calibration import Calibration
 from probe.running.capture import UncoveredError
@@ -54,6 +55,7 @@ def observe(
     """
     check_reference(model, reference)
     twin, mode = apply(model, recipe, calibration), find_mode(recipe.mode)
+    return_free_memory()  # of the weights that were replaced
     counted = count_parameters(model, twin, recipe) if mode.is_quantized else []
     stated, every = statement_of(twin), {**reference.outside, **reference.modules}
     declared, changed = float_layers(model, mode, every), changed_weights(model, twin, mode)

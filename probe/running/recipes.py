@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.formats import FORMATS, GATE_FORMATS, Format
-from probe.models.linear import check_included, linear_weights
+from probe.models.linear import check_included, linear_layers, linear_weights
 from probe.models.linear_grids import grid_linears
 from probe.models.loading import Loaded, weight_fingerprint
 from probe.models.mamba import Layout, SiteMixer
@@ -158,7 +158,7 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
     if mode.kind == "ssm":
         _check_widths(list(mamba_blocks(model)), recipe)
         return _ssm(model, mode, recipe.format, calibration)
-    twin = _float_twin(model)
+    twin = _float_twin(model, replaced=mode.kind == "linear" and not mode.base and not recipe.include)
     aside = set_aside(twin, mode) if mode.base else {}  # a user's own mode does it by itself
     if mode.kind == "user":
         assert mode.build is not None
@@ -175,12 +175,17 @@ def apply(model: nn.Module, recipe: Recipe, calibration: Calibration | None = No
     return twin
 
 
-def _float_twin(model: nn.Module) -> nn.Module:
+def _float_twin(model: nn.Module, *, replaced: bool = False) -> nn.Module:
     """A float copy: the reference itself, and what every mode but the SSM ones starts from.
 
-    A mode that does nothing to it gives the very bits of the reference, so `check_applied` notices.
+    A mode that does nothing to it gives the very bits of the reference, so `check_applied` notices. With `replaced` the
+    weights that `grid_linears` puts others in the place of are not copied first: they are most of the model.
     """
-    return with_sites(model) if is_mamba(model) else copy.deepcopy(model).eval()
+    if is_mamba(model):
+        return with_sites(model)
+    layers = [layer for layer in linear_layers(model).values() if not layer.is_experts] if replaced else []
+    shared = [layer.module.get_parameter(name) for layer in layers for name in layer.weights]
+    return copy.deepcopy(model, {id(weight): weight for weight in shared}).eval()
 
 
 def _ssm(model: nn.Module, mode: Mode, format: str, calibration: Calibration | None) -> nn.Module:

@@ -1,10 +1,11 @@
 """A recipe applied to a model: which grid lies where, what stays float, and what cannot be applied."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import probe.numerics.grids
 from probe.data.library_logs import quietly
@@ -22,7 +23,7 @@ from probe.running.measurement import Measured, check_applied, measure
 from probe.running.modes import register_mode, unregister_mode
 from probe.running.recipes import Recipe, apply, check_recipes
 from probe.running.reference import run_reference
-from tests.models.random_models import make_mamba2
+from tests.models.random_models import make_gpt2, make_mamba2, make_mixtral, make_t5, make_vit
 
 FORMAT = pytest.mark.parametrize("format", GATE_FORMATS)
 
@@ -217,3 +218,15 @@ def test_a_registered_mode_must_return_a_model(loaded: Loaded) -> None:
             apply(loaded.model, Recipe("none", "int8"))
     finally:
         unregister_mode("none")
+
+
+@pytest.mark.parametrize("make", [make_gpt2, make_mixtral, make_vit, make_t5], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("mode", ["linear_w", "linear_wa"])
+def test_a_copy_shares_no_tensor_with_the_model(make: Callable[[], nn.Module], mode: str) -> None:
+    """Though the weights that are put on a grid are not copied first."""
+    model = make()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    twin = apply(model, Recipe(mode, "fp8_e4m3"))
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert [name for name, parameter in twin.named_parameters() if parameter.data_ptr() in own] == []
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
