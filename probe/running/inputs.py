@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from probe.data.calls import Batch, Call, call_of, input_fingerprint, split_rows
+from probe.data.calls import Batch, Call, as_call, call_of, input_fingerprint, split_rows
 from probe.data.media import PICTURES, SOUNDS, is_folder, media_files, processed, processor_of
 from probe.data.samples import TextSamples
 from probe.data.synthetic import synthetic
@@ -105,7 +105,7 @@ def calibrating(evaluated: TextSamples, calibrated: TextSamples) -> TextSamples:
     """What scales are taken from: where the model is given a folder or a function, that, unless another is named."""
     is_text = not (FUNCTION.fullmatch(evaluated.source) or is_folder(evaluated.source))
     is_default = calibrated.source in TEXTS
-    return calibrated if is_text or not is_default else evaluated._replace(samples=calibrated.samples)
+    return calibrated if is_text or not is_default else evaluated
 
 
 def input_batches(loaded: Loaded, wanted: TextSamples, *, key: str = "seqlen") -> Inputs:
@@ -222,6 +222,12 @@ def _returned(name: str, function: Callable[[], Any]) -> list[Batch]:
             f"inputs {name!r} returned a {type(given).__name__}. Expected a list of batches: tensors, tuples or dicts."
         )
     found = [batch_of(one, where=f"inputs {name!r}, batch {index}") for index, one in enumerate(given)]
+    for index, batch in enumerate(found):
+        for argument, tensor in as_call(batch).tensors.items():
+            if bool(tensor.isnan().any()):
+                raise ValueError(
+                    f"inputs {name!r}, batch {index}: argument {argument} has NaN, so nothing can be told."
+                )
     if not found:
         raise ValueError(f"inputs {name!r} returned an empty list. Expected at least one batch.")
     return found

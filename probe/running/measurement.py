@@ -250,8 +250,9 @@ def measure_all(
     check_recipes(loaded, recipes)
     select(loaded.model, layers, model_name=loaded.name)
     inputs, calibrated = input_batches(loaded, evaluated), calibrating(evaluated, calibrated)
+    scaling = None
     if any(recipe.needs_calibration for recipe in recipes):
-        input_batches(loaded, calibrated, key="calib_seqlen")  # refused before anything runs
+        scaling = input_batches(loaded, calibrated, key="calib_seqlen")  # refused before anything runs
     batches = inputs.batches
     for note in (*loaded.notes, *inputs.notes):
         progress(f"note: {note}")
@@ -259,8 +260,8 @@ def measure_all(
     run = run_reference(loaded.model, batches, layers)
     short = short_reference(loaded.model, batches, layers)
     calibration = None
-    if any(recipe.needs_calibration for recipe in recipes):
-        progress(f"[calibration] {calibrated}")
+    if scaling is not None:
+        progress(f"[calibration] {scaling.about}")
         calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
     measured = []
     for index, recipe in enumerate(recipes):

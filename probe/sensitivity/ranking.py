@@ -287,7 +287,8 @@ def rank_model(
     inputs = input_batches(loaded, evaluated)
     calibration = None
     if recipe.needs_calibration:
-        progress(0, 0, f"calibration on {calibrated}")
+        scaling = input_batches(loaded, calibrated, key="calib_seqlen")
+        progress(0, 0, f"calibration on {scaling.about}")
         calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
     loaded.model.to(device)
     options: dict[str, Any] = {"layers": layers, "sites": sites, "advice": advice, "progress": progress}

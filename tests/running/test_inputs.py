@@ -136,6 +136,7 @@ def test_what_is_wrong_with_a_function_is_told(monkeypatch: pytest.MonkeyPatch) 
         lone=lambda: torch.ones(2),
         failing=lambda: 1 / 0,
         nested=lambda: [{"a": [1]}],
+        nan=lambda: [{"b": torch.ones(2)}, {"b": torch.tensor([1.0, torch.nan])}],
     )
     for name, message in (
         ("changing", "returned other values the second time"),
@@ -143,6 +144,7 @@ def test_what_is_wrong_with_a_function_is_told(monkeypatch: pytest.MonkeyPatch) 
         ("lone", "returned a Tensor. Expected a list of batches"),
         ("failing", "the function failed: ZeroDivisionError"),
         ("nested", "batch 0: argument a is a list"),
+        ("nan", "batch 1: argument b has NaN"),
         ("emty", "Did you mean 'own_inputs:empty'?"),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -156,7 +158,7 @@ def test_scales_are_taken_from_the_same_inputs_unless_others_are_named(tmp_path:
     usual = TextSamples("calibration", 16, 256)
     assert calibrating(TextSamples("evaluation", 8, 64), usual) == usual
     assert calibrating(TextSamples("a.b:c", 8, 64), usual).source == "a.b:c"
-    assert calibrating(TextSamples(str(tmp_path), 8, 64), usual).source == str(tmp_path)
+    assert calibrating(TextSamples(str(tmp_path), 8, 64), usual) == TextSamples(str(tmp_path), 8, 64)
     own = TextSamples("a.b:d", 16, 256)
     assert calibrating(TextSamples("a.b:c", 8, 64), own) == own
 
