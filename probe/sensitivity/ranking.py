@@ -30,7 +30,7 @@ from probe.running.weights import count_weights
 from probe.sensitivity.advice import advise
 from probe.sensitivity.results import Advice, Effect, Figures, Sensitivity
 from probe.sensitivity.runs import CannotRestartError, Side, restart_plan
-from probe.sensitivity.units import Twins, Unit, layer_units, make_twins, site_units
+from probe.sensitivity.units import Twins, Unit, check_quantizes, layer_units, make_twins, site_units
 from probe.words import require_positive
 
 Sites = Literal["across", "within"]
@@ -273,8 +273,7 @@ def rank_model(
         raise ValueError(f"device {device!r} is not present here. Leave --device out to run on the cpu.")
     mode = given_modes([mode] if mode else [], model, reference)[0] if mode or reference else None
     early = _recipe(mode or "linear_wa", format, include)
-    if not find_mode(early.mode).is_quantized:
-        raise ValueError(f"mode {early.mode} is a float mode: there is nothing to rank. Name one that quantizes.")
+    check_quantizes(early)
     check_percentile(percentile)
     evaluated = TextSamples(*data)
     check_evaluated(evaluated)

@@ -39,14 +39,20 @@ class Twins:
     is_foreign: bool  # whether a user's mode built the quantized one
 
 
-def make_twins(model: nn.Module, recipe: Recipe, calibration: Calibration | None, *, sites: bool) -> Twins:
-    """Copies of the model under mode fp32 and under the recipe; a mode without a format is refused."""
+def check_quantizes(recipe: Recipe) -> Mode:
+    """The mode of a recipe; refused if it is a float one."""
     mode = find_mode(recipe.mode)
     if not mode.is_quantized:
         raise ValueError(
             f"mode {mode.name} is a float mode: no layer of it is on a grid, and layers of two dtypes do not fit "
             "together. Give a mode with a format, such as 2-1 with int8, or linear_wa with fp8_e4m3."
         )
+    return mode
+
+
+def make_twins(model: nn.Module, recipe: Recipe, calibration: Calibration | None, *, sites: bool) -> Twins:
+    """Copies of the model under mode fp32 and under the recipe; a mode without a format is refused."""
+    mode = check_quantizes(recipe)
     if sites and mode.kind == "user":
         raise ValueError(
             f"mode {mode.name} builds its model by itself, so its sites are not known. Rank layers (without --sites), "
