@@ -47,7 +47,7 @@ def front(
         is_complete=not account.count("not compared"),
         changed="; ".join(changed) if any(run.failing for run in found) else "",
         stories=_stories(found, changed),
-        weights=weight_lines(outcomes),
+        weights=[*weight_lines(outcomes), *_not_run(outcomes)],
         **_maps(heat_maps(outcomes)),
         recipes=_recipes(found),
         environment=_environment(environment, baseline_environment),
@@ -176,6 +176,11 @@ def _cell_title(cell: Outcome) -> str:
         before = f"{number(figure.old)} → " if figure.old is not None else ""
         lines.append(f"{name} {before}{number(figure.new)}")
     return "\n".join(single_line(line) for line in lines if line)
+
+
+def _not_run(outcomes: Sequence[Outcome]) -> list[str]:
+    """By model, what was not run, and that its input is synthetic, if it is."""
+    return list(dict.fromkeys(f"{one.model}: {one.not_run}" for one in outcomes if one.not_run))
 
 
 def _recipes(found: Sequence[Run]) -> dict[str, Any]:

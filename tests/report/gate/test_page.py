@@ -235,3 +235,12 @@ def test_the_title_says_how_it_went() -> None:
     assert title([*recipe(faulty=1), *recipe(model="b")], problems=1) == "probe: 4 of 10 cases failed (tiny-mamba, b)"
     assert title(recipe(), problems=1) == "probe: 5 cases judged, 1 problem (tiny-mamba)"
     assert "\n" not in title([nasty()], problems=0)
+
+
+def test_what_was_not_run_and_a_synthetic_input_are_named() -> None:
+    told = "the input is synthetic; paths not run: decode"
+    shown = front(
+        [replace(one, not_run=told) for one in gate()], environment=ENVIRONMENT, baseline_environment=ENVIRONMENT
+    )
+    assert told in shown
+    assert told not in front(gate(), environment=ENVIRONMENT, baseline_environment=ENVIRONMENT)
