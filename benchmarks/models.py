@@ -22,7 +22,7 @@ from probe.models.loading import load_model
 from probe.models.mamba_blocks import with_sites
 from probe.models.scans import fast, sequential
 from probe.running.capture import capture
-from probe.running.measurement import measure_all
+from probe.running.measurement_job import measure_all
 
 
 def seconds(work: Callable[[], object]) -> float:

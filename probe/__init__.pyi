@@ -63,8 +63,8 @@ from probe.running.measurement import (
     NotAppliedError as NotAppliedError,
     check_applied as check_applied,
     measure as measure,
-    measure_all as measure_all,
 )
+from probe.running.measurement_job import measure_all as measure_all
 from probe.running.modes import (
     MODES as MODES,
     Mode as Mode,

@@ -10,12 +10,15 @@ from probe.commands.options import (
     Subparsers,
     add_calibration,
     add_data,
+    add_engine,
     add_include,
     add_model,
     add_modes_from,
+    add_option,
     add_reference,
     data_arguments,
     declare_modes,
+    make_engine,
     model_arguments,
 )
 from probe.commands.output import Progress, echo, print_rows
@@ -57,6 +60,9 @@ def add(commands: Subparsers) -> None:
     errors.add_argument("--layers", nargs="+", default=["all"], metavar="LAYER", help="default: all")
     add_data(errors, samples=8, seqlen=256, batch_size=8)
     add_calibration(errors)
+    shards = "samples of a unit of work (default: all); the figures differ by the order of sums only"
+    add_option(errors, "--shard-size", type=int, metavar="N", help=shards)
+    add_engine(errors)
     errors.add_argument("--injected", action="store_true", help="feed every layer the reference's input")
     errors.add_argument("--json", action="store_true", help="machine-readable, all figures")
     errors.set_defaults(run=_errors)
@@ -71,11 +77,12 @@ def _layers(options: argparse.Namespace) -> int:
 
 
 def _errors(options: argparse.Namespace) -> int:
-    from probe.running.measurement import equal_groups, measure_all
+    from probe.running.measurement import equal_groups
+    from probe.running.measurement_job import measure_all
     from probe.running.modes import find_mode
 
     declare_modes(options)
-    with Progress() as progress:
+    with make_engine(options) as engine, Progress() as progress:
         measured = measure_all(
             options.model,
             reference=options.reference,
@@ -85,6 +92,9 @@ def _errors(options: argparse.Namespace) -> int:
             layers=options.layers,
             injected=options.injected,
             progress=progress.line,
+            engine=engine,
+            shard_size=options.shard_size,
+            units=progress.units(engine),
             **data_arguments(options),
             **model_arguments(options),
         )

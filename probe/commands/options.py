@@ -2,11 +2,14 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from probe.formats import PERCENTILE
 from probe.models.factories import check_function
 from probe.words import INCLUDABLE
+
+if TYPE_CHECKING:
+    from probe.engines import Engine
 
 #: What `add_subparsers` returns, to which a command adds its parser.
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -61,6 +64,36 @@ def add_include(parser: argparse.ArgumentParser) -> None:
     """What linear modes quantize beside the layers."""
     parts = f"what linear modes leave float, put on the grid too: {', '.join(INCLUDABLE)}"
     parser.add_argument("--include", nargs="+", default=[], metavar="PART", help=parts)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Where the units of the work run."""
+    engine = "local: on this machine (default); ray: on a Ray cluster (docs/scale.md)"
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help=engine)
+    parser.add_argument("--jobs", type=int, metavar="N", help="worker processes of the engine local (default: 1)")
+    address = "the cluster: auto, HOST:PORT or ray://HOST:PORT (default: one is started on this machine)"
+    add_option(parser, "--ray-address", metavar="ADDRESS", help=address)
+    cpus = "CPUs of a worker (default: all of a node, so that a node has one worker)"
+    add_option(parser, "--ray-cpus", type=int, metavar="N", help=cpus)
+    shared = "a folder that all nodes see, for what does not fit in the object store"
+    add_option(parser, "--ray-shared", metavar="DIR", help=shared)
+
+
+def make_engine(options: argparse.Namespace) -> "Engine":
+    """The engine that `add_engine` describes, to be closed; an option of the other one is refused."""
+    from probe.engines.local import LocalEngine
+
+    given = {name: value for name, value in vars(options).items() if name.startswith("ray_") and value is not None}
+    if options.engine == "local":
+        if given:
+            raise ValueError(f"--{next(iter(given)).replace('_', '-')} is for --engine ray. Add that, or leave it out.")
+        return LocalEngine(1 if options.jobs is None else options.jobs)
+    if options.jobs is not None:
+        raise ValueError("--jobs is for the engine local; the workers of --engine ray are those of the cluster.")
+    from probe.engines.cluster import RayEngine
+
+    shared = None if options.ray_shared is None else Path(options.ray_shared)
+    return RayEngine(options.ray_address, cpus=options.ray_cpus, shared=shared)
 
 
 def declare_modes(options: argparse.Namespace) -> None:

@@ -4,12 +4,15 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from probe.files.atomic import write
 from probe.words import columns
+
+if TYPE_CHECKING:
+    from probe.engines import Engine
 
 #: Seconds between two lines of `update` in a log.
 LOG_INTERVAL = 5.0
@@ -125,6 +128,11 @@ class Progress:
             left = (now - self._started) * (total - done) / done if done else 0.0
             share = f"[{done / total:4.0%}] " if total else ""
             self.line(f"{share}{text}" + (f", {_duration(left)} left" if done and not finished else ""))
+
+
+    def units(self, engine: "Engine") -> "Callable[[int, int, str], object]":
+        """What an engine tells of its units: shown where several run at a time, else the lines of the tool say it."""
+        return self.update if engine.workers > 1 or not engine.shares_disk else lambda done, total, text: None
 
 
 def _duration(seconds: float) -> str:

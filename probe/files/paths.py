@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,19 @@ def safe_name(name: str) -> str:
     Different names can give the same part.
     """
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).strip(".") or "_"
+
+
+def user_cache() -> Path:
+    """The folder for what this user's runs may find again; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "probe"
+
+
+def is_private(folder: Path) -> bool:
+    """Whether nobody else can have put files here. What is cached is run, and anyone can make a folder in /tmp."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and (
+        not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
+    )
 
 
 def check_outputs(*, files: Iterable[str | Path | None] = (), folders: Iterable[str | Path | None] = ()) -> None:

@@ -4,28 +4,22 @@ A recipe must change every selected layer except those that its mode declares fl
 one rule holds in all commands and in the gate; `application_problem` states it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from probe.data.calls import Batch, shortened
-from probe.data.samples import CALIBRATION, EVALUATION, TextSamples
 from probe.files.checked_json import finite
-from probe.formats import PERCENTILE
 from probe.metrics import Comparison, Metrics
-from probe.models.layers import select
-from probe.models.loading import load_model
-from probe.models.mamba_blocks import is_all_mamba
-from probe.models.outputs import VALUES
-from probe.running.calibration import Calibration, calibrate_on, check_percentile
-from probe.running.inputs import calibrating, check_evaluated, check_samples, input_batches
+from probe.models.outputs import VALUES, OutputKind
+from probe.running.calibration import Calibration
 from probe.running.kept_float import changed_weights, float_layers
-from probe.running.modes import equal_to, find_mode, given_modes
+from probe.running.modes import equal_to, find_mode
 from probe.running.outputs import OutputComparison, OutputMetrics
-from probe.running.recipes import Recipe, apply, check_recipes, recipes_of
+from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference, check_reference, replay, run_reference
 from probe.running.weights import Weights, count_weights
 from probe.words import first_few
@@ -68,6 +62,27 @@ class Measured:
         }
 
 
+class Measuring:
+    """The figures of a recipe on some of the batches, gathered; those of a row of shards merge in their order."""
+
+    def __init__(self, recipe: Recipe, labels: Sequence[str], kind: OutputKind, weights: Weights) -> None:
+        self.recipe, self.weights = recipe, weights
+        self.layers = {label: Comparison() for label in labels}
+        self.output = OutputComparison(kind)
+
+    def merge(self, other: "Measuring") -> Self:
+        """Append the figures of the next shard; returns itself."""
+        for label, layer in self.layers.items():
+            layer.merge(other.layers[label])
+        self.output.merge(other.output)
+        return self
+
+    def measured(self) -> Measured:
+        """The figures so far."""
+        layers = {label: layer.metrics() for label, layer in self.layers.items()}
+        return Measured(self.recipe, layers, self.output.metrics(), self.weights)
+
+
 @torch.no_grad()
 def measure(
     model: nn.Module,
@@ -88,19 +103,32 @@ def measure(
     it is found on `short`, the reference of one short sequence, which is made if it is not given.
     """
     check_reference(model, reference)
+    short = short or short_reference(model, reference.batches, reference.wanted)
+    return measure_shard(model, recipe, reference, calibration, short, injected=injected).measured()
+
+
+def measure_shard(
+    model: nn.Module,
+    recipe: Recipe,
+    reference: Reference,
+    calibration: Calibration | None,
+    short: Reference | None,
+    *,
+    injected: bool,
+) -> Measuring:
+    """The figures over the batches of one reference; `short` None: another shard shows whether the recipe applies."""
     twin = apply(model, recipe, calibration)
-    if not injected:
-        check_twin(model, twin, recipe, short or short_reference(model, reference.batches, reference.wanted))
-    measured = _measured(model, twin, recipe, reference, injected=injected)
+    if not injected and short is not None:
+        check_twin(model, twin, recipe, short)
+    measuring = _measuring(model, twin, recipe, reference, injected=injected)
     if injected:
-        _check_layers(model, twin, recipe, measured.layers, reference.modules)
-    return measured
+        _check_layers(model, twin, recipe, measuring.measured().layers, reference.modules)
+    return measuring
 
 
-def _measured(model: nn.Module, twin: nn.Module, recipe: Recipe, reference: Reference, *, injected: bool) -> Measured:
-    weights = count_weights(model, twin, recipe)
-    layers = {label: Comparison() for label in reference.layers}
-    whole = OutputComparison(reference.kind)
+def _measuring(model: nn.Module, twin: nn.Module, recipe: Recipe, reference: Reference, *, injected: bool) -> Measuring:
+    measuring = Measuring(recipe, reference.layers, reference.kind, count_weights(model, twin, recipe))
+    layers, whole = measuring.layers, measuring.output
     batches = iter(reference.batches)
 
     def compare(label: str, output: Tensor, expected: Tensor) -> None:
@@ -112,7 +140,7 @@ def _measured(model: nn.Module, twin: nn.Module, recipe: Recipe, reference: Refe
     replay(twin, reference, compare)
     if injected:
         replay(twin, reference, lambda label, output, expected: layers[label].update(output, expected), injected=True)
-    return Measured(recipe, {label: layer.metrics() for label, layer in layers.items()}, whole.metrics(), weights)
+    return measuring
 
 
 def is_float_output(metrics: Metrics) -> bool:
@@ -184,7 +212,7 @@ def check_applied(
     """The injected measurement, after making sure that every layer is finite and as `application_problem` wants it."""
     check_reference(model, reference)
     twin = apply(model, recipe, calibration)
-    measured = _measured(model, twin, recipe, reference, injected=True)
+    measured = _measuring(model, twin, recipe, reference, injected=True).measured()
     broken = [label for label, metrics in measured.layers.items() if not metrics.finite]
     if broken:
         raise ValueError(f"{recipe} gives NaN or Inf in {', '.join(broken)}, given the finite input of the reference.")
@@ -214,57 +242,3 @@ def equal_groups(measured: Sequence[Measured]) -> tuple[list[list[Measured]], li
                 f"{first_few(layers) or one.output.kind.label}: one of the two is wrong."
             )
     return list(groups.values()), problems
-
-
-def measure_all(
-    model: str,
-    *,
-    reference: str | None = None,
-    modes: Sequence[str] | None = None,
-    formats: Sequence[str] | None = None,
-    include: Sequence[str] = (),
-    layers: Sequence[str | int] = ("all",),
-    data: tuple[str, int, int, int] = EVALUATION,
-    calibration_data: tuple[str, int, int, int] = CALIBRATION,
-    percentile: float = PERCENTILE,
-    injected: bool = False,
-    allow_download: bool = False,
-    trust_remote_code: bool = False,
-    progress: Callable[[str], Any] = lambda text: None,
-) -> list[Measured]:
-    """Every recipe of modes x formats against fp32, on one model, with one reference and one calibration.
-
-    Without modes: those that fit the model. `include` names what linear modes quantize too: router, embedding, head.
-    `reference` is the float original of a model that is quantized already, which is then the mode `given`, and the only
-    one if none is named. `data` and `calibration_data` are TextSamples, or the same as plain tuples.
-    """
-    evaluated, calibrated = TextSamples(*data), TextSamples(*calibration_data)
-    check_evaluated(evaluated)
-    check_samples(evaluated, calibrated)
-    check_percentile(percentile)
-    modes = given_modes(modes or (), model, reference)
-    recipes = recipes_of(modes, formats, include)
-    loaded = load_model(reference or model, allow_download=allow_download, trust_remote_code=trust_remote_code)
-    if not modes:
-        recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats, include)
-    check_recipes(loaded, recipes)
-    select(loaded.model, layers, model_name=loaded.name)
-    inputs, calibrated = input_batches(loaded, evaluated), calibrating(evaluated, calibrated)
-    scaling = None
-    if any(recipe.needs_calibration for recipe in recipes):
-        scaling = input_batches(loaded, calibrated, key="calib_seqlen")  # refused before anything runs
-    batches = inputs.batches
-    for note in (*loaded.notes, *inputs.notes):
-        progress(f"note: {note}")
-    progress(f"[reference] {loaded.name}, {inputs.about}")
-    run = run_reference(loaded.model, batches, layers)
-    short = short_reference(loaded.model, batches, layers)
-    calibration = None
-    if scaling is not None:
-        progress(f"[calibration] {scaling.about}")
-        calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
-    measured = []
-    for index, recipe in enumerate(recipes):
-        progress(f"[{index + 1}/{len(recipes)}] {recipe}")
-        measured.append(measure(loaded.model, recipe, run, calibration, injected=injected, short=short))
-    return measured

@@ -1,7 +1,7 @@
 """The output of a whole model against that of the reference, with the figures that fit its kind."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from probe.metrics import (
     LogitMetrics,
     Metrics,
 )
+from probe.metrics.comparison import check_kind
 from probe.models.outputs import OutputKind, real_tokens, target_tokens
 
 
@@ -53,6 +54,16 @@ class OutputComparison:
             self.classes.update(found, wanted, targets)
         if self.embeddings is not None:
             self.embeddings.update(*(sample_vectors(one, batch) for one in (output, expected)))
+
+    def merge(self, other: "OutputComparison") -> Self:
+        """Append the whole stream of `other`, which stays as it is; returns itself."""
+        check_kind(self, other)
+        self.values.merge(other.values)
+        if self.classes is not None and other.classes is not None:
+            self.classes.merge(other.classes)
+        if self.embeddings is not None and other.embeddings is not None:
+            self.embeddings.merge(other.embeddings)
+        return self
 
     def predictions(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Those scores that a next token follows, and that token; of other kinds everything, and None."""

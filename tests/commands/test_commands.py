@@ -128,7 +128,7 @@ def test_one_recipe_has_one_default_calibration() -> None:
     from probe.gate.configuration import CalibrationSettings
     from probe.recordings.request import RecordRequest
     from probe.running.calibration import calibrate_on
-    from probe.running.measurement import measure_all
+    from probe.running.measurement_job import measure_all
     from probe.sensitivity.ranking import rank_model
 
     for command in ("record", "errors", "sensitivity"):

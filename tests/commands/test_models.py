@@ -10,7 +10,7 @@ import pytest
 from probe.commands import main
 from probe.data.samples import TextSamples
 from probe.formats import GATE_FORMATS
-from probe.running.measurement import measure_all
+from probe.running.measurement_job import measure_all
 from probe.running.modes import MODES, register_mode, unregister_mode
 from probe.running.recipes import recipes_of
 

@@ -17,7 +17,8 @@ from probe.files.checked_json import Node
 from probe.models.loading import Loaded
 from probe.running.calibration import Calibration
 from probe.running.declarations import DeclaredMode
-from probe.running.measurement import NotAppliedError, measure_all
+from probe.running.measurement import NotAppliedError
+from probe.running.measurement_job import measure_all
 from probe.running.modes import (
     MODES,
     Mode,

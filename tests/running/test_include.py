@@ -10,7 +10,7 @@ from probe.data.library_logs import quietly
 from probe.models.linear import linear_key
 from probe.models.loading import Loaded, load_model, weight_fingerprint
 from probe.running.calibration import Calibration, calibrate
-from probe.running.measurement import measure_all
+from probe.running.measurement_job import measure_all
 from probe.running.recipes import Recipe, apply, check_recipes, recipes_of
 from probe.running.weights import Count, count_weights
 from tests.models.random_models import make_gpt2, make_mixtral

@@ -1,0 +1,13 @@
+"""Engines: where the units of a job run, on this machine or on a Ray cluster.
+
+    work       a job, its units, and what every engine promises
+    local      in this process, or in worker processes on this machine
+    cluster    on the nodes of a Ray cluster
+    journal    finished units on disk, so that a run that failed goes on from there
+
+The tools make a job and its units and merge the results; none of them knows which engine runs them.
+"""
+
+from probe.engines.work import Engine, Job, Kept, Unit, UnitFailedError
+
+__all__ = ["Engine", "Job", "Kept", "Unit", "UnitFailedError"]

@@ -1,0 +1,331 @@
+"""The engine of a Ray cluster: a worker, which is an actor, on every node, and units that move when a node is lost.
+
+Ray places the actors, carries the results, and keeps what units share in its object store. What is here are the
+questions that are asked before any work: is the cluster there, does every node run the same versions, does it find the
+files. A Ray cluster trusts its clients: whoever can reach it can run code on it.
+"""
+
+import os
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from uuid import uuid4
+
+from probe.engines.dispatch import Dispatch, Worker
+from probe.engines.journal import Journal
+from probe.engines.remote import Actor, look
+from probe.engines.work import (
+    USUAL,
+    Engine,
+    Job,
+    Kept,
+    Place,
+    Progress,
+    Result,
+    State,
+    Take,
+    Unit,
+    UnitFailedError,
+    Workshop,
+    installed,
+    reason_of,
+    silent,
+)
+from probe.words import first_few, format_bytes, require_positive
+
+#: Seconds to wait for an answer of the cluster's address, and for its nodes to be inspected.
+REACHABLE, INSPECTED = 5.0, 120.0
+#: The part of the cluster's object store that kept results may take; larger ones go to the shared folder, if any.
+STORE_SHARE = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Where a kept result is: an object of Ray's, or a file that all nodes see."""
+
+    reference: Any
+    file: Path | None
+
+
+def load_ray() -> ModuleType:
+    """Ray, or a message that says how to install it."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning with every actor without a GPU
+    try:
+        import ray
+    except ImportError as problem:
+        raise ValueError(
+            f"the engine ray needs Ray, which cannot be loaded ({problem}). Install it here and on every node: "
+            "pip install 'quant-probe[cluster]'"
+        ) from None
+    return ray
+
+
+class RayEngine(Engine):
+    """Units on the nodes of a cluster: the one at `address`, or without one, a cluster of this machine alone.
+
+    cpus      what a worker is given of a node; None: all of them, so that a node has one worker
+    shared    a folder that all nodes see, for kept results that would fill the object store
+    """
+
+    shares_disk = False
+
+    def __init__(self, address: str | None = None, *, cpus: int | None = None, shared: Path | None = None) -> None:
+        require_positive("the CPUs of a worker", cpus)
+        self.ray = load_ray()
+        self.pool: list[Worker] = []
+        self._cpus = cpus
+        self._shared = None if shared is None else _shared_folder(shared)
+        self._numbers = count(1)
+        self._jobs: dict[str, Any] = {}  # by key: the job in the object store
+        self._inspected: set[str] = set()
+        self._kept: dict[int, tuple[Job[Any, Any], Unit, Stored]] = {}
+        self._workshop = Workshop()
+        self._is_own = not self.ray.is_initialized()
+        if self._is_own:
+            _connect(self.ray, address)
+        self.workers = sum(map(self._slots, self.nodes()))
+        if not self.workers:
+            have = first_few([f"{_host(node)} {_cpus(node)}" for node in self.nodes()])
+            self.close()
+            raise ValueError(
+                f"no node of the cluster has {cpus or 1} CPUs for a worker; their CPUs are: {have or 'none'}. Ask for "
+                "fewer, or add a node."
+            )
+
+    @property
+    def address(self) -> str:
+        """Where other processes reach the cluster."""
+        found: str = self.ray.get_runtime_context().gcs_address
+        return found
+
+    def run(
+        self,
+        job: Job[State, Result],
+        units: Sequence[Unit],
+        *,
+        state: State | None = None,
+        take: Take | None = None,
+        progress: Progress = silent,
+        keep_going: bool = False,
+    ) -> Iterator[Result | UnitFailedError]:
+        """The results of the units, in order; see `Engine.run`. `state` is of this process, so it is of no use here."""
+        self.inspect(job)
+        journal = Journal(job.key) if job.is_journaled else None
+        for index, (items, answer) in Dispatch(self, job, units, progress=progress, journal=journal):
+            if isinstance(answer, UnitFailedError):
+                answer = UnitFailedError(f"{units[index].name}: {answer}")
+                if not keep_going:
+                    raise answer
+            for item in items:
+                if take is not None:
+                    take(index, item)
+            yield answer
+
+    def keep(
+        self, job: Job[State, Any], units: Sequence[Unit], *, state: State | None = None, progress: Progress = silent
+    ) -> list[Kept]:
+        """Kept results stay in the object store of the node that made them, or go to the shared folder."""
+        self.inspect(job)
+        found = []
+        for index, (_, answer) in Dispatch(self, job, units, progress=progress, keeps=len(units)):
+            if isinstance(answer, UnitFailedError):
+                raise UnitFailedError(f"{units[index].name}: {answer}")
+            found.append(Kept(next(self._numbers), units[index], None))
+            self.store(job, found[-1], answer)
+        return found
+
+    def fetch(self, job: Job[State, Any], kept: Kept) -> Any:
+        """A kept result, in this process; one that was lost with its node is made again."""
+
+        def data() -> Any:
+            try:
+                return self._data(self.stored(kept))
+            except self.ray.exceptions.ObjectLostError:
+                owner, unit, _ = self._kept[kept.number]
+                for _, (_, answer) in Dispatch(self, owner, [unit], keeps=1):
+                    self.store(owner, kept, answer)
+                return self._data(self.stored(kept))
+
+        return self._workshop.given(job.key, job, kept.number, data)
+
+    def finish(self, job: Job[State, Result]) -> None:
+        """Delete the journal of a job."""
+        if job.is_journaled:
+            Journal(job.key).delete()
+
+    def close(self) -> None:
+        """Kill the workers, which ends what they do, and leave the cluster; one that was started here ends."""
+        self.stop()
+        self._kept.clear()
+        self._jobs.clear()
+        if self._shared is not None:
+            shutil.rmtree(self._shared, ignore_errors=True)
+        if self._is_own:
+            self.ray.shutdown()
+
+    # -------------------------------------------------------------------------------------- for the dispatch of units
+
+    def store(self, job: Job[Any, Any], kept: Kept, answer: Any) -> None:
+        """Remember where a kept result is: (reference, file) of the worker that made it."""
+        reference, file = answer
+        self._kept[kept.number] = (job, kept.unit, Stored(reference, None if file is None else Path(file)))
+
+    def stored(self, kept: Kept) -> Stored:
+        """Where a kept result is."""
+        return self._kept[kept.number][2]
+
+    def owner(self, kept: Kept) -> Job[Any, Any]:
+        """The job that makes a kept result."""
+        return self._kept[kept.number][0]
+
+    def job_reference(self, job: Job[Any, Any]) -> Any:
+        """The job in the object store, where every worker gets it once."""
+        if job.key not in self._jobs:
+            self._jobs[job.key] = self.ray.put(job)
+        return self._jobs[job.key]
+
+    def store_limit(self, count: int) -> tuple[int, str | None]:
+        """The bytes from which on a kept result, one of `count`, goes to a file; and the folder for it."""
+        total = sum(int(node["Resources"].get("object_store_memory", 0)) for node in self.nodes())
+        return int(STORE_SHARE * total / max(1, count)), None if self._shared is None else str(self._shared)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The nodes that are alive."""
+        return [node for node in self.ray.nodes() if node["Alive"]]
+
+    def fill(self, job: Job[Any, Any], most: int, avoided: set[str]) -> None:
+        """Start a worker in every free slot of the nodes, but for those to be avoided and no more than `most`."""
+        taken = Counter(worker.node for worker in self.pool)
+        for node in self.nodes():
+            name, cpus = node["NodeID"], self._cpus or _cpus(node)
+            if name in avoided or node["Resources"].get("memory", 0) < job.memory:
+                continue
+            for _ in range(self._slots(node) - taken[name]):
+                if len(self.pool) >= most:
+                    return
+                wanted = {"num_cpus": cpus, "num_gpus": job.gpus, **({"memory": job.memory} if job.memory else {})}
+                actor = self._on(self.ray.remote(Actor), name, **wanted, max_restarts=0)
+                self.pool.append(Worker(name, _host(node), actor.remote(Place.here(), cpus)))
+
+    def ping(self, node: str) -> Any:
+        """A reference that is there once the node answers."""
+        return self._on(self.ray.remote(look), node, num_cpus=0).remote(())
+
+    def stop(self) -> None:
+        """Kill all workers."""
+        for worker in self.pool:
+            with suppress(Exception):  # it may be dead already, or the cluster gone
+                self.ray.kill(worker.actor)
+        self.pool.clear()
+
+    # -------------------------------------------------------------------------------------------- before any work
+
+    def inspect(self, job: Job[Any, Any]) -> None:
+        """Refuse a cluster whose nodes run other versions, or lack the files of the job."""
+        if job.key in self._inspected:
+            return
+        ray, paths = self.ray, tuple(os.path.abspath(path) for path in job.paths)
+        nodes = [node for node in self.nodes() if self._slots(node)]
+        asked = [self._on(ray.remote(look), node["NodeID"], num_cpus=0).remote(paths) for node in nodes]
+        try:
+            answers = ray.get(asked, timeout=INSPECTED)
+        except ray.exceptions.GetTimeoutError:
+            raise ValueError(
+                f"not all of the {len(nodes)} nodes answered within {INSPECTED:g} s. Look at them with: ray status"
+            ) from None
+        except (ray.exceptions.RayError, *USUAL) as problem:
+            cause = getattr(problem, "cause", None) or problem
+            raise ValueError(
+                f"a node cannot run probe: {reason_of(cause)[:300]}. Install the same version there as here."
+            ) from None
+        for node, answer in zip(nodes, answers, strict=True):
+            _check_node(_host(node), answer)
+        room = max(int(node["Resources"].get("memory", 0)) for node in nodes)
+        if room < job.memory:
+            raise ValueError(
+                f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers {format_bytes(room)}. "
+                "Use larger nodes or a smaller model."
+            )
+        self._inspected.add(job.key)
+
+    def _slots(self, node: dict[str, Any]) -> int:
+        """How many workers a node has room for."""
+        return _cpus(node) // self._cpus if self._cpus else min(1, _cpus(node))
+
+    def _on(self, remote: Any, node: str, **resources: Any) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **resources)
+
+    def _data(self, stored: Stored) -> Any:
+        return stored.file if stored.file is not None else self.ray.get(stored.reference)
+
+
+def _check_node(host: str, answer: dict[str, Any]) -> None:
+    there, here = answer["installed"], installed()
+    other = [f"{name} {there.get(name)}, here {here[name]}" for name in here if there.get(name) != here[name]]
+    if other:
+        raise ValueError(
+            f"node {host} runs other versions: {'; '.join(other)}. Numbers of two versions must not be mixed: install "
+            "the same on all nodes."
+        )
+    if answer["missing"]:
+        raise ValueError(
+            f"node {host} has no {first_few(answer['missing'])}. Put it on a disk that all nodes share, under the same "
+            "name, or copy it to each of them."
+        )
+
+
+def _shared_folder(shared: Path) -> Path:
+    """A new folder of this run in the one that all nodes see."""
+    if not shared.is_dir():
+        raise ValueError(f"the shared folder {shared} does not exist. Name one that every node sees.")
+    return Path(os.path.abspath(shared)) / f"probe-{uuid4().hex[:12]}"
+
+
+def _connect(ray: ModuleType, address: str | None) -> None:
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address is None:  # of this machine alone, and not to be reached from another
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+        return
+    if address != "auto":
+        _check_reachable(address)
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as problem:
+        with suppress(Exception):
+            ray.shutdown()
+        raise ValueError(
+            f"there is no Ray cluster to be used at {address!r}: {reason_of(problem)[:300]}. Start one with: ray start "
+            "--head; or leave the address out, and one is started on this machine."
+        ) from None
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse an address that nobody answers at: Ray itself would try for a minute, and then end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"the address of the cluster is {address!r}. Expected auto, HOST:PORT, or ray://HOST:PORT.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE).close()
+    except (OSError, OverflowError) as problem:
+        raise ValueError(
+            f"nobody answers at {address}: {reason_of(problem)}. Look for the address with: ray status; or leave it "
+            "out, and a cluster is started on this machine."
+        ) from None
+
+
+def _cpus(node: dict[str, Any]) -> int:
+    return int(node["Resources"].get("CPU", 0))
+
+
+def _host(node: dict[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"

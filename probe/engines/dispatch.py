@@ -1,0 +1,256 @@
+"""Hands the units of a job to the workers of a cluster, and their answers on in the order of the units."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from probe.engines.journal import Journal
+from probe.engines.remote import LOST
+from probe.engines.work import PERHAPS, RETRIES, USUAL, Job, Kept, Progress, Unit, UnitFailedError, reason_of, silent
+
+if TYPE_CHECKING:
+    from probe.engines.cluster import RayEngine
+
+#: Seconds between two looks at what is going on while nothing is finished.
+TICK = 1.0
+#: Seconds without any worker, after all were lost, until a run gives up.
+ABANDONED = 60.0
+#: Answers that may wait for their turn, for each worker.
+WAITING = 4
+
+
+@dataclass(eq=False)
+class Worker:
+    """An actor on a node."""
+
+    node: str
+    host: str
+    actor: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """A unit on a worker, or the making again of what units need."""
+
+    worker: Worker
+    index: int
+    repaired: Kept | None = None
+    made: Any = None  # the reference of a kept result
+
+
+class Dispatch:
+    """An iterator over (index, (what the unit emitted, its result)); of kept results, (reference, file) is the result.
+
+    A worker runs one unit at a time, so that the unit that kills its worker is known. A unit that failed has a
+    UnitFailedError as its result. Whatever ends the iteration early kills the workers.
+    """
+
+    def __init__(
+        self,
+        engine: "RayEngine",
+        job: Job[Any, Any],
+        units: Sequence[Unit],
+        *,
+        progress: Progress = silent,
+        journal: Journal | None = None,
+        keeps: int = 0,
+    ) -> None:
+        self._engine, self._job, self._units, self._progress = engine, job, units, progress
+        self._journal, self._keeps, self._ray = journal, keeps, engine.ray
+        self._todo = deque(i for i, unit in enumerate(units) if journal is None or unit.name not in journal)
+        self._again: deque[int] = deque()
+        self._running: dict[Any, _Task] = {}
+        self._answers: dict[int, Any] = {}
+        self._tries: Counter[int] = Counter()
+        self._waiting: dict[int, list[int]] = {}  # by the number of what was lost: the units that need it
+        self._repairs: deque[Kept] = deque()
+        self._pings: dict[Any, str] = {}
+        self._idle_since = time.monotonic()
+        self._done = len(units) - len(self._todo)
+        self._turn = 0
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        whole = False
+        try:
+            while self._turn < len(self._units):
+                self._hand_out()
+                while self._turn < len(self._units) and (answer := self._take_turn()) is not None:
+                    yield self._turn - 1, answer
+                self._report()
+                if self._running or self._pings:
+                    self._wait()
+                elif self._turn < len(self._units) and not self._engine.pool:
+                    self._check_abandoned()
+            whole = True
+            self._report()
+        finally:
+            if not whole:
+                self._engine.stop()
+
+    def _take_turn(self) -> Any:
+        """The answer whose turn it is, if it is there."""
+        index = self._turn
+        if index in self._answers:
+            self._turn += 1
+            return self._answers.pop(index)
+        name = self._units[index].name
+        if self._journal is not None and name in self._journal:
+            self._turn += 1
+            return self._journal.read(name)
+        return None
+
+    def _report(self) -> None:
+        more = f", {self._tries.total()} tried again" if self._tries else ""
+        waiting = "" if self._engine.pool else ", waiting for a worker"
+        self._progress(self._done, len(self._units), f"{len(self._running)} in flight{more}{waiting}")
+
+    # ---------------------------------------------------------------------------------------------- handing out
+
+    def _hand_out(self) -> None:
+        """Give every free worker a unit, those that were lost first."""
+        left = len(self._todo) + len(self._again) + len(self._repairs) + len(self._running)
+        self._engine.fill(self._job, min(self._engine.workers, left), set(self._pings.values()))
+        busy = {id(task.worker) for task in self._running.values()}
+        for worker in [one for one in self._engine.pool if id(one) not in busy]:
+            if self._repairs:
+                self._begin_keeping(worker, -1, self._repairs.popleft())
+                continue
+            most = self._turn + WAITING * max(1, self._engine.workers)
+            if self._again:
+                index = self._again.popleft()
+            elif self._todo and self._todo[0] < most:
+                index = self._todo.popleft()
+            else:
+                return
+            self._begin(worker, index)
+
+    def _begin(self, worker: Worker, index: int) -> None:
+        unit = self._units[index]
+        if self._keeps:
+            self._begin_keeping(worker, index, None)
+            return
+        needs = None
+        if unit.needs is not None:
+            if unit.needs.number in self._waiting:
+                self._waiting[unit.needs.number].append(index)
+                return
+            stored = self._engine.stored(unit.needs)
+            file = None if stored.file is None else str(stored.file)
+            needs = (unit.needs.number, [stored.reference], file)
+        job = [self._engine.job_reference(self._job)]
+        reference = worker.actor.run.remote(self._job.key, job, unit.work, needs)
+        self._running[reference] = _Task(worker, index)
+
+    def _begin_keeping(self, worker: Worker, index: int, repaired: Kept | None) -> None:
+        unit = self._units[index] if repaired is None else repaired.unit
+        job = self._job if repaired is None else self._engine.owner(repaired)
+        file = (*self._engine.store_limit(max(1, self._keeps)), uuid4().hex)
+        call = worker.actor.keep.options(num_returns=2)
+        made, facts = call.remote(job.key, [self._engine.job_reference(job)], unit.work, file)
+        self._running[facts] = _Task(worker, index, repaired, made)
+
+    # -------------------------------------------------------------------------------------------------- answers
+
+    def _wait(self) -> None:
+        """Until something is finished, or a second is over."""
+        done, _ = self._ray.wait([*self._running, *self._pings], num_returns=1, timeout=TICK, fetch_local=False)
+        for reference in done:
+            if reference in self._pings:
+                self._pinged(reference)
+            else:
+                self._finish(reference, self._running.pop(reference))
+
+    def _finish(self, reference: Any, task: _Task) -> None:
+        errors = self._ray.exceptions
+        try:
+            answer = self._ray.get(reference)
+        except errors.RayTaskError as problem:
+            self._answer(task, ([], _failure(errors, problem)))
+        except errors.ObjectLostError:  # the answer was lost with its node
+            self._try_again(task)
+        except errors.RayError:
+            self._lost(task)
+        else:
+            if isinstance(answer, str) and answer == LOST:
+                self._repair(task)
+            elif self._keeps or task.repaired:
+                self._answer(task, ([], (task.made, answer)))
+            else:
+                self._answer(task, answer)
+
+    def _answer(self, task: _Task, answer: Any) -> None:
+        if task.repaired is not None:
+            kept = task.repaired
+            if isinstance(answer[1], UnitFailedError):
+                raise UnitFailedError(f"{kept.unit.name}: {answer[1]}")
+            self._engine.store(self._engine.owner(kept), kept, answer[1])
+            self._again.extend(self._waiting.pop(kept.number))
+            return
+        self._done += 1
+        if self._journal is not None and not isinstance(answer[1], UnitFailedError):
+            self._journal.add(self._units[task.index].name, answer)  # and read when its turn comes
+        else:
+            self._answers[task.index] = answer
+
+    def _repair(self, task: _Task) -> None:
+        """What the unit needs was lost: make it again, and then the unit."""
+        kept = self._units[task.index].needs
+        assert kept is not None
+        self._tries[task.index] += 1
+        if kept.number not in self._waiting:
+            self._waiting[kept.number] = []
+            self._repairs.append(kept)
+        self._waiting[kept.number].append(task.index)
+
+    def _lost(self, task: _Task) -> None:
+        """A worker died. Its node gets another one once it answers: it may be gone too."""
+        worker = task.worker
+        if worker in self._engine.pool:
+            self._engine.pool.remove(worker)
+            self._pings[self._engine.ping(worker.node)] = worker.node
+        self._idle_since = time.monotonic()
+        self._try_again(task)
+
+    def _try_again(self, task: _Task) -> None:
+        if task.repaired is not None:
+            self._repairs.append(task.repaired)
+            return
+        self._tries[task.index] += 1
+        if self._tries[task.index] > RETRIES:
+            died = f"its worker died {self._tries[task.index]} times, last on {task.worker.host}, {PERHAPS}"
+            self._answer(task, ([], UnitFailedError(died)))
+        else:
+            self._again.append(task.index)
+
+    def _pinged(self, reference: Any) -> None:
+        node = self._pings.pop(reference)
+        try:
+            self._ray.get(reference)
+        except self._ray.exceptions.RayError:
+            if any(one["NodeID"] == node for one in self._engine.nodes()):  # not known to be gone yet
+                time.sleep(TICK)
+                self._pings[self._engine.ping(node)] = node
+
+    def _check_abandoned(self) -> None:
+        if time.monotonic() - self._idle_since > ABANDONED:
+            raise UnitFailedError(
+                f"no node is left to run {self._units[self._turn].name}: all workers died. What is done is kept: the "
+                "same command goes on from there."
+            )
+        time.sleep(TICK)
+
+
+def _failure(errors: Any, problem: Any) -> UnitFailedError:
+    """An exception of a unit; one that is not about its input is a bug, and is raised with its traceback."""
+    cause = getattr(problem, "cause", None) or problem
+    if isinstance(cause, (errors.ObjectStoreFullError, errors.OutOfDiskError)):
+        return UnitFailedError(
+            "the object store of the cluster is full, and its disk too. Give smaller shards, or a folder that all nodes "
+            "see for what they share."
+        )
+    if not isinstance(cause, USUAL):
+        raise problem
+    return UnitFailedError(reason_of(cause))

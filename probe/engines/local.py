@@ -1,0 +1,250 @@
+"""The engine of one machine: units in this process, or in worker processes."""
+
+import os
+import shutil
+import signal
+import tempfile
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+from probe.engines.work import (
+    PERHAPS,
+    RETRIES,
+    USUAL,
+    Engine,
+    Job,
+    Kept,
+    Place,
+    Progress,
+    Result,
+    State,
+    Take,
+    Unit,
+    UnitFailedError,
+    Workshop,
+    reason_of,
+    silent,
+)
+from probe.files.atomic import write
+from probe.words import require_positive
+
+Item = TypeVar("Item")
+
+class LocalEngine(Engine):
+    """Units one after the other in this process; with several `jobs`, in as many worker processes.
+
+    In this process what units emit is taken at once, and an error is raised as it is. Kept results lie in memory if
+    there is one of them, else in files of a temporary folder, which units map.
+    """
+
+    def __init__(self, jobs: int = 1) -> None:
+        require_positive("jobs", jobs)
+        self.workers = jobs
+        self._numbers = count(1)
+        self._folder: Path | None = None
+        self._pool: ProcessPoolExecutor | None = None
+        self._workshop = Workshop()
+
+    def run(
+        self,
+        job: Job[State, Result],
+        units: Sequence[Unit],
+        *,
+        state: State | None = None,
+        take: Take | None = None,
+        progress: Progress = silent,
+        keep_going: bool = False,
+    ) -> Iterator[Result | UnitFailedError]:
+        """The results of the units, in order; see `Engine.run`."""
+        if self.workers > 1:
+            yield from self._in_processes(job, units, take, progress, keep_going)
+            return
+        if state is None:
+            state = self._workshop.open(job.key, job)
+        for index, unit in enumerate(units):
+            progress(index, len(units), unit.name)
+            given = None if unit.needs is None else self.fetch(job, unit.needs)
+            try:
+                yield job.run(state, unit.work, given, lambda item, i=index: take(i, item) if take else None)
+            except USUAL as problem:
+                if not keep_going:
+                    raise
+                yield UnitFailedError(reason_of(problem))
+        progress(len(units), len(units), "done")
+
+    def keep(
+        self, job: Job[State, Any], units: Sequence[Unit], *, state: State | None = None, progress: Progress = silent
+    ) -> list[Kept]:
+        """Kept results; see `Engine.keep`."""
+        numbers = [next(self._numbers) for _ in units]
+        if self.workers > 1:
+            files = [self._file(number) for number in numbers]
+            marked = [Unit(unit.name, _Keeping(unit.work, file)) for unit, file in zip(units, files, strict=True)]
+            for _ in self.run(job, marked, progress=progress):
+                pass
+            return [Kept(number, unit, file) for number, unit, file in zip(numbers, units, files, strict=True)]
+        found = []
+        for number, unit, value in zip(
+            numbers, units, self.run(job, units, state=state, progress=progress), strict=True
+        ):
+            place: Any = value
+            if len(units) > 1:
+                place = write(self._file(number), job.pack(value))
+            found.append(Kept(number, unit, place))
+        return found
+
+    def fetch(self, job: Job[State, Any], kept: Kept) -> Any:
+        """A kept result."""
+        if not isinstance(kept.place, Path):
+            return kept.place
+        return self._workshop.given(job.key, job, kept.number, lambda: kept.place)
+
+    def close(self) -> None:
+        """Kill the worker processes, and delete what was kept."""
+        self._kill()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _file(self, number: int) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="probe-"))
+        return self._folder / f"{number}"
+
+    def _in_processes(
+        self, job: Job[Any, Any], units: Sequence[Unit], take: Take | None, progress: Progress, keep_going: bool
+    ) -> Iterator[Any]:
+        """As many units at a time as there are workers. When a worker dies, all processes of the pool are gone.
+
+        Which unit it was is not known then, so those that ran are tried again one by one.
+        """
+        left, alone, tries = deque(range(len(units))), deque[int](), Counter[int]()
+        running: dict[Future[Any], int] = {}
+        found: dict[int, tuple[list[Any], Any]] = {}
+        window, turn = 4 * self.workers, 0
+        key, text = job.key, ""
+        try:
+            while turn < len(units):
+                while len(running) < (1 if alone else self.workers) and (alone or left):
+                    if not alone and left[0] >= turn + window:
+                        break
+                    index = alone.popleft() if alone else left.popleft()
+                    running[self._submit(key, job, units[index])] = index
+                    if tries[index]:
+                        break
+                text = f"{len(running)} in flight" + (f", {tries.total()} tried again" if tries else "")
+                progress(len(found) + turn, len(units), text)
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
+                    self._kill()
+                    for future in list(running):
+                        index = running.pop(future)
+                        if future.done() and not future.exception():
+                            found[index] = future.result()
+                            continue
+                        tries[index] += 1
+                        if tries[index] > RETRIES:
+                            found[index] = [], UnitFailedError(f"its process was killed {tries[index]} times, {PERHAPS}")
+                        else:
+                            alone.append(index)
+                else:
+                    for future in done:
+                        found[running.pop(future)] = _answer(future)
+                while turn in found:
+                    items, result = found.pop(turn)
+                    if isinstance(result, UnitFailedError):
+                        result = UnitFailedError(f"{units[turn].name}: {result}")
+                        if not keep_going:
+                            raise result
+                    for item in items:
+                        if take is not None:
+                            take(turn, item)
+                    turn += 1
+                    progress(len(found) + turn, len(units), text)
+                    yield result
+        except BaseException:
+            self._kill()
+            raise
+
+    def _submit(self, key: str, job: Job[Any, Any], unit: Unit) -> Future[Any]:
+        if self._pool is None:
+            threads = max(1, (os.cpu_count() or 1) // self.workers)
+            start = (Place.here(), threads)
+            context = get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_begin, initargs=start)
+        with _no_interrupt():  # workers inherit the mask from their first moment on
+            kept = unit.needs
+            return self._pool.submit(_run, key, job, unit.work, kept and (kept.number, kept.place))
+
+    def _kill(self) -> None:
+        """End the worker processes at once; Ctrl-C goes to all processes of a terminal, and only this one decides."""
+        if self._pool is None:
+            return
+        pool, self._pool = self._pool, None
+        workers = list((pool._processes or {}).values())
+        for worker in workers:
+            worker.kill()
+        with suppress(BrokenProcessPool):
+            pool.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.join()
+
+
+def _answer(future: "Future[Any]") -> tuple[list[Any], Any]:
+    """(what the unit emitted, its result); an error of the unit is a UnitFailedError in place of the result."""
+    problem = future.exception()
+    if problem is None:
+        answer: tuple[list[Any], Any] = future.result()
+        return answer
+    if not isinstance(problem, USUAL):
+        raise problem
+    return [], UnitFailedError(reason_of(problem))
+
+
+class _Keeping:
+    """The work of a unit whose result goes to a file."""
+
+    def __init__(self, work: Any, file: Path) -> None:
+        self.work, self.file = work, file
+
+
+_workshop = Workshop()
+
+
+def _begin(place: Place, threads: int) -> None:
+    """Set up a worker process."""
+    place.enter()
+    import torch
+
+    torch.set_num_threads(min(threads, torch.get_num_threads()))
+
+
+def _run(key: str, job: Job[Any, Any], work: Any, needs: tuple[int, Path] | None) -> tuple[list[Any], Any]:
+    """One unit, in a worker process: what it emitted, and its result."""
+    state = _workshop.open(key, job)
+    given = None if needs is None else _workshop.given(key, job, needs[0], lambda: needs[1])
+    items: list[Any] = []
+    if isinstance(work, _Keeping):
+        write(work.file, job.pack(job.run(state, work.work, given, items.append)))
+        return [], None
+    return items, job.run(state, work, given, items.append)
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits until the block is over, here and in the processes that it starts, which never see it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,73 @@
+"""What runs on the nodes of a cluster: the worker, and the look at a node before any work."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probe.engines.work import Job, Place, Workshop, installed
+from probe.files.atomic import write
+
+#: The answer of a unit whose `needs` were lost with their node.
+LOST = "lost"
+
+
+class Actor:
+    """A worker: opens jobs, and runs one unit at a time."""
+
+    def __init__(self, place: Place, cpus: int) -> None:
+        place.enter()
+        import torch
+
+        torch.set_num_threads(cpus)
+        self._workshop = Workshop()
+        self._jobs: tuple[str, Job[Any, Any] | None] = ("", None)
+
+    def run(self, key: str, job: list[Any], work: Any, needs: Any) -> Any:
+        """(what the unit emitted, its result); LOST if what it needs is gone."""
+        known = self._job(key, job)
+        state, items = self._workshop.open(key, known), list[Any]()
+        try:
+            given = None if needs is None else self._workshop.given(key, known, needs[0], _reader(*needs[1:]))
+        except _lost_errors():
+            return LOST
+        return items, known.run(state, work, given, items.append)
+
+    def keep(self, key: str, job: list[Any], work: Any, file: tuple[int, str | None, str]) -> tuple[Any, str | None]:
+        """The packed result, which stays in the object store, and the file that it went to instead, if any."""
+        known = self._job(key, job)
+        packed = known.pack(known.run(self._workshop.open(key, known), work, None, lambda item: None))
+        limit, folder, name = file
+        if folder is not None and len(packed) > limit:
+            return None, str(write(Path(folder) / name, packed))
+        return np.frombuffer(packed, np.uint8), None  # as an array it is not copied out of the store again
+
+    def _job(self, key: str, reference: list[Any]) -> Job[Any, Any]:
+        if self._jobs[0] != key:
+            import ray
+
+            self._jobs = (key, ray.get(reference[0]))
+        assert self._jobs[1] is not None
+        return self._jobs[1]
+
+
+def _reader(reference: list[Any], file: str | None) -> Callable[[], Any]:
+    def read() -> Any:
+        import ray
+
+        return Path(file) if file is not None else ray.get(reference[0])
+
+    return read
+
+
+def _lost_errors() -> tuple[type[Exception], ...]:
+    import ray
+
+    return (ray.exceptions.ObjectLostError, FileNotFoundError)
+
+
+def look(paths: tuple[str, ...]) -> dict[str, Any]:
+    """The versions on this node, and which of the paths it does not have."""
+    return {"installed": installed(), "missing": [path for path in paths if not os.path.exists(path)]}

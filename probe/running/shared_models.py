@@ -1,0 +1,169 @@
+"""A model as the workers of an engine load it: by its name, once for all jobs, and checked to be the same everywhere."""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from probe.engines import Engine, Job
+from probe.engines.work import Result, State
+from probe.files.atomic import write
+from probe.models.loading import EMBEDDED, Loaded, load_model
+from probe.running.declarations import DeclaredMode
+from probe.running.modes import MODES, Mode, declare_modes, find_mode
+from probe.settings import FUNCTION
+from probe.words import format_bytes
+
+#: A model of at most so many bytes is sent to nodes that do not have its files.
+SENT = 2**26
+#: What a worker takes beside weights: torch, transformers and the activations of small batches.
+WORKER_BYTES = 2**29
+#: Copies of the weights: the float model, its float copy and the quantized one.
+COPIES = 3
+
+_loaded: tuple[str, Loaded] | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SharedModel:
+    """A model by its name, with the modes that a worker does not know by itself."""
+
+    name: str
+    shown: str  # its name in results
+    fingerprint: str
+    bytes: int  # of its weights
+    allow_download: bool = False
+    trust_remote_code: bool = False
+    dtype: torch.dtype | None = torch.float32
+    files: Mapping[str, bytes] | None = None  # of a small model, for nodes that do not have them
+    modes: tuple[Mode | tuple[str, DeclaredMode], ...] = ()
+    sources: tuple[str, ...] = ()  # checkpoints that modes load
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        loaded: Loaded,
+        engine: Engine,
+        *,
+        modes: Sequence[str] = (),
+        allow_download: bool = False,
+        trust_remote_code: bool = False,
+        dtype: torch.dtype | None = torch.float32,
+    ) -> Self:
+        """What other workers of this engine need to load the model `name`, which is loaded here already."""
+        rows = [find_mode(mode) for mode in dict.fromkeys(modes)]
+        rows += [find_mode(row.base) for row in rows if row.base]
+        own = [row for row in rows if row.kind == "user" and not (row.base or row.library or row.source)]
+        declared = [(row.name, DeclaredMode(row.base, row.keep_float)) for row in rows if row.base]
+        sources = tuple(row.source for row in rows if row.source and not FUNCTION.fullmatch(row.source))
+        size = sum(parameter.nbytes for parameter in loaded.model.parameters())
+        return cls(
+            name=name,
+            shown=loaded.name,
+            fingerprint=loaded.fingerprint,
+            bytes=size,
+            allow_download=allow_download,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            files=None if engine.shares_disk else _small_files(name),
+            modes=(*dict.fromkeys(own), *declared),
+            sources=sources,
+        )
+
+    @property
+    def memory(self) -> int:
+        """The bytes that a worker needs."""
+        return WORKER_BYTES + COPIES * self.bytes
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that every worker must find."""
+        own = (self.name,) if _is_path(self.name) and self.files is None else ()
+        return (*own, *self.sources)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its facts say all of it. Of code of the user's, and of another tool's files, they do not."""
+        own = any(isinstance(mode, Mode) for mode in self.modes)
+        return not (own or self.sources or self.trust_remote_code or FUNCTION.fullmatch(self.name))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What results depend on."""
+        modes = [mode if isinstance(mode, tuple) else mode.name for mode in self.modes]
+        return {"model": self.fingerprint, "dtype": str(self.dtype), "modes": str(modes), "sources": str(self.sources)}
+
+    def load(self) -> Loaded:
+        """The model, loaded once in a process, with its modes; another one under this name is refused."""
+        global _loaded
+        for mode in self.modes:
+            if isinstance(mode, tuple):
+                declare_modes(dict([mode]), where="this run")
+            else:
+                MODES[mode.name] = mode
+        key = f"{self.name} {self.fingerprint} {self.dtype}"
+        if _loaded is None or _loaded[0] != key:
+            _loaded = None
+            allowed = {"allow_download": self.allow_download, "trust_remote_code": self.trust_remote_code}
+            found = load_model(self._found(), dtype=self.dtype, **allowed)
+            if found.fingerprint != self.fingerprint:
+                raise ValueError(
+                    f"{self.name} on {os.uname().nodename} is another model than here: its fingerprint is "
+                    f"{found.fingerprint}, expected {self.fingerprint}. Put the same files on all nodes."
+                )
+            _loaded = (key, replace(found, name=self.shown))
+        return _loaded[1]
+
+    def _found(self) -> str:
+        """The name, or where its files were put if this machine does not have them."""
+        if self.files is None or os.path.exists(os.path.expanduser(self.name)):
+            return self.name
+        folder = Path(tempfile.mkdtemp(prefix="probe-model-"))
+        for name, data in self.files.items():
+            write(folder / name, data)
+        return str(folder / Path(self.name).name) if self.name.endswith(".gguf") else str(folder)
+
+    def __str__(self) -> str:
+        return f"{self.shown}, {format_bytes(self.bytes)}"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelJob(Job[State, Result]):
+    """A job whose workers load a model."""
+
+    model: SharedModel
+
+    @property
+    def is_journaled(self) -> bool:
+        """Not with code of the user's, which its facts do not cover."""
+        return self.model.is_plain
+
+    @property
+    def memory(self) -> int:
+        """That of the model."""
+        return self.model.memory
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Those of the model."""
+        return self.model.paths
+
+
+def _is_path(name: str) -> bool:
+    return name not in EMBEDDED and not FUNCTION.fullmatch(name) and os.path.exists(os.path.expanduser(name))
+
+
+def _small_files(name: str) -> dict[str, bytes] | None:
+    """The files of a small model by name; None for a large one, and for one that every node has or can make."""
+    if not _is_path(name):
+        return None
+    place = Path(os.path.expanduser(name))
+    files = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else [place]
+    if sum(file.stat().st_size for file in files) > SENT:
+        return None
+    return {file.name: file.read_bytes() for file in files}
