@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,10 @@ class Collector:
         self._measured_bytes = 0
         self._last: tuple[Any, Any, LayerStatistics, Floats] | None = None
         self._wanted = {side: set(plan.measured(side)) for side in SIDES}
+
+    def collected(self) -> "Collected":
+        """What was gathered."""
+        return Collected(self.statistics, self.outliers, self.bands, self.heat, self.gaps, self.ran)
 
     @contextmanager
     def hooked(self, model: nn.Module) -> Iterator["Collector"]:
@@ -131,6 +135,42 @@ class Collector:
         if self.plan.heat[0] == side and name in self.plan.heat[1] and 0 <= row < len(batch.tokens):
             tokens = values[row][batch.mask[row].to(values.device)]
             self.heat[name] = heat_of(tokens, module=name, kind=side, sample=self._heat_sample)
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """What a Collector gathered from some batches; that of the next batches merges into it."""
+
+    statistics: dict[Key, LayerStatistics] = field(default_factory=dict)
+    outliers: dict[str, "LayerOutliers"] = field(default_factory=dict)
+    bands: dict[str, ChannelBands] = field(default_factory=dict)
+    heat: dict[str, "HeatGrid"] = field(default_factory=dict)
+    gaps: dict[Key, str] = field(default_factory=dict)
+    """The reason for each tensor that was not measured."""
+    ran: set[str] = field(default_factory=set)
+
+    def merge(self, other: "Collected") -> None:
+        """Append what the next batches gave."""
+        _merge(self.statistics, other.statistics)
+        _merge(self.outliers, other.outliers)
+        _merge(self.bands, other.bands)
+        self.heat.update(other.heat)
+        for key, why in other.gaps.items():
+            self.gaps.setdefault(key, why)
+        self.ran.update(other.ran)
+
+
+class _Merging(Protocol):
+    def merge(self, other: Self, /) -> Self: ...
+
+
+_Name = TypeVar("_Name")
+_Merged = TypeVar("_Merged", bound=_Merging)
+
+
+def _merge(mine: dict[_Name, _Merged], found: dict[_Name, _Merged]) -> None:
+    for key, value in found.items():
+        mine[key] = mine[key].merge(value) if key in mine else value
 
 
 @dataclass(frozen=True, eq=False)

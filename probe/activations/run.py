@@ -2,38 +2,41 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from probe.activations.collecting import Collector, HeatGrid, Key, LayerOutliers
-from probe.activations.plan import Plan, expert_rows, expert_weights, make_plan, weight_rows
+from probe.activations.collecting import Collected, HeatGrid, Key, LayerOutliers
+from probe.activations.job import AnalysisJob, Bench, model_of, room_of
+from probe.activations.plan import Plan, make_plan
 from probe.activations.prediction import mismatched_channels
 from probe.activations.settings import DataSettings, Settings
-from probe.activations.statistics import ChannelBands, LayerStatistics, measure
+from probe.activations.statistics import ChannelBands, LayerStatistics
 from probe.data.calls import as_call, input_fingerprint
-from probe.data.library_logs import quietly
 from probe.data.media import is_folder
 from probe.data.samples import TextSamples, TokenBatch, batches_of, samples_of
 from probe.data.sources import Documents, documents_of
+from probe.engines import Engine, Unit
+from probe.engines.local import LocalEngine
+from probe.engines.work import Progress as UnitProgress, results_of, silent
 from probe.models.factories import check_function
-from probe.models.forward import call_model
-from probe.models.linear_grids import put_expert_sites
 from probe.models.loading import Loaded, load_model
-from probe.models.mamba_blocks import is_mamba, with_sites
-from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
+from probe.models.mamba_blocks import is_mamba
+from probe.models.offload import Room, place
 from probe.models.outputs import real_tokens, target_tokens
 from probe.models.positions import position_notes
-from probe.running.inputs import input_batches, input_kind, with_decoder_tokens
+from probe.running.inputs import input_batches, input_kind
 from probe.running.paths import arguments as arguments_of
-from probe.words import describe_error, first_few, printable
+from probe.running.shared_models import SharedModel
+from probe.words import first_few, printable
 
 Progress = Callable[[str], Any]
 #: Tokens on either side of an outlier that are shown with it.
 NEIGHBOURS = 12
+#: Weights that are measured together.
+WEIGHTS = 16
 #: Names that are printed as a run starts.
 MOST_NAMES = 20
 
@@ -75,6 +78,8 @@ class Prepared:
     room: Room
     batches: list[TokenBatch]
     about_data: str
+    loading: dict[str, Any]
+    """How the model was loaded, as arguments of `load_model`."""
 
     def samples(self) -> list[Tensor]:
         """The tokens of every sample, without padding."""
@@ -86,18 +91,16 @@ def prepare(
 ) -> Prepared:
     """Load the model and the data and match the patterns, so that mistakes in settings show before anything runs."""
     dtype = None if settings.model.dtype == "auto" else getattr(torch, settings.model.dtype)
-    memory, data = settings.memory, settings.data
-    room = Room(device_named(memory.device), memory.max_memory, cast(Any, memory.offload_device), memory.auto_offload)
+    data, room = settings.data, room_of(settings)
+    loading: dict[str, Any] = {
+        "dtype": dtype,
+        "allow_download": allow_download,
+        "trust_remote_code": trust_remote_code,
+        "room": None if settings.model.sites else room,  # sites are put into a copy, for which all weights are needed
+    }
     documents = None if _reads_no_text(data) else _documents(data, allow_download=allow_download)
-    loaded = load_model(
-        settings.model.path,
-        dtype=dtype,
-        allow_download=allow_download,
-        trust_remote_code=trust_remote_code,
-        room=None if settings.model.sites else room,  # sites are put into a copy, for which all weights are needed
-    )
-    model = with_sites(loaded.model, scan="fast") if settings.model.sites else loaded.model
-    put_expert_sites(model)
+    loaded = load_model(settings.model.path, **loading)
+    model = model_of(loaded, settings)
     for line in names_of(model):
         progress(line)
     plan = make_plan(model, settings, model_name=settings.model.path)
@@ -111,7 +114,7 @@ def prepare(
     loaded = replace(loaded, notes=(*loaded.notes, *plan.notes, *notes))
     for note in loaded.notes:
         progress(f"note: {note}")
-    return Prepared(settings, loaded, model, plan, room, batches, about)
+    return Prepared(settings, loaded, model, plan, room, batches, about, loading)
 
 
 def _reads_no_text(data: DataSettings) -> bool:
@@ -161,73 +164,48 @@ def analyze(
 
 
 @torch.no_grad()
-def run(prepared: Prepared, *, progress: Progress = print) -> Analysis:
-    """One forward of every batch, and the results."""
+def run(
+    prepared: Prepared, *, progress: Progress = print, engine: Engine | None = None, units: UnitProgress = silent
+) -> Analysis:
+    """One forward of every batch, and the results. `engine` runs them, None: this process; `units` is told of them."""
     settings, plan, notes = prepared.settings, prepared.plan, list(prepared.loaded.notes)
-    outlier, heat = settings.visualization.outlier, settings.visualization.heatmap_3d
-    collector = Collector(plan, threshold=outlier.threshold, heat_sample=heat.sample_idx)
+    engine = engine or LocalEngine()
     placed = place(prepared.model, prepared.room)
     if placed.note:
         notes.append(placed.note)
         progress(f"note: {placed.note}")
-    experts = expert_weights(placed.model)
-    for name in plan.measured("weight"):
-        owner, parameter = experts.get(name, (name, ""))
-        module = placed.model.get_submodule(owner)
-        with at_hand(module):
-            rows = expert_rows(module, parameter) if parameter else weight_rows(module)
-            assert rows is not None
-            collector.statistics[name, "weight"] = measure(rows, module=name, kind="weight")[0]
-    if plan.hooked():
-        with collector.hooked(placed.model):
-            for index, batch in enumerate(prepared.batches):
-                given = f"{list(batch.tokens.shape)} tokens" if batch.call is None else str(batch.call)
-                progress(f"[{index + 1}/{len(prepared.batches)}] {given}")
-                collector.begin(batch)
-                _run(placed, batch)
-    notes += _gaps(collector, prepared)
+    shared = SharedModel.of(settings.model.path, prepared.loaded, engine, **prepared.loading)
+    job = AnalysisJob(model=shared, settings=settings, batches=tuple(prepared.batches))
+    weights = plan.measured("weight")
+    works: list[Any] = [tuple(weights[first : first + WEIGHTS]) for first in range(0, len(weights), WEIGHTS)]
+    works += range(len(prepared.batches)) if plan.hooked() else ()
+    collected = Collected()
+    parts = engine.run(
+        job,
+        [Unit(f"weights from {work[0]}" if isinstance(work, tuple) else f"batch {work + 1}", work) for work in works],
+        state=Bench(placed, plan),
+        take=lambda index, line: progress(line),
+        progress=units,
+    )
+    for part in results_of(parts):
+        collected.merge(part)
+    engine.finish(job)
+    notes += _gaps(collected, prepared)
     order = {name: index for index, name in enumerate(plan.order)}
     return Analysis(
         settings,
         plan,
         facts_of(prepared),
-        {key: collector.statistics[key] for key in sorted(collector.statistics, key=lambda k: (order[k[0]], k[1]))},
-        {name: collector.outliers[name] for name in plan.outliers if name in collector.outliers},
-        {name: collector.bands[name] for name in plan.bands[1] if name in collector.bands},
-        {name: collector.heat[name] for name in plan.heat[1] if name in collector.heat},
-        *(_texts(collector, prepared) if outlier.decode_tokens else ({}, {})),
+        {key: collected.statistics[key] for key in sorted(collected.statistics, key=lambda k: (order[k[0]], k[1]))},
+        {name: collected.outliers[name] for name in plan.outliers if name in collected.outliers},
+        {name: collected.bands[name] for name in plan.bands[1] if name in collected.bands},
+        {name: collected.heat[name] for name in plan.heat[1] if name in collected.heat},
+        *(_texts(collected, prepared) if settings.visualization.outlier.decode_tokens else ({}, {})),
         tuple(notes),
     )
 
 
-def _run(placed: Placed, batch: TokenBatch) -> None:
-    """One forward; an exception of the model becomes one message."""
-    try:
-        only: Any = NumbersOnly  # of torch, without types
-        with quietly(), only() if placed.note else nullcontext():
-            forward(placed.model, batch, placed.device)
-    except Exception as problem:
-        next_step = (
-            "Its weights are offloaded, and modules that read the weights of others without calling them cannot run "
-            "so: raise memory.max_memory."
-            if placed.note
-            else 'What its forward needs, a function returns: data.inputs "package.module:function". --debug shows '
-            "where it failed."
-        )
-        given = f"{list(batch.tokens.shape)} tokens" if batch.call is None else str(batch.call)
-        failed = f"the model failed on {given}: {describe_error(problem)}"
-        raise ValueError(f"{failed} {next_step}") from problem
-
-
-def forward(model: nn.Module, batch: TokenBatch, device: torch.device) -> None:
-    """Run a batch, with an attention mask if the batch is padded. The decoder of an encoder-decoder reads it too."""
-    call = batch.call or as_call(with_decoder_tokens(model, [batch.tokens])[0])
-    if batch.padded and batch.call is None:
-        call = replace(call, kwargs={**call.kwargs, "attention_mask": batch.mask.long()})
-    call_model(model, call.to(device))
-
-
-def _gaps(collector: Collector, prepared: Prepared) -> list[str]:
+def _gaps(collector: Collected, prepared: Prepared) -> list[str]:
     """Notes on tensors that could not be measured; an error if none could be."""
     hooked, notes = prepared.plan.hooked(), list[str]()
     silent = [name for name in hooked if name not in collector.ran]
@@ -271,7 +249,7 @@ def facts_of(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _texts(collector: Collector, prepared: Prepared) -> tuple[dict[int, str], dict[tuple[int, int], str]]:
+def _texts(collector: Collected, prepared: Prepared) -> tuple[dict[int, str], dict[tuple[int, int], str]]:
     """The text of every outlier token, and of the NEIGHBOURS tokens before and after each of the worst ones."""
     samples, decode, outliers = prepared.samples(), prepared.loaded.tokenizer.decode, collector.outliers.values()
     ids = {token for layer in outliers for token in layer.token_ids}

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from probe.commands.options import Subparsers, model_arguments
+from probe.commands.options import Subparsers, add_engine, make_engine, model_arguments
 from probe.commands.output import Progress
 from probe.files.paths import check_outputs
 
@@ -27,6 +27,7 @@ def add(commands: Subparsers) -> None:
     analyze.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     trusted = "call a package.module:factory of FILE that is not in this project"
     analyze.add_argument("--allow-factory", action="store_true", help=trusted)
+    add_engine(analyze)
     analyze.set_defaults(run=_analyze, takes_unknown=True)
 
 
@@ -62,7 +63,7 @@ def _analyze(options: argparse.Namespace) -> int:
     check_outputs(folders=[settings.visualization.save_dir])
     from probe.activations.run import prepare, run
 
-    with Progress() as progress:
+    with make_engine(options) as engine, Progress() as progress:
         prepared = prepare(settings, progress=progress.line, **model_arguments(options))
         if options.dry_run:
             from probe.report.activations.text import dry_run_text
@@ -72,7 +73,7 @@ def _analyze(options: argparse.Namespace) -> int:
         from probe.report.activations.files import write_analysis
         from probe.report.activations.text import summary_text
 
-        analysis = run(prepared, progress=progress.line)
+        analysis = run(prepared, progress=progress.line, engine=engine, units=progress.units(engine))
         written = write_analysis(analysis, progress=progress.line)
     print(summary_text(analysis, written, printed=progress.lines))
     return 0

@@ -129,10 +129,9 @@ class Progress:
             share = f"[{done / total:4.0%}] " if total else ""
             self.line(f"{share}{text}" + (f", {_duration(left)} left" if done and not finished else ""))
 
-
     def units(self, engine: "Engine") -> "Callable[[int, int, str], object]":
-        """What an engine tells of its units: shown where several run at a time, else the lines of the tool say it."""
-        return self.update if engine.workers > 1 or not engine.shares_disk else lambda done, total, text: None
+        """What an engine tells of its units: shown where they run elsewhere, else the lines of the tool say it."""
+        return (lambda done, total, text: None) if engine.is_here else self.update
 
 
 def _duration(seconds: float) -> str:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from probe.commands.options import (
     Subparsers,
     add_calibration,
+    add_engine,
     add_include,
     add_model,
     add_modes_from,
     add_option,
     add_reference,
     declare_modes,
+    make_engine,
 )
 from probe.commands.output import Progress, write_document
 from probe.files.paths import check_outputs
@@ -60,6 +62,7 @@ def add(commands: Subparsers) -> None:
     option("--output-file", metavar="NAME", help="of the layout npz (default: first_layer_io_all_modes.npz)")
     option("--overwrite", action="store_true", help="replace modes that the folder has already")
     option("--restart", action="store_true", help="delete an interrupted recording instead of finishing it")
+    add_engine(parser)
     option("--json", metavar="FILE", help="the manifest as JSON; - for standard output")
     parser.epilog = (
         "Defaults by layout: safetensors and npy: modes essential, layers first last; "
@@ -80,8 +83,8 @@ def _record(options: argparse.Namespace) -> int:
         _check_quantizes(options)
     names = {field.name for field in fields(RecordRequest)}
     chosen = {name: value for name, value in vars(options).items() if name in names}
-    with Progress() as progress:
-        recording = record(**chosen, progress=progress)
+    with make_engine(options) as engine, Progress() as progress:
+        recording = record(**chosen, progress=progress, engine=engine, units=progress.units(engine))
     document = manifest_to_json(recording.manifest).decode()
     if options.json is not None:
         write_document(options.json, document)

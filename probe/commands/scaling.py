@@ -5,7 +5,8 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from probe.commands.options import Subparsers
+from probe.commands.options import Subparsers, add_engine, make_engine
+from probe.commands.output import Progress
 
 
 def add(commands: Subparsers) -> None:
@@ -30,7 +31,7 @@ def add(commands: Subparsers) -> None:
     option("--granularity", default="tensor", metavar="KIND", help="tensor: one scale; block: one per block (real MX)")
     option("--block-size", type=int, metavar="N", help="values that share a scale in blocks (default: 32)")
     option("--no-plots", dest="plots", action="store_false", help="write no pictures")
-    option("--jobs", type=int, default=1, metavar="N", help="tensors that are worked on at a time")
+    add_engine(scaling)
     scaling.set_defaults(
         run=_scaling,
         interrupted="the files of tensors that are done stay, no page was written. The same command starts again.",
@@ -44,4 +45,6 @@ def _scaling(options: argparse.Namespace) -> int:
     request = Request(**{field.name: getattr(options, field.name) for field in fields(Request)})
     output = Path(options.output_dir) if options.output_dir else None
     show = partial(print, flush=True)
-    return run_batch(tensor_sources(options.input_tensor), request, output, jobs=options.jobs, show=show)
+    with make_engine(options) as engine, Progress() as progress:
+        units = {} if engine.shares_disk else {"progress": progress.update}  # else the lines of the tensors say it
+        return run_batch(tensor_sources(options.input_tensor), request, output, engine=engine, show=show, **units)

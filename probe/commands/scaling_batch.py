@@ -1,24 +1,19 @@
-"""The batch of `probe scaling`: each tensor is analysed and written by itself, here or in worker processes.
+"""The batch of `probe scaling`: a unit is a tensor in one format, and this process writes what they give.
 
 A tensor that fails is reported in one line, and the batch goes on.
 """
 
 import json
-import os
-import signal
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain, count
-from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, TypeVar
 
-from probe.files.atomic import remove_unfinished
+from probe.engines import Engine, Job, Unit, UnitFailedError
+from probe.engines.local import LocalEngine
+from probe.engines.work import USUAL, Emit, Progress, reason_of, silent
 from probe.files.paths import check_outputs
 from probe.recordings.tensor_sources import TensorSource
 from probe.report.scaling import page
@@ -30,7 +25,6 @@ from probe.scaling.rules import compare_rules
 from probe.scaling.sweep import Prepared, scaling_sweep
 from probe.words import look_up, require_positive
 
-T = TypeVar("T")
 #: Called with every line as it is printed.
 Show = Callable[[str], None]
 
@@ -61,23 +55,27 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One tensor, analysed in every format or failed for a `reason`; `lines` are what was printed about it."""
+    """One tensor, analysed in every format or failed for a `reason`."""
 
     source: TensorSource
-    lines: tuple[str, ...]
     found: tuple[page.AnalysedTensor, ...] = ()
     reason: str = ""
     unread: bool = False  # there was no tensor to analyse: the input is wrong, not its numbers
 
 
 def run_batch(
-    sources: Sequence[TensorSource], request: Request, output_dir: Path | None, *, jobs: int = 1, show: Show = print
+    sources: Sequence[TensorSource],
+    request: Request,
+    output_dir: Path | None,
+    *,
+    engine: Engine | None = None,
+    show: Show = print,
+    progress: Progress = silent,
 ) -> int:
     """Analyse all sources in order and write one page over them; returns 0, or 1 if a tensor failed.
 
     If nothing could be analysed, the page of an earlier run stays; if nothing could be read, that is a ValueError.
     """
-    require_positive("jobs", jobs)
     if not sources:
         raise ValueError("no tensor was given. Give at least one file or folder.")
     show(f"Processing {len(sources)} tensor(s)...")
@@ -85,8 +83,19 @@ def run_batch(
     root = output_dir or DEFAULT_FOLDER
     check_outputs(folders=[root])
     folders = output_folders(sources, root, use_root=output_dir is not None and len(sources) == 1)
-    with closing(_outcomes(sources, request, folders, jobs, show)) as running:
-        outcomes = list(running)
+    engine, job = engine or LocalEngine(), ScalingJob(sources, request)
+    units = [
+        Unit(f"{source.text} {format}", (index, format))
+        for index, source in enumerate(sources)
+        for format in request.formats
+    ]
+    parts = engine.run(job, units, progress=progress, keep_going=True)
+    outcomes = []
+    for number, (source, folder) in enumerate(zip(sources, folders, strict=True), 1):
+        header = f"[{number}/{len(sources)}] Processing: {source.text}"
+        outcomes.append(_write_tensor(source, header, parts, folder, request.formats, show))
+    next(parts, None)  # which reports the end
+    engine.finish(job)
     found = [one for outcome in outcomes for one in outcome.found]
     failed = [page.FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason]
     unread = [page.FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason and one.unread]
@@ -109,74 +118,144 @@ def run_batch(
 # ---------------------------------------------------------------------------------------------------- one tensor
 
 
+@dataclass(frozen=True)
+class Analysed:
+    """One tensor in one format, whose folder is not known yet; or the `reason` why there is nothing."""
+
+    found: page.AnalysedTensor | None = None
+    reason: str = ""
+    unread: bool = False  # there was no tensor to analyse: the input is wrong, not its numbers
+    traceback: str = ""  # of a bug of probe
+
+
+class ScalingJob(Job[dict[int, Prepared], Analysed]):
+    """The analysis of tensors: a unit is the index of a tensor, and a format."""
+
+    def __init__(self, sources: Sequence[TensorSource], request: Request) -> None:
+        self.sources, self.request = tuple(sources), request
+
+    def open(self) -> dict[int, Prepared]:
+        """The tensor that was read last, by its index."""
+        return {}
+
+    def run(self, state: dict[int, Prepared], work: tuple[int, str], given: None, emit: Emit) -> Analysed:
+        """The results; an error is a reason."""
+        index, format = work
+        unread = index not in state
+        try:
+            if index not in state:
+                state.clear()
+                tensor = self.sources[index].load()
+                unread = False
+                state[index] = Prepared(tensor)
+            return Analysed(self._analyse(state[index], self.sources[index], format))
+        except USUAL as problem:
+            return Analysed(reason=reason_of(problem), unread=unread)
+        except Exception as problem:  # a bug of probe, not a mistake of the user; the batch goes on all the same
+            text = "".join(traceback.format_exception(problem)).rstrip()
+            return Analysed(reason=f"{type(problem).__name__}: {problem}", traceback=text)
+
+    def _analyse(self, prepared: Prepared, source: TensorSource, format: str) -> page.AnalysedTensor:
+        request = self.request
+        result = scaling_sweep(
+            prepared,
+            format,
+            granularity=request.granularity,
+            num_levels=request.num_levels,
+            max_scale_exp=request.max_scale_exp,
+            min_scale_exp=request.min_scale_exp,
+            scale_bits=request.scale_bits,
+            block_size=request.block_size if request.granularity == "block" else None,
+            name=source.name,
+        )
+        advice = recommend(result)
+        rules = compare_rules(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
+        others = alternatives(result, advice.level, rules)
+        plots = pictures(result, advice) if request.plots else ()
+        return page.AnalysedTensor(source.text, "", result, advice, rules, others, plots)
+
+    @property
+    def is_journaled(self) -> bool:
+        """Their files say all."""
+        return True
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files of the tensors."""
+        return tuple(dict.fromkeys(str(source.path) for source in self.sources if not source.defect))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The tensors, by the times of their files, and what is done to them."""
+        stamps = [(one.identity, one.defect, _stamp(one.path)) for one in self.sources]
+        return {"sources": str(stamps), "request": repr(self.request)}
+
+
+def _stamp(path: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a file, or of those in a folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
+
+
 @dataclass
 class Transcript:
     """The lines printed about a tensor, also with their times, as its log has them; `show` prints each at once."""
 
-    show: Show | None = None
-    lines: list[str] = field(default_factory=list)
+    show: Show
     stamped: list[str] = field(default_factory=list)
 
     def add(self, *texts: str) -> None:
         """Add texts, line by line, at the time of now."""
         now = datetime.now().isoformat(sep=" ", timespec="milliseconds")
         for line in [line for text in texts for line in text.splitlines() or [""]]:
-            self.lines.append(line)
             self.stamped.append(f"{now} {line}".rstrip())
-            if self.show is not None:
-                self.show(line)
+            self.show(line)
 
 
-def analyse(
-    source: TensorSource, request: Request, folder: Path, header: Sequence[str] = (), show: Show | None = None
+def _write_tensor(
+    source: TensorSource,
+    header: str,
+    parts: Iterator[Analysed | UnitFailedError],
+    folder: Path,
+    formats: Sequence[str],
+    show: Show,
 ) -> Outcome:
-    """Analyse one tensor in every format and write its files; an error is one line of the outcome."""
+    """Write the files of one tensor as its formats arrive; after an error nothing more of it is written."""
     transcript = Transcript(show)
-    transcript.add(*header)
+    transcript.add("", header, "-" * 60)
     opening = list(transcript.stamped)
     found: list[page.AnalysedTensor] = []
     logs: dict[str, list[str]] = {}
-    reason, unread = "", True
-    try:
-        tensor = source.load()
-        unread = False
-        prepared = Prepared(tensor)
-        for format in request.formats:
-            before = len(transcript.stamped)
-            found.append(_analyse_format(source, prepared, format, request, folder, transcript))
-            logs[format] = transcript.stamped[before:]
-    except (ValueError, TypeError, OSError, MemoryError) as problem:
-        reason = " ".join(str(problem).split()) or type(problem).__name__
-    except Exception as problem:  # a bug of probe, not a mistake of the user; the batch goes on all the same
-        transcript.add("".join(traceback.format_exception(problem)).rstrip())
-        reason = f"{type(problem).__name__}: {problem}"
-    transcript.add(_failure(source, reason) if reason else f"✅ Successfully processed: {source.text}")
+    reason, unread = "", False
+    for format in formats:
+        part = next(parts)
+        if reason:
+            continue
+        before = len(transcript.stamped)
+        if isinstance(part, UnitFailedError):
+            reason = str(part).partition(": ")[2] or str(part)
+        elif part.reason:
+            reason, unread = part.reason, part.unread
+            transcript.add(*([part.traceback] if part.traceback else []))
+        else:
+            try:
+                assert part.found is not None
+                found.append(replace(part.found, folder=str(folder)))
+                _write_format(source, found[-1], format, folder, transcript)
+                logs[format] = transcript.stamped[before:]
+            except OSError as problem:
+                reason = reason_of(problem)
+    failed = f"❌ Failed to process: {source.text}: {reason}"
+    transcript.add(failed if reason else f"✅ Successfully processed: {source.text}")
     for format, lines in logs.items():
         page.write_log(folder, source.name, format, [*opening, *lines, transcript.stamped[-1]])
-    return Outcome(source, tuple(transcript.lines), tuple(found), reason, unread)
+    return Outcome(source, tuple(found), reason, unread)
 
 
-def _failure(source: TensorSource, reason: str) -> str:
-    return f"❌ Failed to process: {source.text}: {reason}"
-
-
-def _analyse_format(
-    source: TensorSource, prepared: Prepared, format: str, request: Request, folder: Path, transcript: Transcript
-) -> page.AnalysedTensor:
-    result = scaling_sweep(
-        prepared,
-        format,
-        granularity=request.granularity,
-        num_levels=request.num_levels,
-        max_scale_exp=request.max_scale_exp,
-        min_scale_exp=request.min_scale_exp,
-        scale_bits=request.scale_bits,
-        block_size=request.block_size if request.granularity == "block" else None,
-        name=source.name,
-    )
-    advice = recommend(result)
-    rules = compare_rules(prepared, format, block_size=request.block_size, scale_bits=request.scale_bits)
-    others = alternatives(result, advice.level, rules)
+def _write_format(
+    source: TensorSource, found: page.AnalysedTensor, format: str, folder: Path, transcript: Transcript
+) -> None:
+    result, advice, rules, others = found.result, found.recommendation, found.rules, found.alternatives
     levels = [page.level_line(level, len(result.levels)) for level in result.levels]
     transcript.add(*page.tensor_lines(result, source=source.text), *levels)
     for block in (
@@ -187,12 +266,10 @@ def _analyse_format(
     ):
         transcript.add("", *block)
     written = page.write_results(folder, result, advice, rules, others, source=source.text, identity=source.identity)
-    plots = pictures(result, advice) if request.plots else ()
-    if plots:
-        written += page.write_plots(folder, format, plots)
+    if found.plots:
+        written += page.write_plots(folder, format, (found.plots[0], found.plots[1]))
     log = folder / page.LOG.format(name=source.name, format=format)
     transcript.add(*(f"Wrote {path}" for path in (*written, log)))
-    return page.AnalysedTensor(source.text, str(folder), result, advice, rules, others, plots)
 
 
 def output_folders(sources: Sequence[TensorSource], root: Path, *, use_root: bool) -> list[Path]:
@@ -221,91 +298,3 @@ def _identity_in(file: Path) -> str:
         return str(json.loads(file.read_text()).get("identity"))
     except (OSError, ValueError, AttributeError):
         return ""
-
-
-# --------------------------------------------------------------------------------------------- worker processes
-
-
-def _outcomes(
-    sources: Sequence[TensorSource], request: Request, folders: Sequence[Path], jobs: int, show: Show
-) -> Generator[Outcome, None, None]:
-    """The outcome of every source in order, its lines shown."""
-    calls = [
-        (source, request, folder, ["", f"[{number}/{len(sources)}] Processing: {source.text}", "-" * 60])
-        for number, (source, folder) in enumerate(zip(sources, folders, strict=True), 1)
-    ]
-    if jobs == 1:
-        for call in calls:
-            yield analyse(*call, show=show)
-        return
-    with worker_processes(analyse, calls, jobs=min(jobs, len(sources)), folders=folders) as futures:
-        for call, future in zip(calls, futures, strict=True):
-            outcome = _outcome_of(future, *call)
-            for line in outcome.lines:
-                show(line)
-            yield outcome
-
-
-def _outcome_of(
-    future: "Future[Outcome]", source: TensorSource, request: Request, folder: Path, header: Sequence[str]
-) -> Outcome:
-    """The result of a worker. When one dies, each source that is left gets its own process."""
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        pass
-    try:
-        with worker_processes(analyse, [(source, request, folder, header)], jobs=1, folders=[folder]) as futures:
-            return futures[0].result()
-    except BrokenProcessPool:
-        reason = "its process was killed, perhaps for want of memory"
-        return Outcome(source, (*header, _failure(source, reason)), reason=reason)
-
-
-@contextmanager
-def worker_processes(
-    work: Callable[..., T], calls: Sequence[tuple[Any, ...]], *, jobs: int, folders: Sequence[Path]
-) -> Iterator[list["Future[T]"]]:
-    """The futures of `work(*call)` in `jobs` processes; an exception in the block, such as Ctrl-C, kills them at once.
-
-    Ctrl-C goes to all processes of a terminal. The workers ignore it, so that only this process decides. What killed
-    workers had begun to write to `folders` is deleted.
-    """
-    others = active_children()
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_limit_threads, initargs=(threads,))
-    workers = []
-    try:
-        with _no_interrupt():  # workers inherit the mask from their first moment on
-            futures = [pool.submit(work, *call) for call in calls]
-            workers = [one for one in active_children() if one not in others]
-        yield futures
-    except BaseException:
-        with _no_interrupt():  # a second Ctrl-C must not leave some of them behind
-            for worker in workers:
-                worker.kill()
-            pool.shutdown(cancel_futures=True)
-            for folder in set(folders):
-                for worker in workers:
-                    remove_unfinished(folder, worker.pid or 0)
-        raise
-    pool.shutdown()
-
-
-@contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """SIGINT waits until the end of the block; on systems without signal masks, it does not."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _limit_threads(threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(min(threads, torch.get_num_threads()))

@@ -8,6 +8,7 @@ from probe.commands.options import (
     Subparsers,
     add_calibration,
     add_data,
+    add_engine,
     add_include,
     add_model,
     add_modes_from,
@@ -15,6 +16,7 @@ from probe.commands.options import (
     add_reference,
     data_arguments,
     declare_modes,
+    make_engine,
     model_arguments,
 )
 from probe.commands.output import Progress, echo, print_rows, write_json
@@ -44,6 +46,7 @@ def add(commands: Subparsers) -> None:
     add_data(command, samples=8, seqlen=128, batch_size=4)
     add_calibration(command)
     command.add_argument("--device", default="cpu", help="cpu, cuda, mps, xpu or xla (default: cpu)")
+    add_engine(command)
     add_modes_from(command)
     save = "write the mode that keeps the advised layers float to FILE, for --modes-from and the gate"
     add_option(command, "--save-mode", metavar="FILE", help=save)
@@ -73,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     check_declarable(options.mode_name)
     if options.save_mode:
         with_declaration(Path(options.save_mode), options.mode_name)  # before minutes of runs
-    with Progress() as progress:
+    with make_engine(options) as engine, Progress() as progress:
         found = rank_model(
             options.model,
             reference=options.reference,
@@ -85,6 +88,7 @@ def _run(options: argparse.Namespace) -> int:
             device=options.device,
             advice=not options.no_advice,
             progress=progress.update,
+            engine=engine,
             **data_arguments(options),
             **model_arguments(options),
         )

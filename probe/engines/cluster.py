@@ -250,8 +250,8 @@ class RayEngine(Engine):
         room = max(int(node["Resources"].get("memory", 0)) for node in nodes)
         if room < job.memory:
             raise ValueError(
-                f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers {format_bytes(room)}. "
-                "Use larger nodes or a smaller model."
+                f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "
+                f"{format_bytes(room)}. Use larger nodes or a smaller model."
             )
         self._inspected.add(job.key)
 

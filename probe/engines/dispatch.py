@@ -248,8 +248,8 @@ def _failure(errors: Any, problem: Any) -> UnitFailedError:
     cause = getattr(problem, "cause", None) or problem
     if isinstance(cause, (errors.ObjectStoreFullError, errors.OutOfDiskError)):
         return UnitFailedError(
-            "the object store of the cluster is full, and its disk too. Give smaller shards, or a folder that all nodes "
-            "see for what they share."
+            "the object store of the cluster is full, and its disk too. Give smaller shards, or a folder that all "
+            "nodes see for what they share."
         )
     if not isinstance(cause, USUAL):
         raise problem

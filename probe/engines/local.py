@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +38,7 @@ from probe.words import require_positive
 
 Item = TypeVar("Item")
 
+
 class LocalEngine(Engine):
     """Units one after the other in this process; with several `jobs`, in as many worker processes.
 
@@ -46,7 +48,7 @@ class LocalEngine(Engine):
 
     def __init__(self, jobs: int = 1) -> None:
         require_positive("jobs", jobs)
-        self.workers = jobs
+        self.workers, self.is_here = jobs, jobs == 1
         self._numbers = count(1)
         self._folder: Path | None = None
         self._pool: ProcessPoolExecutor | None = None
@@ -63,7 +65,7 @@ class LocalEngine(Engine):
         keep_going: bool = False,
     ) -> Iterator[Result | UnitFailedError]:
         """The results of the units, in order; see `Engine.run`."""
-        if self.workers > 1:
+        if not self.is_here:
             yield from self._in_processes(job, units, take, progress, keep_going)
             return
         if state is None:
@@ -72,7 +74,7 @@ class LocalEngine(Engine):
             progress(index, len(units), unit.name)
             given = None if unit.needs is None else self.fetch(job, unit.needs)
             try:
-                yield job.run(state, unit.work, given, lambda item, i=index: take(i, item) if take else None)
+                yield job.run(state, unit.work, given, partial(take, index) if take else _forget)
             except USUAL as problem:
                 if not keep_going:
                     raise
@@ -84,7 +86,7 @@ class LocalEngine(Engine):
     ) -> list[Kept]:
         """Kept results; see `Engine.keep`."""
         numbers = [next(self._numbers) for _ in units]
-        if self.workers > 1:
+        if not self.is_here:
             files = [self._file(number) for number in numbers]
             marked = [Unit(unit.name, _Keeping(unit.work, file)) for unit, file in zip(units, files, strict=True)]
             for _ in self.run(job, marked, progress=progress):
@@ -151,7 +153,10 @@ class LocalEngine(Engine):
                             continue
                         tries[index] += 1
                         if tries[index] > RETRIES:
-                            found[index] = [], UnitFailedError(f"its process was killed {tries[index]} times, {PERHAPS}")
+                            found[index] = (
+                                [],
+                                UnitFailedError(f"its process was killed {tries[index]} times, {PERHAPS}"),
+                            )
                         else:
                             alone.append(index)
                 else:
@@ -180,8 +185,8 @@ class LocalEngine(Engine):
             context = get_context("spawn")
             self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_begin, initargs=start)
         with _no_interrupt():  # workers inherit the mask from their first moment on
-            kept = unit.needs
-            return self._pool.submit(_run, key, job, unit.work, kept and (kept.number, kept.place))
+            needs = None if unit.needs is None else (unit.needs.number, unit.needs.place)
+            return self._pool.submit(_run, key, job, unit.work, needs)
 
     def _kill(self) -> None:
         """End the worker processes at once; Ctrl-C goes to all processes of a terminal, and only this one decides."""
@@ -195,6 +200,10 @@ class LocalEngine(Engine):
             pool.shutdown(wait=True, cancel_futures=True)
         for worker in workers:
             worker.join()
+
+
+def _forget(item: Any) -> None:
+    """What units emit, where nobody takes it."""
 
 
 def _answer(future: "Future[Any]") -> tuple[list[Any], Any]:

@@ -129,6 +129,8 @@ class Engine(ABC):
 
     #: How many units run at a time.
     workers: int = 1
+    #: Whether units run in this process, and what they emit is taken at once.
+    is_here: bool = False
     #: Whether every worker sees the files of this machine.
     shares_disk: bool = True
 
@@ -167,9 +169,11 @@ class Engine(ABC):
 
     def finish(self, job: Job[State, Result]) -> None:
         """The results of a job are safe: forget what a second run would have continued."""
+        return
 
     def close(self) -> None:
         """Stop everything that runs."""
+        return
 
     def __enter__(self) -> Self:
         return self

@@ -8,16 +8,18 @@ refused after a kill, and replaces what an error left.
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 import torch
-from torch import Tensor, nn
 
 from probe.data.calls import Batch
+from probe.engines import Engine, Unit
+from probe.engines.local import LocalEngine
+from probe.engines.work import Progress as UnitProgress, results_of, silent
 from probe.files.atomic import write
 from probe.recordings import publishing, taps
 from probe.recordings.manifest import (
@@ -31,6 +33,7 @@ from probe.recordings.manifest import (
     writing,
 )
 from probe.recordings.reading import PARTIAL, Recording, check_files, read_manifest, read_recording
+from probe.recordings.record_job import RecipeFacts, RecordJob, RunningModel, parts_of
 from probe.recordings.request import (
     ModelToRun,
     RecordRequest,
@@ -43,15 +46,13 @@ from probe.recordings.request import (
     script_facts,
 )
 from probe.recordings.stream import TensorStream, finished, tokens_of, write_tokens
-from probe.running.calibration import Calibration, calibrate_on
+from probe.running.calibration import Calibration
 from probe.running.environment import differences, environment
 from probe.running.inputs import input_batches
-from probe.running.kept_float import float_layers
-from probe.running.measurement import NotAppliedError, check_twin, short_reference
+from probe.running.measurement import NotAppliedError
 from probe.running.modes import find_mode
-from probe.running.recipes import Recipe, apply
-from probe.running.reference import Reference
-from probe.running.weights import Weights, count_weights
+from probe.running.recipes import Recipe
+from probe.running.shared_models import SharedModel
 from probe.words import first_few
 
 #: The names in `.partial`, also those of files that a kill left unfinished.
@@ -187,11 +188,18 @@ class _Run:
     existing: Recording | None
     partial: PartialRecording
     progress: Progress
+    engine: Engine
+    units: UnitProgress
 
 
 @torch.no_grad()
 def record(
-    out: RecordRequest | Path | str = "layer_outputs", *, progress: Progress | None = None, **options: Any
+    out: RecordRequest | Path | str = "layer_outputs",
+    *,
+    progress: Progress | None = None,
+    engine: Engine | None = None,
+    units: UnitProgress = silent,
+    **options: Any,
 ) -> Recording:
     """Run a model under modes and store tensors of its layers in the folder `out`.
 
@@ -201,14 +209,15 @@ def record(
     The options are the fields of RecordRequest; beside a request, they replace its own.
 
     An interrupted recording stays in `<out>/.partial`, and the same call finishes it. If `out` holds a recording of the
-    same model, tokens and layers, the recipes are added to it.
+    same model, tokens and layers, the recipes are added to it. `engine` runs the model, None: this process, which alone
+    writes; `units` is told of the units of other processes.
     """
     request = replace(out, **options) if isinstance(out, RecordRequest) else RecordRequest(out, **options)
     with publishing.locked_folder(request.folder):
-        return _record(request, progress or _Silent())
+        return _record(request, progress or _Silent(), engine or LocalEngine(), units)
 
 
-def _record(request: RecordRequest, progress: Progress) -> Recording:
+def _record(request: RecordRequest, progress: Progress, engine: Engine, units: UnitProgress) -> Recording:
     folder, layout = request.folder, request.layout
     check_request(request)
     model = model_to_run(request)
@@ -240,7 +249,7 @@ def _record(request: RecordRequest, progress: Progress) -> Recording:
         elif not partial.manifest.files and not partial.manifest.recipes:
             partial.manifest = replace(partial.manifest, files=write_tokens(partial.folder, batches))
             partial.save()
-        run = _Run(request, model, tuple(batches), existing, partial, progress)
+        run = _Run(request, model, tuple(batches), existing, partial, progress, engine, units)
         _record_missing(run, [recipe for recipe in recipes if str(recipe) in partial.missing])
         source, facts = Recording(partial.folder, partial.manifest), script_facts(request, model, batches)
         return publishing.publish(folder, source, existing, facts, layout)
@@ -266,70 +275,109 @@ def _resume_facts(
 
 
 def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
-    request, loaded = run.request, run.model.loaded
-    calibration: Calibration | None = None
-    short: Reference | None = None
-    for index, recipe in enumerate(recipes):
-        if calibration is None and recipe.needs_calibration and not run.model.runs_as_is:
-            run.progress.line(f"[calibration] {request.calibration}")
-            calibration = calibrate_on(loaded, *request.calibrated, percentile=request.percentile)
-        used = calibration if recipe.needs_calibration else None
-        twin, mode, weights = loaded.model, find_mode(recipe.mode), None
-        if not run.model.runs_as_is:
-            twin = apply(loaded.model, recipe, used)
-            weights = count_weights(loaded.model, twin, recipe) if mode.is_quantized else None
-            if not mode.is_reference:
-                short = short or short_reference(loaded.model, run.batches, request.chosen_layers)
-                check_twin(loaded.model, twin, recipe, short)
-            twin = twin.to(request.device)
-        points = taps.points_returned(twin)
-        if points is None:
-            points = taps.tap_points(twin, request.chosen_layers, request.chosen_taps, model_name=loaded.name)
+    request, model, engine = run.request, run.model, run.engine
+    job, state = _job(run, recipes), RunningModel(model.loaded, model.runs_as_is)
+    if any(recipe.needs_calibration for recipe in recipes) and not model.runs_as_is:
+        run.progress.line(f"[calibration] {request.calibration}")
+        (found,) = engine.run(job, [Unit("calibration", request.calibrated)], state=state)
+        job = replace(job, calibration=cast(Calibration, found))
+    works = parts_of(recipes, len(run.batches), is_here=engine.is_here)
+    units = [Unit(f"{work[0]}, batches {work[1] + 1} to {work[2]}", work) for work in works]
+    with _Writer(run, recipes, job.calibration) as writer:
+
+        def take(index: int, item: Any) -> None:
+            writer.take(works[index][0], item)
+
+        parts = engine.run(job, units, state=state, take=take, progress=run.units)
+        for (recipe, _, end), stray in zip(works, results_of(parts), strict=True):
+            if stray:
+                raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
+            if end == len(run.batches):
+                writer.finish(recipe)
+
+
+def _job(run: _Run, recipes: Sequence[Recipe]) -> RecordJob:
+    request, loaded, engine = run.request, run.model.loaded, run.engine
+    if isinstance(request.model, str):
+        shared = SharedModel.of(
+            request.reference or request.weights,
+            loaded,
+            engine,
+            modes=[recipe.mode for recipe in recipes],
+            allow_download=request.allow_download,
+            trust_remote_code=request.trust_remote_code,
+        )
+    elif engine.is_here:
+        shared = SharedModel.here(loaded.name, loaded.fingerprint)
+    else:
+        raise ValueError("other processes load a model by its name, and this is one in memory. Give its name.")
+    return RecordJob(
+        model=shared,
+        batches=run.batches,
+        layers=request.chosen_layers,
+        taps=request.chosen_taps,
+        device=request.device,
+        compile=request.compile,
+        percentile=request.percentile,
+        is_here=engine.is_here,
+    )
+
+
+class _Writer:
+    """Writes what units emit: the file of one recipe at a time, which is added to the manifest once it is whole."""
+
+    def __init__(self, run: _Run, recipes: Sequence[Recipe], calibration: Calibration | None) -> None:
+        self._run, self._recipes, self._calibration = run, list(recipes), calibration
+        self._begun: tuple[Recipe, RecipeFacts, TensorStream] | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._open.__exit__(*problem)
+
+    def take(self, recipe: Recipe, item: Any) -> None:
+        """The facts of a recipe, of which those of its first batches count, or a tensor of a batch."""
+        if isinstance(item, RecipeFacts):
+            if self._begun is None:
+                self._begin(recipe, item)
+            return
+        assert self._begun is not None
+        name, tensor = item
+        self._begun[2].add(name, tensor)
+        if self._run.engine.is_here:
+            self._run.progress.step(str(recipe), name)
+
+    def _begin(self, recipe: Recipe, facts: RecipeFacts) -> None:
+        run, index, points = self._run, self._recipes.index(recipe), facts.points
         _check_addition(run, recipe, points)
-        if not index:
-            run.progress.begin(len(points.names) * len(run.batches) * len(recipes))
-        run.progress.line(f"[{index + 1}/{len(recipes)}] {recipe}")
-        modules = {label: points.sources[f"{label}.output"][0] for label in points.layers}
-        declared = float_layers(taps.unwrapped(loaded.model), mode, modules)
-        _record_recipe(run, recipe, twin, points, used, declared, weights)
+        if not index and run.engine.is_here:
+            run.progress.begin(len(points.names) * len(run.batches) * len(self._recipes))
+        run.progress.line(f"[{index + 1}/{len(self._recipes)}] {recipe}")
+        file, samples = run.partial.folder / f"{recipe}.safetensors", run.partial.manifest.tokens.samples
+        stream = self._open.enter_context(TensorStream(file, points.names, samples, label=str(recipe)))
+        self._begun = (recipe, facts, stream)
 
-
-def _record_recipe(
-    run: _Run,
-    recipe: Recipe,
-    twin: nn.Module,
-    points: taps.TapPoints,
-    calibration: Calibration | None,
-    declared: Collection[str],
-    weights: Weights | None,
-) -> None:
-    """Run one recipe over all batches, and add it to the manifest once its file is whole."""
-    request, partial, key = run.request, run.partial, str(recipe)
-    file = partial.folder / f"{key}.safetensors"
-    with TensorStream(file, points.names, partial.manifest.tokens.samples, label=key) as stream:
-
-        def consume(name: str, tensor: Tensor) -> None:
-            stream.add(name, tensor)
-            run.progress.step(key, name)
-
-        if request.compile and taps.points_returned(twin) is None:
-            twin = taps.record_outputs(twin, request.chosen_layers, taps=request.chosen_taps)
-        if request.compile and not taps.is_compiled(twin):
-            twin = cast(nn.Module, torch.compile(twin))
-        run_model = taps.run_hooked if taps.points_returned(twin) is None else taps.run_returning
-        stray = run_model(twin, recipe, points, run.batches, consume)
-        if stray:
-            raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
-        recorded, stored = finished(recipe, stream, points.layers)
+    def finish(self, recipe: Recipe) -> None:
+        """All batches of the recipe are written."""
+        run, calibration = self._run, self._calibration if recipe.needs_calibration else None
+        assert self._begun is not None
+        _, facts, stream = self._begun
+        recorded, stored = finished(recipe, stream, facts.points.layers)
         applied: Literal["by probe", "before"] = "before" if run.model.runs_as_is else "by probe"
-        used = None if calibration is None else request.recorded_calibration(calibration.data)
-        kept = tuple(label for label in recorded.layers if label in declared)
-        compiled = taps.is_compiled(twin)
         recorded = replace(
-            recorded, applied=applied, calibration=used, compiled=compiled, float_layers=kept, weights=weights
+            recorded,
+            applied=applied,
+            calibration=None if calibration is None else run.request.recorded_calibration(calibration.data),
+            compiled=facts.compiled,
+            float_layers=tuple(label for label in recorded.layers if label in facts.declared),
+            weights=facts.weights,
         )
         _check_changed(run, recipe, recorded)
-    partial.add(key, recorded, file.name, stored)
+        self._open.close()
+        self._begun = None
+        run.partial.add(str(recipe), recorded, stream.file.name, stored)
 
 
 def _check_addition(run: _Run, recipe: Recipe, points: taps.TapPoints) -> None:

@@ -1,4 +1,4 @@
-"""A model as the workers of an engine load it: by its name, once for all jobs, and checked to be the same everywhere."""
+"""A model as the workers of an engine load it: by its name, once for all jobs, and the same everywhere."""
 
 import os
 import tempfile
@@ -13,6 +13,7 @@ from probe.engines import Engine, Job
 from probe.engines.work import Result, State
 from probe.files.atomic import write
 from probe.models.loading import EMBEDDED, Loaded, load_model
+from probe.models.offload import Room
 from probe.running.declarations import DeclaredMode
 from probe.running.modes import MODES, Mode, declare_modes, find_mode
 from probe.settings import FUNCTION
@@ -35,10 +36,11 @@ class SharedModel:
     name: str
     shown: str  # its name in results
     fingerprint: str
-    bytes: int  # of its weights
+    weight_bytes: int
     allow_download: bool = False
     trust_remote_code: bool = False
     dtype: torch.dtype | None = torch.float32
+    room: Room | None = None
     files: Mapping[str, bytes] | None = None  # of a small model, for nodes that do not have them
     modes: tuple[Mode | tuple[str, DeclaredMode], ...] = ()
     sources: tuple[str, ...] = ()  # checkpoints that modes load
@@ -54,6 +56,7 @@ class SharedModel:
         allow_download: bool = False,
         trust_remote_code: bool = False,
         dtype: torch.dtype | None = torch.float32,
+        room: Room | None = None,
     ) -> Self:
         """What other workers of this engine need to load the model `name`, which is loaded here already."""
         rows = [find_mode(mode) for mode in dict.fromkeys(modes)]
@@ -66,19 +69,25 @@ class SharedModel:
             name=name,
             shown=loaded.name,
             fingerprint=loaded.fingerprint,
-            bytes=size,
+            weight_bytes=size,
             allow_download=allow_download,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
+            room=room,
             files=None if engine.shares_disk else _small_files(name),
             modes=(*dict.fromkeys(own), *declared),
             sources=sources,
         )
 
+    @classmethod
+    def here(cls, name: str, fingerprint: str) -> Self:
+        """A model that is in this process only, which no other one can load."""
+        return cls(name="", shown=name, fingerprint=fingerprint, weight_bytes=0)
+
     @property
     def memory(self) -> int:
         """The bytes that a worker needs."""
-        return WORKER_BYTES + COPIES * self.bytes
+        return WORKER_BYTES + COPIES * self.weight_bytes
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -109,8 +118,13 @@ class SharedModel:
         key = f"{self.name} {self.fingerprint} {self.dtype}"
         if _loaded is None or _loaded[0] != key:
             _loaded = None
-            allowed = {"allow_download": self.allow_download, "trust_remote_code": self.trust_remote_code}
-            found = load_model(self._found(), dtype=self.dtype, **allowed)
+            found = load_model(
+                self._found(),
+                dtype=self.dtype,
+                room=self.room,
+                allow_download=self.allow_download,
+                trust_remote_code=self.trust_remote_code,
+            )
             if found.fingerprint != self.fingerprint:
                 raise ValueError(
                     f"{self.name} on {os.uname().nodename} is another model than here: its fingerprint is "
@@ -129,7 +143,7 @@ class SharedModel:
         return str(folder / Path(self.name).name) if self.name.endswith(".gguf") else str(folder)
 
     def __str__(self) -> str:
-        return f"{self.shown}, {format_bytes(self.bytes)}"
+        return f"{self.shown}, {format_bytes(self.weight_bytes)}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,72 +1,53 @@
 """Ranking layers and sites: one at a time quantized, one at a time float, against one run of the float model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from probe.data.calls import Batch, shortened
+from probe.data.calls import Batch
 from probe.data.samples import TextSamples
+from probe.engines import Engine, Unit as EngineUnit
+from probe.engines.local import LocalEngine
+from probe.engines.work import Progress, results_of, silent
 from probe.formats import PERCENTILE
-from probe.models.forward import output_of
-from probe.models.layers import blocks_of, select
+from probe.models.layers import select
 from probe.models.loading import load_model, weight_fingerprint
 from probe.models.mamba_blocks import is_all_mamba
 from probe.models.offload import device_of
-from probe.models.outputs import OutputKind, output_kind, target_tokens
+from probe.models.outputs import target_tokens
 from probe.running.calibration import Calibration, calibrate_on, check_percentile
 from probe.running.declarations import DeclaredMode, short_patterns
 from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.inputs import calibrating, check_evaluated, check_samples, input_batches
 from probe.running.kept_float import float_names
-from probe.running.measurement import check_twin, short_reference
 from probe.running.modes import find_mode, given_modes
-from probe.running.outputs import OutputComparison
 from probe.running.recipes import Recipe, check_recipes
-from probe.running.weights import count_weights
+from probe.running.shared_models import SharedModel
 from probe.sensitivity.advice import advise
+from probe.sensitivity.job import (
+    KeepingRun,
+    Options,
+    SensitivityJob,
+    SideRuns,
+    Sites,
+    Tally,
+    Workbench,
+    make_workbench,
+)
 from probe.sensitivity.results import Advice, Effect, Figures, Sensitivity
-from probe.sensitivity.runs import CannotRestartError, Side, restart_plan
-from probe.sensitivity.units import Twins, Unit, check_quantizes, layer_units, make_twins, site_units
+from probe.sensitivity.units import check_quantizes
 from probe.words import require_positive
 
-Sites = Literal["across", "within"]
-#: Called with the work done, the work there is (in layers run), and what is being run.
-Progress = Callable[[int, int, str], Any]
-
-#: Tokens of a sequence on which it is tried whether runs may start in the middle.
-TRIED_TOKENS = 16
+#: Units of work for each worker, where there are several: enough that none waits long for the last.
+PARTS = 4
 
 _KINDS = {None: "layers", "across": "sites", "within": "layer sites"}
 _NO_ADVICE = Advice(keep=(), loss_all=None, loss_kept=None, reached=False, text="Advice is off.")
-
-
-class _Tally:
-    """The figures of one run, gathered batch by batch."""
-
-    def __init__(self, kind: OutputKind) -> None:
-        self.output = OutputComparison(kind)
-
-    def update(self, found: Tensor, expected: Tensor, batch: Batch) -> None:
-        found, expected = (one.cpu().float() for one in (found, expected))
-        self.output.update_kind(found, expected, batch)
-        scored = (self.output.predictions(one, batch)[0] for one in (found, expected))  # those with a next token
-        self.output.values.update(*scored)
-
-    def figures(self) -> Figures:
-        found = self.output.metrics()
-        whole, values = found.classes, found.values
-        return Figures(
-            kl=whole.kl if whole else None,
-            mse=values.mse,
-            top1_agreement=whole.top1_agreement if whole else None,
-            change_in_bits=whole.change_in_bits if whole else None,
-            finite=values.finite and (whole is None or whole.finite),
-            identical=values.identical,
-        )
 
 
 @torch.no_grad()
@@ -82,7 +63,9 @@ def rank_layers(
     restart: bool = True,
     together: int | None = None,
     threads: int | None = None,
-    progress: Progress = lambda done, total, what: None,
+    progress: Progress = silent,
+    engine: Engine | None = None,
+    shared: SharedModel | None = None,
 ) -> Sensitivity:
     """Quantize one layer at a time, and all but one; rank them by the KL and the mse of the output.
 
@@ -96,21 +79,29 @@ def rank_layers(
                False runs the whole model every time: the definition, and what a model that cannot be restarted gets
     together   runs in one forward; None chooses. The figures do not depend on it beyond the order of sums
     threads    forwards at a time, on the CPU; None: as many as torch has threads, which are divided among them
+    engine     where the runs are made; None: in this process. Other processes load the model as `shared` says
 
     Batches are worked on one at a time: of one the outputs of all layers are kept, of the others the output.
     """
     _check(batches, sites)
     require_positive("together", together)
     require_positive("threads", threads)
-    twins = make_twins(model, recipe, calibration, sites=sites is not None)
-    weights = count_weights(model, twins.quantized, recipe)
-    units = site_units(twins, recipe, layers, across=sites == "across") if sites else layer_units(twins, layers)
-    check_twin(model, twins.quantized, recipe, short_reference(model, batches, layers))
-    batches = [batch.to(device_of(model)) for batch in batches]
-    alone, without, notes = _sides(twins, shortened(batches[0], samples=2, tokens=TRIED_TOKENS) if restart else None)
-    alone, without = (replace(side, together=together, threads=threads) for side in (alone, without))
-    kind = output_kind(model, batches[0])
-    runs = _Runs(alone, without, units, batches, kind, progress)
+    options = Options(tuple(layers), sites, restart, together, threads)
+    bench = make_workbench(model, recipe, batches, calibration, options)
+    engine = engine or LocalEngine()
+    if shared is None and not engine.is_here:
+        raise ValueError("other processes load a model by its name, and this is one in memory. Use rank_model.")
+    fingerprint = weight_fingerprint(model)
+    shared = shared or SharedModel.here(type(model).__name__, fingerprint)
+    job = SensitivityJob(
+        model=shared,
+        recipe=recipe,
+        batches=tuple(batches),
+        calibration=calibration,
+        options=options,
+        device=str(device_of(model)),
+    )
+    runs = _Runs(job, bench, engine, progress)
     runs.measure()
     effects = runs.effects()
     if all(effect.alone.identical for effect in effects) and not runs.everything.figures().identical:
@@ -121,23 +112,25 @@ def rank_layers(
         )
     classes = runs.everything.output.classes
     found = Sensitivity(
-        model=weight_fingerprint(model),
+        model=fingerprint,
         recipe=str(recipe),
         kind=_KINDS[sites],
         tokens=sum(tokens.numel() for batch in batches if (tokens := target_tokens(batch)) is not None),
         samples=sum(map(len, batches)),
         reference_bits_per_token=classes.metrics().reference_bits_per_token if classes else None,
-        measure="kl" if kind.has_classes else "mse",
+        measure="kl" if bench.kind.has_classes else "mse",
         everything=runs.everything.figures(),
         effects=effects,
         advice=_NO_ADVICE,
-        weights=weights,
-        notes=(*notes, *_idle(effects)),
+        weights=bench.weights,
+        notes=(*bench.notes, *_idle(effects)),
     )
     if not advice:
+        engine.finish(job)
         return found
     advised = advise(found, runs.loss_keeping)
-    paths = [path for unit in units if unit.name in advised.keep for path in unit.paths]
+    engine.finish(job)
+    paths = [path for unit in bench.units if unit.name in advised.keep for path in unit.paths]
     can_declare = bool(paths) and not find_mode(recipe.mode).source  # what a checkpoint keeps float its tool decides
     return replace(found, advice=replace(advised, declared=_declared(model, recipe, paths) if can_declare else None))
 
@@ -157,22 +150,6 @@ def _check(batches: Sequence[Batch], sites: str | None) -> None:
         raise ValueError(f"sites is {sites!r}. Give 'across', 'within', or None for whole layers.")
 
 
-def _sides(twins: Twins, sample: Batch | None) -> tuple[Side, Side, list[str]]:
-    """Both sides, and a note if they cannot be restarted; without a sample to try it on they are not."""
-    layers = tuple(blocks_of(twins.plain))
-    alone = Side("alone", twins.plain, twins.floating, twins.quantized, layers)
-    without = Side("without", twins.quantized, twins.quantized, twins.floating, layers)
-    if sample is None:
-        return alone, without, []
-    try:
-        plan = restart_plan(alone.shell, sample, layers)
-        # built-in modes change what is inside the layers, not how they are called
-        other = restart_plan(without.shell, sample, layers) if twins.is_foreign else plan
-    except CannotRestartError as problem:
-        return alone, without, [f"every run is a whole run, which takes longer: {problem}."]
-    return replace(alone, plan=plan), replace(without, plan=other), []
-
-
 def _idle(effects: Sequence[Effect]) -> list[str]:
     """A note of the units that do nothing: a mode that was not applied there looks like a layer that costs nothing."""
     idle = [effect.name for effect in effects if effect.alone.identical]
@@ -183,37 +160,41 @@ def _idle(effects: Sequence[Effect]) -> list[str]:
 class _Runs:
     """All runs of one analysis, and their figures."""
 
-    def __init__(
-        self,
-        alone: Side,
-        without: Side,
-        units: Sequence[Unit],
-        batches: Sequence[Batch],
-        kind: OutputKind,
-        progress: Progress,
-    ) -> None:
-        self.alone, self.without, self.units, self.batches, self.progress = alone, without, units, batches, progress
-        self.tallies = {side.name: {unit.name: _Tally(kind) for unit in units} for side in (alone, without)}
-        self.everything, self.kind = _Tally(kind), kind
-        self.expected: list[Tensor] = []
+    def __init__(self, job: SensitivityJob, bench: Workbench, engine: Engine, progress: Progress) -> None:
+        self.job, self.bench, self.engine, self.progress = job, bench, engine, progress
+        self.tallies: dict[str, dict[str | None, Tally]] = {side: {} for side in bench.sides}
         self.done = 0
-        self.total = len(batches) * (alone.work(units) + without.work(units))
+        self.total = len(bench.batches) * sum(side.work(bench.units) for side in bench.sides.values())
 
     def measure(self) -> None:
         """Run one unit at a time, on both sides."""
-        for batch in self.batches:
-            for side, model in ((self.alone, "the float model"), (self.without, "the quantized model")):
-                self._report(model)
-                shared = side.run(batch, self.units)
-                self.done += len(side.layers)
-                if side is self.alone:
-                    self.expected.append(shared.output)
-                else:
-                    self.everything.update(shared.output, self.expected[-1], batch)
-                for unit, output, layers in side.outputs(shared, self.units):
-                    self.tallies[side.name][unit.name].update(output, self.expected[-1], batch)
-                    self.done += layers
-                    self._report(f"{unit.name} {side.name}")
+        runs = self._side_runs()
+        units = [EngineUnit(f"batch {one.batch}, {one.side}, {one.first} of {one.step}", one) for one in runs]
+        for run, found in zip(runs, self._run(units), strict=True):
+            there = self.tallies[run.side]
+            for unit, tally in found.items():
+                there[unit] = there[unit].merge(tally) if unit in there else tally
+
+    @property
+    def everything(self) -> Tally:
+        """The figures of the whole model quantized."""
+        return self.tallies["without"][None]
+
+    def _side_runs(self) -> list[SideRuns]:
+        """Batch by batch; in so many parts that every worker has some, where there are several."""
+        bench, engine = self.bench, self.engine
+        pairs = [(batch, name) for batch in range(len(bench.batches)) for name in bench.sides]
+        parts = 1 if engine.is_here else -(-PARTS * engine.workers // len(pairs))
+        found = []
+        for batch, name in pairs:
+            count = min(parts, len(bench.sides[name].groups(bench.batches[batch], bench.units)))
+            found += [SideRuns(batch, name, first, count) for first in range(count)]
+        return found
+
+    def _run(self, units: Sequence[EngineUnit]) -> Iterator[Any]:
+        engine = self.engine
+        take, progress = (self._take, silent) if engine.is_here else (None, self.progress)
+        return results_of(engine.run(self.job, units, state=self.bench, take=take, progress=progress))
 
     def effects(self) -> tuple[Effect, ...]:
         """The figures of every unit, in the order of the model."""
@@ -221,21 +202,19 @@ class _Runs:
         def figures(name: str) -> dict[str, Figures]:
             return {side: tallies[name].figures() for side, tallies in self.tallies.items()}
 
-        return tuple(Effect(name=unit.name, layer=unit.layer, **figures(unit.name)) for unit in self.units)
+        return tuple(Effect(name=unit.name, layer=unit.layer, **figures(unit.name)) for unit in self.bench.units)
 
     def loss_keeping(self, names: Sequence[str]) -> float | None:
         """The loss of the quantized model in which the units of these names are float: a whole run."""
-        self._report(f"checking: {len(names)} kept")
-        tally = _Tally(self.kind)
-        paths = [path for unit in self.units if unit.name in names for path in unit.paths]
-        model = self.without.whole(paths)
-        for batch, expected in zip(self.batches, self.expected, strict=True):
-            tally.update(output_of(model, batch), expected, batch)
-        figures = tally.figures()
-        return figures.kl if self.kind.has_classes else figures.mse
+        works = [KeepingRun(batch, tuple(names)) for batch in range(len(self.bench.batches))]
+        units = [EngineUnit(f"batch {one.batch}, keeping {' '.join(one.names)}", one) for one in works]
+        tallies: Iterator[Tally] = self._run(units)
+        figures = reduce(Tally.merge, tallies).figures()
+        return figures.kl if self.bench.kind.has_classes else figures.mse
 
-    def _report(self, what: str) -> None:
-        self.progress(self.done, self.total, what)
+    def _take(self, index: int, item: tuple[int, str]) -> None:
+        self.done += item[0]
+        self.progress(self.done, self.total, item[1])
 
 
 def _recipe(mode: str, format: str | None, include: Sequence[str]) -> Recipe:
@@ -258,7 +237,8 @@ def rank_model(
     advice: bool = True,
     allow_download: bool = False,
     trust_remote_code: bool = False,
-    progress: Progress = lambda done, total, what: None,
+    progress: Progress = silent,
+    engine: Engine | None = None,
 ) -> Sensitivity:
     """`rank_layers` of a model by name. `mode` None is 2-1 for a Mamba and linear_wa for all others.
 
@@ -290,6 +270,9 @@ def rank_model(
         progress(0, 0, f"calibration on {scaling.about}")
         calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
     loaded.model.to(device)
+    engine = engine or LocalEngine()
+    allowed: dict[str, Any] = {"allow_download": allow_download, "trust_remote_code": trust_remote_code}
+    shared = SharedModel.of(reference or model, loaded, engine, modes=[recipe.mode], **allowed)
     options: dict[str, Any] = {"layers": layers, "sites": sites, "advice": advice, "progress": progress}
-    found = rank_layers(loaded.model, recipe, inputs.batches, calibration, **options)
+    found = rank_layers(loaded.model, recipe, inputs.batches, calibration, engine=engine, shared=shared, **options)
     return replace(found, notes=(*loaded.notes, *inputs.notes, *found.notes))

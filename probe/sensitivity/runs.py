@@ -226,13 +226,16 @@ class Side:
         """How many layers all these runs go through, with the whole run that they share."""
         return len(self.layers) + sum(len(self.layers) - self._start(unit) for unit in units)
 
-    def outputs(self, shared: WholeRun, units: Sequence[Unit]) -> Iterator[tuple[Unit, Tensor, int]]:
-        """(unit, its output, the layers that its run went through) of every unit, in the order of their starts."""
+    def groups(self, batch: Batch, units: Sequence[Unit]) -> list[list[Unit]]:
+        """The units whose runs share a forward, in the order of their starts."""
         inside = [unit for unit in sorted(units, key=self._start) if self._paths_by_layer(unit)]
         is_stackable = self.plan is not None and self.plan.stackable
-        size = (self.together or max(1, TOKENS_TOGETHER // shared.batch.numel())) if is_stackable else 1
+        size = (self.together or max(1, TOKENS_TOGETHER // batch.numel())) if is_stackable else 1
         groups = [[unit] for unit in units if not self._paths_by_layer(unit)]
-        groups += [inside[first : first + size] for first in range(0, len(inside), size)]
+        return groups + [inside[first : first + size] for first in range(0, len(inside), size)]
+
+    def outputs(self, shared: WholeRun, groups: Sequence[Sequence[Unit]]) -> Iterator[tuple[Unit, Tensor, int]]:
+        """(unit, its output, the layers that its run went through) of every unit of these groups, in their order."""
         threads = (self.threads or torch.get_num_threads()) if shared.batch.device.type == "cpu" else 1
         for group, found in at_once(partial(self._forward, shared), groups, threads):
             for unit, output in zip(group, found, strict=True):

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from probe.activations.export import tables
+from probe.activations.job import forward
 from probe.activations.plan import Plan
-from probe.activations.run import Analysis, analyze, forward, names_of, prepare, run
+from probe.activations.run import Analysis, analyze, names_of, prepare, run
 from probe.activations.settings import EnabledSettings, read_configuration
 from probe.data.samples import TokenBatch as Batch, batches_of
 from tests.activations.toys import CHANNEL, OUTLIER, make
