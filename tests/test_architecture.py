@@ -14,7 +14,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 LAYERS = (
     ("version", "formats", "words"),
     ("files", "numerics", "settings"),
-    ("metrics",),
+    ("metrics", "engines"),
     ("data",),
     ("models",),  # a loaded model has a tokenizer, which is data
     ("running",),

@@ -20,7 +20,7 @@ from probe.data.samples import TextSamples, TokenBatch, batches_of, samples_of
 from probe.data.sources import Documents, documents_of
 from probe.engines import Engine, Unit
 from probe.engines.local import LocalEngine
-from probe.engines.work import Progress as UnitProgress, results_of, silent
+from probe.engines.work import Progress as UnitProgress, silent
 from probe.models.factories import check_function
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba_blocks import is_mamba
@@ -187,7 +187,7 @@ def run(
         take=lambda index, line: progress(line),
         progress=units,
     )
-    for part in results_of(parts):
+    for part in parts:
         collected.merge(part)
     engine.finish(job)
     notes += _gaps(collected, prepared)

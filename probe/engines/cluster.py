@@ -8,6 +8,7 @@ files. A Ray cluster trusts its clients: whoever can reach it can run code on it
 import os
 import shutil
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -42,6 +43,8 @@ from probe.words import first_few, format_bytes, require_positive
 
 #: Seconds to wait for an answer of the cluster's address, and for its nodes to be inspected.
 REACHABLE, INSPECTED = 5.0, 120.0
+#: The address of a cluster of this machine alone. Ray takes 127.0.0.1 for that of the machine in its network.
+LOOPBACK = "127.0.0.2"
 #: The part of the cluster's object store that kept results may take; larger ones go to the shared folder, if any.
 STORE_SHARE = 0.25
 
@@ -72,15 +75,23 @@ class RayEngine(Engine):
 
     cpus      what a worker is given of a node; None: all of them, so that a node has one worker
     shared    a folder that all nodes see, for kept results that would fill the object store
+    part      of several engines that divide the cluster among them: the number of this one, and how many there are
     """
 
     shares_disk = False
 
-    def __init__(self, address: str | None = None, *, cpus: int | None = None, shared: Path | None = None) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        cpus: int | None = None,
+        shared: Path | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         require_positive("the CPUs of a worker", cpus)
         self.ray = load_ray()
         self.pool: list[Worker] = []
-        self._cpus = cpus
+        self._cpus, self._part = cpus, part
         self._shared = None if shared is None else _shared_folder(shared)
         self._numbers = count(1)
         self._jobs: dict[str, Any] = {}  # by key: the job in the object store
@@ -90,13 +101,13 @@ class RayEngine(Engine):
         self._is_own = not self.ray.is_initialized()
         if self._is_own:
             _connect(self.ray, address)
-        self.workers = sum(map(self._slots, self.nodes()))
+        self.workers = self._own_slots().total()
         if not self.workers:
             have = first_few([f"{_host(node)} {_cpus(node)}" for node in self.nodes()])
             self.close()
             raise ValueError(
-                f"no node of the cluster has {cpus or 1} CPUs for a worker; their CPUs are: {have or 'none'}. Ask for "
-                "fewer, or add a node."
+                f"the cluster has no room for {part[1]} workers of {cpus or 1} CPUs; the CPUs of its nodes are: "
+                f"{have or 'none'}. Ask for fewer, or add a node."
             )
 
     @property
@@ -114,7 +125,7 @@ class RayEngine(Engine):
         take: Take | None = None,
         progress: Progress = silent,
         keep_going: bool = False,
-    ) -> Iterator[Result | UnitFailedError]:
+    ) -> Iterator[Any]:
         """The results of the units, in order; see `Engine.run`. `state` is of this process, so it is of no use here."""
         self.inspect(job)
         journal = Journal(job.key) if job.is_journaled else None
@@ -202,12 +213,12 @@ class RayEngine(Engine):
 
     def fill(self, job: Job[Any, Any], most: int, avoided: set[str]) -> None:
         """Start a worker in every free slot of the nodes, but for those to be avoided and no more than `most`."""
-        taken = Counter(worker.node for worker in self.pool)
+        taken, own = Counter(worker.node for worker in self.pool), self._own_slots()
         for node in self.nodes():
             name, cpus = node["NodeID"], self._cpus or _cpus(node)
             if name in avoided or node["Resources"].get("memory", 0) < job.memory:
                 continue
-            for _ in range(self._slots(node) - taken[name]):
+            for _ in range(own[name] - taken[name]):
                 if len(self.pool) >= most:
                     return
                 wanted = {"num_cpus": cpus, "num_gpus": job.gpus, **({"memory": job.memory} if job.memory else {})}
@@ -259,6 +270,11 @@ class RayEngine(Engine):
         """How many workers a node has room for."""
         return _cpus(node) // self._cpus if self._cpus else min(1, _cpus(node))
 
+    def _own_slots(self) -> Counter[str]:
+        """By node: how many of its workers belong to this part."""
+        every = [node["NodeID"] for node in self.nodes() for _ in range(self._slots(node))]
+        return Counter(sorted(every)[self._part[0] :: self._part[1]])
+
     def _on(self, remote: Any, node: str, **resources: Any) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -294,7 +310,8 @@ def _connect(ray: ModuleType, address: str | None) -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is None:  # of this machine alone, and not to be reached from another
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+        own = {"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {}
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **own, **quiet)
         return
     if address != "auto":
         _check_reachable(address)

@@ -63,7 +63,7 @@ class LocalEngine(Engine):
         take: Take | None = None,
         progress: Progress = silent,
         keep_going: bool = False,
-    ) -> Iterator[Result | UnitFailedError]:
+    ) -> Iterator[Any]:
         """The results of the units, in order; see `Engine.run`."""
         if not self.is_here:
             yield from self._in_processes(job, units, take, progress, keep_going)

@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -113,7 +113,7 @@ class Job(ABC, Generic[State, Result]):
         """The inverse of `pack`, of a buffer or of the path of a file."""
         raise NotImplementedError(f"{type(self).__name__} keeps no results")
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A digest of the facts and of what runs here."""
         every = {**self.facts, **installed(), "job": type(self).__name__}
@@ -144,7 +144,7 @@ class Engine(ABC):
         take: Take | None = None,
         progress: Progress = silent,
         keep_going: bool = False,
-    ) -> Iterator[Result | UnitFailedError]:
+    ) -> Iterator[Any]:
         """The results of the units. No more of them are held at a time than a few for each worker.
 
         state        what `job.open` would return, where this process has it already
@@ -180,13 +180,6 @@ class Engine(ABC):
 
     def __exit__(self, *problem: object) -> None:
         self.close()
-
-
-def results_of(found: Iterator[Result | UnitFailedError]) -> Iterator[Result]:
-    """The results of a run without `keep_going`, of which none is an error."""
-    for one in found:
-        assert not isinstance(one, UnitFailedError)
-        yield one
 
 
 class Workshop:

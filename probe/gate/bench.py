@@ -4,7 +4,7 @@ One process of a run computes a reference or a calibration; the others read it f
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -15,11 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from probe.data.calls import input_fingerprint, split_rows
+from probe.engines import Engine, Unit
 from probe.files.atomic import locked
 from probe.gate.baselines.format import BaselineError
 from probe.gate.configuration import Settings
 from probe.gate.matrix import Matrix
 from probe.gate.measured_layers import Observation
+from probe.gate.observation_job import ObservationJob, ObservedRecipe
 from probe.gate.observations import observe, uncovered_path
 from probe.gate.recorded_observations import observe_recording
 from probe.models.loading import configuration_of
@@ -33,7 +35,8 @@ from probe.running.modes import find_mode
 from probe.running.noise import Anchors, Variation, anchored, under
 from probe.running.recipes import Recipe
 from probe.running.reference import UNFED, Reference, run_reference
-from probe.running.reference_files import load_reference, save_reference
+from probe.running.reference_files import load_reference, pack_reference, save_reference
+from probe.running.shared_models import SharedModel
 
 T = TypeVar("T")
 
@@ -44,11 +47,23 @@ NO_ROOM = (OSError, SafetensorError)
 class Bench(Matrix):
     """The matrix of a model, with the runs that were made so far.
 
-    The processes of a run share `folder`; None for a single process.
+    The processes of a run share `folder`; None for a single process. With an `engine`, recipes are observed there.
     """
 
-    def __init__(self, settings: Settings, *, root: Path | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        root: Path | None = None,
+        folder: Path | None = None,
+        engine: Engine | None = None,
+    ) -> None:
         super().__init__(settings, root=root)
+        self._engine = engine
+        self._job: ObservationJob | None = None
+        self._ahead: Iterator[tuple[str, dict[str, Observation]]] = iter(())
+        self._observed: dict[str, dict[str, Observation]] = {}
+        self.expected: list[tuple[Recipe, str]] = []  # recipes and devices that the run will ask for, in its order
         self.anchors: Anchors | None = None
         self._folder = folder
         self.moved = ""  # where the float run was found to differ from the golden reference
@@ -142,6 +157,7 @@ class Bench(Matrix):
         self.anchors = None
         for runs in (self._references, self._calibrations, self._rows):
             runs.clear()
+        self._job = None
 
     def observe(self, recipe: Recipe, device: str, variation: Variation | None = None) -> dict[str, Observation]:
         """Both measurements of every layer of a recipe, on a device or from a recording."""
@@ -157,12 +173,65 @@ class Bench(Matrix):
                 declared=float_layers(self.loaded.model, find_mode(recipe.mode), reference.modules),
                 bytes_per_token=self.bytes_per_token,
             )
-        calibration = self.calibration(variation) if recipe.needs_calibration else None
-        with self._under(variation):
-            size, model = self.bytes_per_token, self.loaded.model
-            paths = self._paths(recipe)
-            seen = observe(model, recipe, reference, calibration, device=device, bytes_per_token=size, paths=paths)
+        if self._engine is not None:
+            seen = self._observe_elsewhere(self._engine, self._unit(recipe, device, variation))
+        else:
+            calibration = self.calibration(variation) if recipe.needs_calibration else None
+            with self._under(variation):
+                size, model = self.bytes_per_token, self.loaded.model
+                paths = self._paths(recipe)
+                seen = observe(model, recipe, reference, calibration, device=device, bytes_per_token=size, paths=paths)
         return seen | {path: uncovered_path(path, self.path_support[path]) for path in self.paths if path not in seen}
+
+    def observe_each(self, recipe: Recipe, device: str, changes: Sequence[Variation]) -> list[dict[str, Observation]]:
+        """`observe` under every one of these changes; on an engine, at the same time."""
+        if self._engine is not None and not is_recorded(device):
+            works = [self._unit(recipe, device, variation) for variation in changes]
+            self._observed |= dict(self._observations(self._engine, works))
+        return [self.observe(recipe, device, variation) for variation in changes]
+
+    def _unit(self, recipe: Recipe, device: str, variation: Variation | None) -> ObservedRecipe:
+        return ObservedRecipe(recipe, device, variation, tuple(self._paths(recipe)), self.bytes_per_token)
+
+    def _observe_elsewhere(self, engine: Engine, work: ObservedRecipe) -> dict[str, Observation]:
+        """The observation of a unit; all that the run will ask for are made in this order, ahead of the tests."""
+        if self.expected:
+            expected, self.expected = self.expected, []
+            works = [self._unit(recipe, device, work.variation) for recipe, device in expected]
+            self._ahead = self._observations(engine, works)
+        while work.name not in self._observed:
+            found = next(self._ahead, None)
+            if found is None:
+                self._ahead = self._observations(engine, [work])
+            else:
+                self._observed[found[0]] = found[1]
+        return self._observed.pop(work.name)
+
+    def _observations(
+        self, engine: Engine, works: Sequence[ObservedRecipe]
+    ) -> Iterator[tuple[str, dict[str, Observation]]]:
+        wanted = {work.variation for work in works}
+        if self._job is None or not wanted <= set(self._job.references):
+            self._job = self._make_job(engine, wanted | set(self._job.references if self._job else ()))
+        results = engine.run(self._job, [Unit(work.name, work) for work in works])
+        for work, result in zip(works, results, strict=True):
+            yield work.name, result
+
+    def _make_job(self, engine: Engine, variations: Collection[Variation | None]) -> ObservationJob:
+        ours = self.settings
+        calibrated = any(recipe.needs_calibration for recipe in self.recipes)
+        return ObservationJob(
+            model=SharedModel.of(
+                ours.reference or ours.model,
+                self.loaded,
+                engine,
+                modes=[recipe.mode for recipe in self.recipes],
+                allow_download=ours.allow_download,
+                trust_remote_code=ours.trust_remote_code,
+            ),
+            references={variation: pack_reference(self.reference(variation)) for variation in variations},
+            calibrations={variation: self.calibration(variation) for variation in variations if calibrated},
+        )
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:
         return nullcontext() if variation is None else under(variation, self.loaded.model)

@@ -3,12 +3,13 @@
 The pytest plugin calls this; nothing here knows of pytest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from probe.diagnosis.causes import corner_cause, diagnose, in_a_line
 from probe.diagnosis.moved_reference import why_moved
+from probe.engines import Engine
 from probe.gate.baselines.format import BaselineError, Entry
 from probe.gate.bench import Bench
 from probe.gate.cases import Case, Outcome
@@ -28,7 +29,7 @@ from probe.gate.verdicts import (
     keeps_entry,
     renewed,
 )
-from probe.running.environment import differences, is_recorded
+from probe.running.environment import differences, is_present, is_recorded
 from probe.running.noise import BASE, variations
 from probe.running.recipes import Recipe
 from probe.running.traces import LayerTrace
@@ -59,10 +60,22 @@ class GoldenFigures:
 
 
 class Gate:
-    """The judge of one run of the tests, in one process. `folder`: where processes of the run share references."""
+    """The judge of one run of the tests, in one process.
 
-    def __init__(self, root: Path, *, folder: Path | None = None, update: bool = False, reason: str = "") -> None:
+    `folder`: where processes of the run share references. `engine`: where recipes are observed; None: in this process.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        folder: Path | None = None,
+        update: bool = False,
+        reason: str = "",
+        engine: Engine | None = None,
+    ) -> None:
         self.root = root
+        self.engine = engine
         self.update = update
         self.reason = reason
         self._folder = folder
@@ -73,8 +86,18 @@ class Gate:
     def bench(self, settings: Settings) -> Bench:
         """The bench of these settings; nothing is loaded, measured or read from disk yet."""
         if settings.key not in self.benches:
-            self.benches[settings.key] = Bench(settings, root=self.root, folder=self._folder)
+            self.benches[settings.key] = Bench(settings, root=self.root, folder=self._folder, engine=self.engine)
         return self.benches[settings.key]
+
+    def expect(self, settings: Settings, cases: Sequence[Case]) -> None:
+        """The cases that will be judged, in this order, so that an engine can observe them ahead of the tests."""
+        bench = self.bench(settings)
+        wanted = dict.fromkeys(
+            (bench.recipe(case.mode, case.format or None), case.device)
+            for case in cases
+            if not is_recorded(case.device) and is_present(case.device)
+        )
+        bench.expected = list(wanted)
 
     def forget(self) -> None:
         """Judge every recipe anew from here on; what was read and run for all of them is kept."""
@@ -262,7 +285,7 @@ class Gate:
             self._refused.add(bench.settings.model)
         if bench.settings.model in self._refused:
             return Judged(outcomes, {}, refusals)
-        others = [bench.observe(recipe, device, variation) for variation in changes] if new else []
+        others = bench.observe_each(recipe, device, changes) if new else []
         entries = {
             layer: renewed(one, base[layer], [other[layer] for other in others], old[layer], reason=self.reason)
             for layer, one in judged.items()

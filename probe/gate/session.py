@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -22,6 +22,7 @@ from probe.settings import ConfigurationError
 from probe.words import BESIDE, near_or_first
 
 if TYPE_CHECKING:
+    from probe.engines import Engine
     from probe.gate.baselines.format import Entry
     from probe.gate.baselines.store import Store
     from probe.gate.engine import Gate, Judged
@@ -61,8 +62,17 @@ class CaseRequest:
 class Session:
     """The state of one process."""
 
-    def __init__(self, root: Path, settings: Settings, options: Options, *, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        settings: Settings,
+        options: Options,
+        *,
+        folder: Path | None = None,
+        engine: Engine | None = None,
+    ) -> None:
         self.root = root
+        self.engine = engine  # where recipes are observed; None: in this process
         self.options = options
         self.settings = settings
         self.models: dict[str, ModelCases] = {}
@@ -90,8 +100,18 @@ class Session:
             from probe.gate.engine import Gate
 
             options = self.options
-            self._gate = Gate(self.root, folder=self._folder, update=options.update, reason=options.reason)
+            self._gate = Gate(
+                self.root, folder=self._folder, update=options.update, reason=options.reason, engine=self.engine
+            )
         return self._gate
+
+    def expect(self, requests: Iterable[CaseRequest]) -> None:
+        """The cases of the tests that will run, in their order; with an engine they are observed ahead of them."""
+        by_settings: dict[str, list[CaseRequest]] = {}
+        for one in requests:
+            by_settings.setdefault(one.settings.key, []).append(one)
+        for some in by_settings.values():
+            self.gate.expect(some[0].settings, [one.case for one in some])
 
     def request(self, marked: Mapping[str, Any], *, where: str, test: str) -> list[CaseRequest]:
         """The cases of a test: those of the configured matrix, or of its marker, narrowed by the options."""

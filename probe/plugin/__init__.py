@@ -24,6 +24,7 @@ import pytest
 
 from probe.gate.accounting import Stage
 from probe.gate.configuration import AXES, has_settings, read_settings
+from probe.plugin.engine import add_options, open_engine, tell_worker
 from probe.plugin.selection import FIXTURES, LEFT_OUT, CaseFollower, plain_nodeid, request_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--update-baselines", action="store_true", help="measure and store; with -k only what it selects")
     group.addoption("--update-baselines-in-ci", action="store_true", help="allow --update-baselines though CI is set")
     group.addoption("--allow-worse", metavar="REASON", help="store figures that got worse, with the reason beside them")
+    add_options(group)
     group.addoption("--probe-output", metavar="DIR", help="for summary.json and summary.md (default: beside --html)")
 
 
@@ -76,11 +78,12 @@ def pytest_configure(config: pytest.Config) -> None:
             update=config.getoption("--update-baselines"),
             reason=_reason(config),
         )
+        worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+        engine = open_engine(config, worker)
     except ValueError as problem:
         raise pytest.UsageError(f"probe: {problem}") from None
-    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
     folder = Path(worker["probe_folder"]) if worker and "probe_folder" in worker else None
-    config.stash[SESSION] = Session(config.rootpath, settings, options, folder=folder)
+    config.stash[SESSION] = Session(config.rootpath, settings, options, folder=folder, engine=engine)
     # without names, which `-p no:` could block
     config.pluginmanager.register(CaseFollower(config, config.stash[SESSION]))
     if worker is None:
@@ -144,10 +147,14 @@ def pytest_configure_node(node: Any) -> None:
     if FOLDER not in stash:
         stash[FOLDER] = Path(tempfile.mkdtemp(prefix="probe-"))
     node.workerinput["probe_folder"] = str(stash[FOLDER])
+    tell_worker(node, stash[SESSION].engine)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Delete the shared folder."""
+    """Close the engine, and delete the shared folder."""
+    engine = config.stash[SESSION].engine if SESSION in config.stash else None
+    if engine is not None:
+        engine.close()
     if FOLDER in config.stash:
         shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
 
@@ -187,6 +194,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if empty:
         config.hook.pytest_deselected(items=empty)
         items[:] = [item for item in items if item not in empty]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """With an engine, the cases that will run are observed ahead of their tests; xdist decides late which those are."""
+    ours = session.config.stash[SESSION]
+    if ours.engine is not None and not os.environ.get("PYTEST_XDIST_WORKER"):
+        requests = [one for item in session.items if (one := request_of(item)) not in (None, LEFT_OUT)]
+        try:
+            ours.expect(one for one in requests if one.has_recipe)
+        except ValueError as problem:
+            raise pytest.UsageError(f"probe: {problem}") from None
 
 
 def _share_cores() -> None:

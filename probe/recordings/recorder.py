@@ -19,7 +19,7 @@ import torch
 from probe.data.calls import Batch
 from probe.engines import Engine, Unit
 from probe.engines.local import LocalEngine
-from probe.engines.work import Progress as UnitProgress, results_of, silent
+from probe.engines.work import Progress as UnitProgress, silent
 from probe.files.atomic import write
 from probe.recordings import publishing, taps
 from probe.recordings.manifest import (
@@ -289,7 +289,7 @@ def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
             writer.take(works[index][0], item)
 
         parts = engine.run(job, units, state=state, take=take, progress=run.units)
-        for (recipe, _, end), stray in zip(works, results_of(parts), strict=True):
+        for (recipe, _, end), stray in zip(works, parts, strict=True):
             if stray:
                 raise NotAppliedError(f"{recipe} was not applied: {next(iter(stray.values()))}.")
             if end == len(run.batches):

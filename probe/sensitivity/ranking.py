@@ -13,7 +13,7 @@ from probe.data.calls import Batch
 from probe.data.samples import TextSamples
 from probe.engines import Engine, Unit as EngineUnit
 from probe.engines.local import LocalEngine
-from probe.engines.work import Progress, results_of, silent
+from probe.engines.work import Progress, silent
 from probe.formats import PERCENTILE
 from probe.models.layers import select
 from probe.models.loading import load_model, weight_fingerprint
@@ -194,7 +194,7 @@ class _Runs:
     def _run(self, units: Sequence[EngineUnit]) -> Iterator[Any]:
         engine = self.engine
         take, progress = (self._take, silent) if engine.is_here else (None, self.progress)
-        return results_of(engine.run(self.job, units, state=self.bench, take=take, progress=progress))
+        return engine.run(self.job, units, state=self.bench, take=take, progress=progress)
 
     def effects(self) -> tuple[Effect, ...]:
         """The figures of every unit, in the order of the model."""

@@ -1,0 +1,75 @@
+"""A job for the tests of engines: units that compute, fail, die, wait or are large, as they are told."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from probe.engines import Job
+from probe.engines.work import Emit
+
+
+class Sums(Job[list[int], Any]):
+    """Units are (what, value): see `run`. `state` counts the units that a worker ran."""
+
+    def __init__(self, name: str = "sums", *, journaled: bool = False, paths: tuple[str, ...] = (), memory: int = 0):
+        self.name, self._journaled, self._paths, self._memory = name, journaled, paths, memory
+
+    def open(self) -> list[int]:
+        return []
+
+    def run(self, state: list[int], work: tuple[str, Any], given: Any, emit: Emit) -> Any:
+        what, value = work
+        state.append(1)
+        emit(("began", value))
+        if what == "wait":
+            time.sleep(value)
+        elif what == "fail":
+            raise ValueError(f"there is no {value}")
+        elif what == "bug":
+            raise KeyError(value)
+        elif what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "die once":  # value is a file that the first one makes
+            if not Path(value).exists():
+                Path(value).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "mark":  # value is a file: one more byte for every run
+            with Path(value).open("ab") as file:
+                file.write(b".")
+        elif what == "zeros":
+            return np.zeros(value, np.uint8)
+        elif what == "where":
+            import ray
+
+            return ray.get_runtime_context().get_node_id()
+        elif what == "length":
+            return len(given)
+        elif what == "plus":
+            return int(given.sum()) + value
+        return value
+
+    def pack(self, value: Any) -> bytes:
+        return np.asarray(value, np.uint8).tobytes()
+
+    def unpack(self, data: Any) -> Any:
+        return np.frombuffer(data.read_bytes() if isinstance(data, Path) else data, np.uint8)
+
+    @property
+    def is_journaled(self) -> bool:
+        return self._journaled
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return self._paths
+
+    @property
+    def memory(self) -> int:
+        return self._memory
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"name": self.name}

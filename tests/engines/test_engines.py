@@ -1,0 +1,135 @@
+"""What every engine promises: order, what is emitted, what is kept, errors by name, retries."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from probe.engines import Engine, Unit, UnitFailedError
+from probe.engines.local import LocalEngine
+from tests.engines.jobs import Sums
+
+ENGINES = ("here", "processes", "ray")
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "ray":
+        yield request.getfixturevalue("on_ray")
+    else:
+        with LocalEngine(1 if request.param == "here" else 2) as made:
+            yield made
+
+
+@pytest.fixture(params=ENGINES[1:])
+def other(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Engines whose workers can die."""
+    if request.param == "ray":
+        yield request.getfixturevalue("on_ray")
+    else:
+        with LocalEngine(2) as made:
+            yield made
+
+
+def units(*works: tuple[str, Any]) -> list[Unit]:
+    return [Unit(f"unit {index}", work) for index, work in enumerate(works)]
+
+
+def test_results_are_in_the_order_of_the_units_whichever_is_finished_first(engine: Engine) -> None:
+    works = [("wait", 0.3), *(("plain", value) for value in range(1, 20))]
+    assert list(engine.run(Sums(), units(*works))) == [0.3, *range(1, 20)]
+
+
+def test_what_units_emit_is_taken_in_order_before_their_results(engine: Engine) -> None:
+    seen: list[Any] = []
+    for result in engine.run(
+        Sums(), units(*(("plain", value) for value in range(5))), take=lambda i, x: seen.append((i, x))
+    ):
+        seen.append(result)
+    assert seen == [one for value in range(5) for one in ((value, ("began", value)), value)]
+
+
+def test_a_kept_result_reaches_the_units_that_need_it(engine: Engine) -> None:
+    job = Sums()
+    kept = engine.keep(job, [Unit(f"kept {n}", ("plain", [n, n])) for n in (1, 2, 3)])
+    works = [Unit(f"{n} plus {one.number}", ("plus", n), one) for n in (10, 20) for one in kept]
+    assert list(engine.run(job, works)) == [12, 14, 16, 22, 24, 26]
+    assert [int(engine.fetch(job, one)[0]) for one in kept] == [1, 2, 3]
+    (single,) = engine.keep(job, [Unit("single", ("plain", [7]))])
+    assert int(engine.fetch(job, single)[0]) == 7
+
+
+def test_the_state_of_a_job_is_opened_once_and_that_of_this_process_used(engine: Engine) -> None:
+    state: list[int] = []
+    list(engine.run(Sums(), units(("plain", 1), ("plain", 2)), state=state))
+    assert len(state) == (2 if engine.is_here else 0)
+
+
+def test_a_unit_that_raises_ends_the_run_with_its_message(engine: Engine) -> None:
+    found = engine.run(Sums(), units(("plain", 1), ("fail", "tensor"), ("plain", 3)))
+    assert next(found) == 1
+    with pytest.raises(ValueError, match="there is no tensor") as problem:
+        next(found)
+    if not engine.is_here:
+        assert str(problem.value) == "unit 1: there is no tensor"
+
+
+def test_with_keep_going_a_failure_is_a_result_and_the_others_go_on(engine: Engine) -> None:
+    found = list(engine.run(Sums(), units(("fail", "tensor"), ("plain", 2)), keep_going=True))
+    assert isinstance(found[0], UnitFailedError)
+    assert "there is no tensor" in str(found[0])
+    assert found[1] == 2
+
+
+def test_a_bug_is_not_told_as_a_mistake_of_the_user(engine: Engine) -> None:
+    with pytest.raises(KeyError):
+        list(engine.run(Sums(), units(("bug", "x"))))
+
+
+def test_a_unit_whose_worker_died_is_tried_again(other: Engine, tmp_path: Path) -> None:
+    works = [("die once", str(tmp_path / "died")), ("plain", 1), ("plain", 2)]
+    told: list[str] = []
+    found = list(other.run(Sums(), units(*works), progress=lambda done, total, text: told.append(text)))
+    assert found == [str(tmp_path / "died"), 1, 2]
+    assert any("tried again" in text for text in told)
+
+
+def test_a_unit_that_always_kills_its_worker_is_named_after_three_tries(other: Engine) -> None:
+    with pytest.raises(UnitFailedError, match=r"^unit 1: its (process was killed|worker died) 3 times.*want of memory"):
+        list(other.run(Sums(), units(("plain", 1), ("die", 0), ("plain", 3), ("plain", 4))))
+    assert list(other.run(Sums(), units(("plain", 5)))) == [5]  # the engine is as good as new
+
+
+def test_one_that_kills_its_worker_fails_itself_only_with_keep_going(other: Engine) -> None:
+    works = [("plain", 0), ("die", 0), *(("plain", value) for value in range(2, 9))]
+    found = list(other.run(Sums(), units(*works), keep_going=True))
+    assert isinstance(found.pop(1), UnitFailedError)
+    assert found == [0, *range(2, 9)]
+
+
+def test_units_do_not_run_far_ahead_of_the_reader(other: Engine, tmp_path: Path) -> None:
+    """Memory stays flat: results wait for nobody by the hundred."""
+    file = tmp_path / "marks"
+    found = other.run(Sums(), units(*(("mark", str(file)) for _ in range(200))))
+    next(found)
+    ran = len(file.read_bytes())
+    assert ran <= 4 * other.workers + 2
+    assert len(list(found)) == 199
+    assert len(file.read_bytes()) == 200
+
+
+def test_an_interrupt_stops_what_runs(other: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "marks"
+    works = [("plain", 0), *(("wait", 0.2), ("mark", str(file))) * 40]
+    with pytest.raises(KeyboardInterrupt):
+        for _ in other.run(Sums(), units(*works)):
+            raise KeyboardInterrupt
+    other.close()
+    assert len(file.read_bytes() if file.exists() else b"") < 40
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_no_workers_are_refused(jobs: int) -> None:
+    with pytest.raises(ValueError, match=f"jobs is {jobs}; expected 1 or more"):
+        LocalEngine(jobs)
