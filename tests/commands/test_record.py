@@ -108,7 +108,7 @@ def test_every_option_reaches_the_library(monkeypatch: pytest.MonkeyPatch) -> No
     flags = ("compile", "overwrite", "restart", "allow-download", "trust-remote-code")
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     assert main(["record", *words, *(f"--{flag}" for flag in flags)]) == 2
-    given.pop("progress")
+    assert {type(given.pop(name)).__name__ for name in ("progress", "engine", "units")} >= {"Progress", "LocalEngine"}
     lists = ("modes", "formats", "include", "layers", "taps")
     expected: dict[str, Any] = {name.replace("-", "_"): value for name, value in options.items()}
     expected |= {name: [options[name]] for name in lists} | dict.fromkeys((f.replace("-", "_") for f in flags), True)
@@ -122,8 +122,8 @@ def test_it_says_what_it_does_and_where_it_is(tmp_path: Path, capsys: pytest.Cap
     assert code == 0
     assert out.startswith(f"{tmp_path}/r: fp32, mode_2_1-int8; layer_0, layer_3; 2 x 16 tokens, 0.")
     assert err.splitlines() == [
-        "[1/2] fp32",
         "[calibration] 2 x 16 of calibration, percentile 0.9995",
+        "[1/2] fp32",
         "[2/2] mode_2_1-int8",
     ]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import probe
 from probe.models.loading import Loaded
-from probe.recordings import read_recording, recorder as recorder_module
+from probe.recordings import read_recording, record_job
 from probe.running.calibration import Calibration
 from probe.running.measurement import NotAppliedError
 from probe.running.recipes import Recipe, apply
@@ -120,7 +120,7 @@ def test_a_model_that_runs_as_it_is_is_compared_with_the_recorded_reference(tmp_
 def test_a_built_in_mode_that_was_not_applied_is_found_out_without_a_reference(
     tmp_path: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "apply", lambda model, recipe, calibration=None: apply(model, Recipe("fp32")))
+    monkeypatch.setattr(record_job, "apply", lambda model, recipe, calibration=None: apply(model, Recipe("fp32")))
     with pytest.raises(NotAppliedError, match=r"mode_2_1-int8 was not applied to layer_0, layer_3: "):
         probe.record(tmp_path / "r", model=loaded, modes=["2-1"], **SMALL)
     assert list(tmp_path.iterdir()) == []
@@ -135,7 +135,7 @@ def test_a_weight_that_is_not_on_its_grid_is_found_out_without_a_reference(
             twin.get_parameter("backbone.layers.0.mixer.in_proj.weight").mul_(torch.rand(1, 128) + 0.5)
         return twin
 
-    monkeypatch.setattr(recorder_module, "apply", partly)
+    monkeypatch.setattr(record_job, "apply", partly)
     with pytest.raises(NotAppliedError, match=r"mode_2_1-int8 was not applied: .* is not on a grid of int8"):
         probe.record(tmp_path / "r", model=loaded, modes=["2-1"], **SMALL)
     assert list(tmp_path.iterdir()) == []

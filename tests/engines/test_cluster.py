@@ -1,0 +1,198 @@
+"""A Ray cluster that is not there, not fit, or dies: each is one message, or costs only time."""
+
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from probe.engines import Unit, UnitFailedError, cluster, dispatch
+from probe.engines.cluster import RayEngine
+from probe.engines.journal import KEPT_FOR, Journal
+from probe.files.paths import user_cache
+from tests.engines.jobs import Sums
+from tests.engines.test_engines import units
+
+NewCluster = Callable[..., Any]
+
+
+def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'quant-probe[cluster]'")):
+        RayEngine()
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:1", "nobody answers at 127.0.0.1:1: .*refused.* Look for the address with: ray status"),
+        ("ray://127.0.0.1:1", "nobody answers at ray://127.0.0.1:1"),
+        ("somewhere", r"the address of the cluster is 'somewhere'. Expected auto, HOST:PORT, or ray://HOST:PORT"),
+        ("auto", "there is no Ray cluster to be used at 'auto'"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_one_message(
+    address: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "REACHABLE", 0.5)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(**options: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ValueError, match=said):
+        RayEngine(address)
+
+
+def test_an_address_where_nobody_ever_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "REACHABLE", 0.3)
+    with socket.socket() as deaf:  # bound, but not listening
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        with pytest.raises(ValueError, match=f"nobody answers at 127.0.0.1:{port}"):
+            RayEngine(f"127.0.0.1:{port}")
+
+
+def test_another_version_on_a_node_is_refused_before_any_work(
+    on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = {**cluster.installed(), "torch": "9.9"}
+    monkeypatch.setattr(cluster, "installed", lambda: here)
+    with pytest.raises(ValueError, match=r"node .* runs other versions: torch 2\.\d+\.\d+, here 9.9. Numbers of two"):
+        list(on_ray.run(Sums("other version"), units(("mark", str(tmp_path / "ran")))))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_another_source_of_the_same_version_is_another_version() -> None:
+    from probe.engines import work
+
+    assert re.fullmatch(r"[\d.]+ \([0-9a-f]{12}\)", work.installed()["probe"])
+
+
+def test_a_file_that_a_node_does_not_have_is_named_before_any_work(on_ray: RayEngine, tmp_path: Path) -> None:
+    missing, ran = tmp_path / "model", tmp_path / "ran"
+    with pytest.raises(ValueError, match=rf"node .* has no {missing}. Put it on a disk that all nodes share"):
+        list(on_ray.run(Sums("paths", paths=(str(missing),)), units(("mark", str(ran)))))
+    assert not ran.exists()
+
+
+def test_a_job_that_no_node_has_memory_for_is_refused(on_ray: RayEngine) -> None:
+    with pytest.raises(ValueError, match=r"a worker needs 100 TB of memory, and the largest node offers .* GB"):
+        list(on_ray.run(Sums("large", memory=10**14), units(("plain", 1))))
+
+
+def test_more_cpus_than_a_node_has_are_refused(on_ray: RayEngine) -> None:
+    with pytest.raises(ValueError, match=r"no room for 1 workers of 64 CPUs; the CPUs of its nodes are: .* 1, "):
+        RayEngine(cpus=64)
+    with pytest.raises(ValueError, match="no room for 3 workers"):
+        RayEngine(part=(2, 3))
+
+
+def test_a_shared_folder_that_is_not_there_is_refused(on_ray: RayEngine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the shared folder .* does not exist"):
+        RayEngine(shared=tmp_path / "nowhere")
+
+
+def test_two_engines_divide_the_nodes_among_them(on_ray: RayEngine) -> None:
+    with RayEngine(part=(0, 2)) as one, RayEngine(part=(1, 2)) as other:
+        on_ray.stop()
+        first = next(iter(one.run(Sums("one"), units(("where", 0)))))
+        second = next(iter(other.run(Sums("other"), units(("where", 0)))))
+    assert first != second
+    assert one.workers == other.workers == 1
+
+
+def test_large_kept_results_go_to_the_shared_folder_and_are_deleted(on_ray: RayEngine, tmp_path: Path) -> None:
+    on_ray.stop()
+    with RayEngine(shared=tmp_path) as engine:
+        job = Sums("shared")
+        small, large = engine.keep(job, [Unit("small", ("zeros", 10)), Unit("large", ("zeros", 40 * 2**20))])
+        assert engine.stored(small).file is None
+        file = engine.stored(large).file
+        assert file is not None
+        assert file.stat().st_size == 40 * 2**20
+        assert list(engine.run(job, [Unit("length", ("length", 0), large)])) == [40 * 2**20]
+    assert not list(tmp_path.glob("probe-*"))
+
+
+def test_a_second_run_continues_after_a_failure_and_forgets_when_it_is_done(on_ray: RayEngine, tmp_path: Path) -> None:
+    job, files = Sums("journal", journaled=True), [tmp_path / f"{n}" for n in range(6)]
+    works = [("mark", str(file)) for file in files]
+    with pytest.raises(UnitFailedError, match="unit 5: there is no end"):
+        list(on_ray.run(job, units(*works[:5], ("fail", "end"))))
+    assert list(on_ray.run(job, units(*works))) == [str(file) for file in files]
+    assert [len(file.read_bytes()) for file in files] == [1] * 6
+    on_ray.finish(job)
+    assert not list((user_cache() / "runs").iterdir())
+    list(on_ray.run(job, units(*works[:1])))
+    assert len(files[0].read_bytes()) == 2
+
+
+def test_other_facts_are_another_journal_and_old_ones_are_deleted(caches: Path) -> None:
+    first = Journal("a")
+    first.add("unit", [1, 2])
+    assert "unit" in Journal("a")
+    assert Journal("a").read("unit") == [1, 2]
+    assert "unit" not in Journal("b")
+    assert Sums("x").key != Sums("y").key
+    import os
+
+    old = time.time() - KEPT_FOR - 10
+    os.utime(first.folder, (old, old))
+    Journal("b")
+    assert not first.folder.exists()
+
+
+def test_a_journal_that_others_can_write_to_is_not_read(caches: Path) -> None:
+    folder = Journal("a").folder
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="belongs to somebody else, or others can write to it"):
+        Journal("a")
+
+
+def test_a_node_that_dies_in_the_middle_costs_only_time(new_cluster: NewCluster, tmp_path: Path) -> None:
+    """Three nodes; the one that holds what was kept is killed while units run that need it."""
+    made = new_cluster(3)
+    with RayEngine() as engine:
+        job = Sums("dies")
+        (kept,) = engine.keep(job, [Unit("kept", ("zeros", 2**20))])
+        holder = ray.experimental.get_object_locations([engine.stored(kept).reference])
+        (node_id,) = holder[engine.stored(kept).reference]["node_ids"]
+        node = next(one for one in made.worker_nodes if one.unique_id == node_id)
+        works = [Unit(f"length {n}", ("length", n), kept) for n in range(12)]
+        waits = [Unit(f"wait {n}", ("wait", 0.4)) for n in range(6)]
+        killer = threading.Timer(1.0, made.remove_node, (node,), {"allow_graceful": False})
+        killer.start()
+        found = list(engine.run(job, [*waits, *works]))
+        killer.join()
+        assert found == [0.4] * 6 + [2**20] * 12
+        assert len(engine.fetch(job, kept)) == 2**20
+        assert len(engine.nodes()) == 3  # with the head
+
+
+def test_when_all_nodes_are_gone_the_run_gives_up_and_says_so(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "ABANDONED", 2.0)
+    made = new_cluster(1)
+    with RayEngine() as engine:
+        found = engine.run(Sums("gone"), units(("plain", 0), ("wait", 30)))
+        assert next(found) == 0
+        threading.Timer(0.5, made.remove_node, (made.worker_nodes.copy().pop(),), {"allow_graceful": False}).start()
+        with pytest.raises(UnitFailedError, match=r"unit 1.*all workers died|unit 1: its worker died"):
+            next(found)
+
+
+def test_a_full_object_store_is_one_message(new_cluster: NewCluster) -> None:
+    new_cluster(1, store=80 * 2**20, _system_config={"automatic_object_spilling_enabled": False})
+    with RayEngine() as engine, pytest.raises(UnitFailedError, match="the object store of the cluster is full"):
+        engine.keep(Sums("full"), [Unit(f"kept {n}", ("zeros", 50 * 2**20)) for n in range(3)])
