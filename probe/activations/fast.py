@@ -5,13 +5,12 @@ Everything but the sums equals the readable twin to the bit; sums differ by the 
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from probe.activations.reference import BLOCK, DEPTHS, SIDE, SIGNED_SIZES, SIZES, empty
+from probe.numerics.machine_code import kernel, summing_kernel
 from probe.numerics.moments import Moments
-from probe.numerics.native import ANY_ORDER
 
 #: The indices into the array of sums and into that of counts.
 MEAN, SECOND, THIRD, FOURTH, MINIMUM, MAXIMUM, SMALLEST = range(7)
@@ -76,7 +75,7 @@ class Gathering:
         }
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _measure(rows: Floats, row_amax: Floats, sums: _Doubles, counts: _Whole, top: Floats, tables: _Tables) -> None:
     channels = rows.shape[1]
     clean, packed = np.empty(channels, np.float32), np.empty(channels, np.float32)
@@ -99,7 +98,7 @@ def _measure(rows: Floats, row_amax: Floats, sums: _Doubles, counts: _Whole, top
         counts[ZERO_BLOCKS] += _count_blocks(row.view(np.int32), tables, depth)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _largest(bits: _Bits) -> int:
     """The bits of the largest |x|; those of Inf and NaN are the largest of all."""
     largest = np.int32(0)
@@ -109,7 +108,7 @@ def _largest(bits: _Bits) -> int:
     return int(largest)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _without_nonfinite(row: Floats, clean: Floats, packed: Floats) -> int:
     """Write the row with zeros for NaN and Inf, and its finite values side by side; returns how many these are."""
     kept = 0
@@ -122,7 +121,7 @@ def _without_nonfinite(row: Floats, clean: Floats, packed: Floats) -> int:
     return kept
 
 
-@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
+@summing_kernel
 def _extremes(values: Floats, sums: _Doubles, counts: _Whole) -> float:
     low = high = values[0]
     small = abs(values[0])
@@ -142,7 +141,7 @@ def _extremes(values: Floats, sums: _Doubles, counts: _Whole) -> float:
     return max(abs(float(low)), abs(float(high)))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _insert_all(top: Floats, values: Floats) -> None:
     """Insert |x| of the values into `top`, the three largest so far, largest first."""
     for value in values:
@@ -155,7 +154,7 @@ def _insert_all(top: Floats, values: Floats) -> None:
             top[2] = size
 
 
-@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
+@summing_kernel
 def _moments(values: Floats, about: float, found: _Doubles) -> None:
     """Mean and centred sums, from sums about a value near the mean.
 
@@ -178,7 +177,7 @@ def _moments(values: Floats, about: float, found: _Doubles) -> None:
     found[3] = max(fourth - 4 * step * third + 6 * step * step * second - 3 * n * step**4, 0.0)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _join(sums: _Doubles, found: _Doubles, before: int, size: int) -> None:
     """`Moments.merge`, in place."""
     if not before:
@@ -195,7 +194,7 @@ def _join(sums: _Doubles, found: _Doubles, before: int, size: int) -> None:
     sums[MEAN] += d * b
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count_blocks(bits: _Bits, tables: _Tables, depth: _Bits) -> int:
     """Count a row block by block; returns how many blocks are all zero.
 
@@ -234,7 +233,7 @@ def _count_blocks(bits: _Bits, tables: _Tables, depth: _Bits) -> int:
     return zero_blocks
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count_channels(columns: Floats, counts: _Bits, low: Floats, high: Floats) -> None:
     """As `count_channels` of the readable twin."""
     for channel in range(columns.shape[0]):

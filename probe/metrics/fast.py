@@ -14,7 +14,6 @@ merge as `Tally.then` merges stretches.
 from functools import reduce
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,8 +21,9 @@ from torch import Tensor
 
 from probe.metrics import reference as readable
 from probe.metrics.tally import BUCKETS, SIDES, Magnitudes, Spread, Tally
+from probe.numerics.machine_code import kernel, summing_kernel
 from probe.numerics.moments import Moments
-from probe.numerics.native import ANY_ORDER, in_threads
+from probe.numerics.native import in_threads
 
 #: Elements of other dtypes than float32 and float64 that are converted at a time.
 STRETCH = 2**18
@@ -136,7 +136,7 @@ def _from_key(key: int, dtype: np.dtype[np.floating]) -> float:
     return float(np.array(bits, f"i{dtype.itemsize}").view(dtype))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _measure(pair: _Pair, infinity: int, totals: _Totals) -> None:
     """Add a pair to totals that are those of nothing; `infinity` has the bits of Inf."""
     output, reference, bits_output, bits_reference = pair
@@ -175,7 +175,7 @@ def _measure(pair: _Pair, infinity: int, totals: _Totals) -> None:
         counts[COUNT] += x.size
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _scan(bits_o: _Bits, bits_r: _Bits, top: int, ends: _Whole) -> tuple[int, int]:
     """Find the extreme keys of both sides; returns how many elements differ in bits and how many outputs are zero."""
     whole = bits_o.dtype.type  # of one width throughout, so that all of it fits the lanes
@@ -194,7 +194,7 @@ def _scan(bits_o: _Bits, bits_r: _Bits, top: int, ends: _Whole) -> tuple[int, in
     return int(moved), int(zeros)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _leave_out_nonfinite(pair: _Pair, room: _Pair, counts: _Whole, start: int, quiet: int) -> int:
     """Count NaN and Inf and copy the pairs that are finite into `room`; returns how many these are.
 
@@ -218,7 +218,7 @@ def _leave_out_nonfinite(pair: _Pair, room: _Pair, counts: _Whole, start: int, q
     return kept
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _sum_block(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     """The differences and all sums. Squares that may be nothing but rounding are summed again, around a value."""
     _add_up(x, y, d, block)
@@ -230,7 +230,7 @@ def _sum_block(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
         block[MEAN_D], block[SQUARES_D] = _around_the_first(d[: x.size])
 
 
-@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
+@summing_kernel
 def _add_up(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     sum_o = sum_r = sum_d = size_d = size_r = 0.0
     for i in range(x.size):
@@ -246,7 +246,7 @@ def _add_up(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     block[SUM_D], block[SUM_R] = size_d, size_r
 
 
-@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
+@summing_kernel
 def _centre(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     mean_o, mean_r, mean_d = block[MEAN_O], block[MEAN_R], block[MEAN_D]
     squares_o = squares_r = squares_d = product = 0.0
@@ -259,7 +259,7 @@ def _centre(x: _Floats, y: _Floats, d: _Doubles, block: _Doubles) -> None:
     block[SQUARES_O], block[SQUARES_R], block[SQUARES_D], block[PRODUCT] = squares_o, squares_r, squares_d, product
 
 
-@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
+@summing_kernel
 def _around_the_first(values: _Floats) -> tuple[float, float]:
     """Mean and squares around it, of values that are nearly equal; of equal ones, the value and zero."""
     first = np.float64(values[0])
@@ -273,7 +273,7 @@ def _around_the_first(values: _Floats) -> tuple[float, float]:
     return first + step, squares
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _largest(bits: _Whole) -> int:
     found = 0
     for i in range(bits.size):
@@ -281,7 +281,7 @@ def _largest(bits: _Whole) -> int:
     return found
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _zero_alone(bits_o: _Bits, bits_r: _Bits, top: int) -> int:
     """How many outputs are 0 where the reference is not."""
     size = bits_o.dtype.type(top)
@@ -291,7 +291,7 @@ def _zero_alone(bits_o: _Bits, bits_r: _Bits, top: int) -> int:
     return alone
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count_largest(bits: _Bits, top: int, keys: _Whole, ends: _Whole, counts: _Whole) -> None:
     """Count the outputs with the largest magnitude so far; most blocks do not reach it."""
     here = max(ends[HIGH_O], ~ends[LOW_O])
@@ -304,7 +304,7 @@ def _count_largest(bits: _Bits, top: int, keys: _Whole, ends: _Whole, counts: _W
         counts[AT_LARGEST] += (bits[i] & top) == here
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count_sizes(bits: _Whole, buckets: _Whole) -> None:
     """Count every difference in its bucket, which is in the upper half of its bits; zeros are not counted."""
     halves = bits.view(np.uint32)
@@ -316,7 +316,7 @@ def _count_sizes(bits: _Whole, buckets: _Whole) -> None:
             buckets[0] -= (bits[i] << 1) == 0
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _join(sums: _Doubles, block: _Doubles, before: int, size: int) -> None:
     """`Moments.merge` and `Tally.then`, in place."""
     share = size / (before + size)

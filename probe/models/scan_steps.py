@@ -6,13 +6,14 @@ is the inner one and becomes vector instructions.
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
 from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
+
+from probe.numerics.machine_code import kernel
 
 _Floats = npt.NDArray[np.float32]
 
@@ -29,7 +30,7 @@ def _multiply_add(_: Any, a: Any, b: Any, c: Any) -> tuple[Signature, Any]:
 _fused: Any = intrinsic(_multiply_add)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def advance(decays: _Floats, drive: _Floats, into: _Floats, out: _Floats, y: _Floats, h: _Floats, lanes: int) -> None:
     """Advance the state `h`; `y` [time, channel] becomes the sum of C h over the states in this order.
 
@@ -55,7 +56,7 @@ def advance(decays: _Floats, drive: _Floats, into: _Floats, out: _Floats, y: _Fl
                 y[t, channel] += sums[channel]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def advance_fused(decays: _Floats, drive: _Floats, into: _Floats, trail: _Floats, h: _Floats) -> None:
     """Advance the states `h` of a batch, by time first; `trail` [time, batch, state, channel] has all of them."""
     steps, batch, states, channels = decays.shape

@@ -4,14 +4,15 @@ A float32 is put into its bucket of float64 without being widened: its exponent,
 biases, and the first bits of its mantissa are those of the float64. Its subnormals have another exponent as float64.
 """
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from probe.numerics.machine_code import kernel
 
 _Whole = npt.NDArray[np.int64]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count_narrow(bits: npt.NDArray[np.int32], mantissa_bits: int, first: int, counts: _Whole) -> int:
     """Count the magnitudes of float32 values, given as bits, in buckets of float64; returns how many are beyond them.
 
@@ -36,7 +37,7 @@ def count_narrow(bits: npt.NDArray[np.int32], mantissa_bits: int, first: int, co
     return beyond
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _subnormal(magnitude: int, mantissa_bits: int) -> int:
     """The shifted float64 bits of magnitude * 2^-149, which is not 0."""
     exponent = 1023 - 149
@@ -46,7 +47,7 @@ def _subnormal(magnitude: int, mantissa_bits: int) -> int:
     return ((exponent + 52) << mantissa_bits) + ((magnitude - (1 << 52)) >> (52 - mantissa_bits))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count_wide(bits: _Whole, mantissa_bits: int, first: int, counts: _Whole) -> int:
     """As `count_narrow`, of float64 values."""
     tables, size = counts.shape

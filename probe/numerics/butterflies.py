@@ -5,9 +5,10 @@ The sums are those of hadamard.py in the same order, so the results are the same
 that lie side by side are what a compiler vectorizes; the rounds after that go two at a time.
 """
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from probe.numerics.machine_code import kernel
 
 _Floats = npt.NDArray[np.floating]
 _Bits = npt.NDArray[np.signedinteger]
@@ -15,7 +16,7 @@ _Signs = npt.NDArray[np.int8]
 _Number = float | np.floating
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def transform(
     x: _Floats, bits: _Bits, out: _Floats, signs: _Signs, factor: float, room: float, ends: tuple[int, int]
 ) -> None:
@@ -44,7 +45,7 @@ def transform(
                 made[i] /= room
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _largest(bits: _Bits) -> int:
     """The bits of the largest magnitude; those of a NaN are above those of infinity."""
     whole = bits.dtype.type
@@ -54,7 +55,7 @@ def _largest(bits: _Bits) -> int:
     return int(found)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _times_base(given: _Floats, made: _Floats, signs: _Signs, size: int) -> None:
     """H_base along the axis before the last of [base, size], one column after the other."""
     base = signs.shape[0]
@@ -71,7 +72,7 @@ def _times_base(given: _Floats, made: _Floats, signs: _Signs, size: int) -> None
                     total[i] += sign * part[i]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _butterfly(given: _Floats, made: _Floats, planes: _Floats, factor: float) -> None:
     """H_{2^k} times `factor`: rounds of (a + b, a - b) over neighbours 1, 2, 4, ... apart; `given` may be `made`.
 
@@ -97,7 +98,7 @@ def _butterfly(given: _Floats, made: _Floats, planes: _Floats, factor: float) ->
             made[i] *= factor
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _five_rounds(given: _Floats, made: _Floats, planes: _Floats, other: _Floats) -> None:
     """The rounds over neighbours 1, 2, 4, 8 and 16 apart: the last two are neighbours in a plane."""
     m = given.size // 8
@@ -119,7 +120,7 @@ def _five_rounds(given: _Floats, made: _Floats, planes: _Floats, other: _Floats)
             made[8 * k + p] = other[p * m + k]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _neighbours(given: _Floats, made: _Floats) -> None:
     """The rounds over neighbours 1 and 2 apart."""
     for k in range(given.size >> 2):
@@ -129,7 +130,7 @@ def _neighbours(given: _Floats, made: _Floats) -> None:
         made[i], made[i + 1], made[i + 2], made[i + 3] = a + c, b + d, a - c, b - d
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _two_rounds(v: _Floats, step: int) -> None:
     """The rounds over neighbours `step` and twice that apart."""
     for start in range(0, v.size, 4 * step):
@@ -140,7 +141,7 @@ def _two_rounds(v: _Floats, step: int) -> None:
             p0[i], p1[i], p2[i], p3[i] = a + c, b + d, a - c, b - d
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _round(v: _Floats, step: int, factor: _Number) -> None:
     """The round over neighbours `step` apart, times `factor`."""
     for start in range(0, v.size, 2 * step):

@@ -1,19 +1,13 @@
-"""How the numba twins run: when they are loaded, where their machine code is kept on disk, on how many threads.
+"""How the numba twins run: when they are loaded, on which tensors, into which memory, on how many threads.
 
-numba takes half a second to load, so nothing imports it before a kernel is needed: `numba_twin` is the one door.
-Kernels are compiled when they are first called with a kind of arguments, and kept in the first of these folders that
-can be written to: NUMBA_CACHE_DIR, the `__pycache__` beside their module, the user's cache folder, the user's own
-folder among the temporary files.
+numba takes a fifth of a second to load, so nothing imports it before a kernel is needed: `numba_twin` is the one door.
 """
 
 import ctypes
 import gc
-import hashlib
 import mmap
 import os
-import stat
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,10 +16,8 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
-from unittest import mock
+from typing import TypeVar
 
 import torch
 
@@ -33,8 +25,6 @@ from probe.numerics.rounding import require_tensor
 
 T = TypeVar("T")
 
-#: `fastmath` of numba loops: sums may be added in any order, and there is no NaN among the values.
-ANY_ORDER = {"reassoc", "contract", "nsz", "nnan"}
 #: The least work for a thread, in elements: less takes no longer than waking a thread.
 THREAD_WORK = 2**18
 #: Bytes of a result from which on it is in huge pages, which are 2 MB on most systems.
@@ -42,7 +32,6 @@ HUGE = 2**22
 
 #: Subclasses may be anything: tensors without memory, wrappers, quantized ones.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_PACKAGE = Path(__file__).parents[1]
 _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 
@@ -52,7 +41,6 @@ def numba_twin(module: str, results: str) -> ModuleType | None:
     """The fast twin `module`; None, after one warning, where numba cannot be loaded: the `results` stay the same."""
     try:
         with without_collection():
-            _load_numba()
             return import_module(module)
     except (ImportError, RuntimeError) as problem:  # RuntimeError: there is no folder at all for its cache
         text = f"numba cannot be loaded ({problem}). Going on without it: the same {results}, but slower."
@@ -73,92 +61,6 @@ def without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@cache
-def _load_numba() -> None:
-    """Load numba with what the first call of any kernel needs of it, and keep kernels where `cache_folder` says."""
-    _keep_kernels()
-    from numba.core.registry import cpu_target
-
-    target = cpu_target.target_context
-    target.load_additional_registries()
-    with mock.patch.object(target, "refresh"):  # each of 250 declarations of methods would refresh all there is
-        cpu_target.typing_context.refresh()
-    target.refresh()
-
-
-def _keep_kernels() -> None:
-    """Teach numba's cache about the kernels of this package; functions of others are cached as before.
-
-    numba stamps a cached function with the file it is in, but a kernel is also made of the functions that it calls and
-    of their types: the stamp here is that of the whole folder. It is part of the name, so that the index of other
-    sources is never opened: to read it can fail where it names types that are gone.
-    """
-    from numba.core import caching
-
-    config: Any = import_module("numba.core.config")
-
-    class KernelLocator(caching._CacheLocator):
-        def __init__(self, function: Any, file: str) -> None:
-            self._source, self._line = Path(file), function.__code__.co_firstlineno
-
-        @classmethod
-        def from_function(cls, py_func: Any, py_file: str) -> "KernelLocator | None":
-            file = Path(py_file)
-            if _PACKAGE not in file.parents or not file.exists():
-                return None
-            return cls(py_func, py_file) if cache_folder(file.parent, config.CACHE_DIR or None) else None
-
-        def get_cache_path(self) -> str:
-            return str(cache_folder(self._source.parent, config.CACHE_DIR or None))
-
-        def get_source_stamp(self) -> str:
-            return _digest(self._source.parent)
-
-        def get_disambiguator(self) -> str:
-            return f"{self._line}-{_digest(self._source.parent)[:12]}"
-
-    impl = caching.CompileResultCacheImpl
-    impl._locator_classes = [KernelLocator, *impl._locator_classes]
-
-
-@cache
-def _digest(folder: Path) -> str:
-    """A digest of the sources in a folder."""
-    found = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")):
-        found.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return found.hexdigest()
-
-
-@cache
-def cache_folder(sources: Path, chosen: str | None) -> Path | None:
-    """The folder for the machine code of a folder of sources, made if need be; None if there is none to write to."""
-    own = hashlib.sha256(str(sources).encode()).hexdigest()[:16]
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    private = Path(tempfile.gettempdir()) / f"probe-kernels-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
-    folders = [Path(chosen) / f"probe-{own}"] if chosen else []
-    for folder in (*folders, sources / "__pycache__", caches / "probe" / f"kernels-{own}", private / own):
-        try:
-            if folder.parent == private:
-                private.mkdir(mode=0o700, exist_ok=True)
-                if not _is_private(private):
-                    continue
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError:
-            continue
-    return None
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether nobody else can have put files here: what is cached is run. Anyone can make a folder in /tmp."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and (
-        not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
-    )
 
 
 def can_read(x: torch.Tensor) -> bool:

@@ -6,9 +6,10 @@ The bits of a positive float, read as an integer, are in the order of the floats
 
 from collections.abc import Sequence
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from probe.numerics.machine_code import kernel
 
 #: Bits below those that choose the bucket: 2^8 buckets per octave.
 _SHIFT = np.int64(52 - 8)
@@ -42,7 +43,7 @@ def values_at(magnitudes: _Doubles, ranks: Sequence[int]) -> list[float]:
     return [float(value) for value in found]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count(bits: _Whole, counts: _Whole) -> int:
     """Count magnitudes by their distance from the largest one, in buckets; returns the bucket of the largest."""
     largest = np.int64(0)
@@ -54,7 +55,7 @@ def count(bits: _Whole, counts: _Whole) -> int:
     return int(top)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def collect(bits: _Whole, top: int, wanted: npt.NDArray[np.bool_], some: _Whole) -> None:
     """Write the magnitudes of the wanted buckets one after the other."""
     last, found = np.int64(wanted.size - 1), 0

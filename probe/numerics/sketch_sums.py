@@ -3,15 +3,16 @@
 Apart from `sketches` because loading it loads numba.
 """
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from probe.numerics.machine_code import kernel
 
 _A, _B, _C = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _ONE, _27, _30, _31 = np.uint64(1), np.uint64(27), np.uint64(30), np.uint64(31)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def add(values: npt.NDArray[np.floating], start: int, shift: int, sketch: npt.NDArray[np.float64]) -> None:
     """Add values, the first of which is element `start` of its stream; the bucket is the top of the hash."""
     down = np.uint64(shift)

@@ -1,8 +1,9 @@
 """The fast twin of the counts of `analyze_underflow`: one pass of a numba loop, a scale for every row."""
 
-import numba
 import numpy as np
 import numpy.typing as npt
+
+from probe.numerics.machine_code import kernel
 
 _Floats = npt.NDArray[np.floating]
 
@@ -10,7 +11,7 @@ _Floats = npt.NDArray[np.floating]
 (ZEROS, OVERFLOW, SUBNORMAL, UNDERFLOW, FLUSHED, NONFINITE, COUNTS) = range(7)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count(rows: _Floats, scales: _Floats, ends: _Floats, counts: npt.NDArray[np.int64]) -> None:
     """Add the counts of rows [row, element] with one scale each; `ends` are max, min_normal, min_subnormal and half.
 

@@ -12,7 +12,6 @@ a shift would move out of range, and those with values more than 2^60 apart.
 
 from collections.abc import Iterator, Sequence
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from probe.formats import Format
 from probe.numerics.blocks import Blocks
 from probe.numerics.fast import mx_blocks, plan_for, scales_for
-from probe.numerics.native import ANY_ORDER
+from probe.numerics.machine_code import kernel, summing_kernel
 from probe.numerics.reference import power
 from probe.scaling import reference
 from probe.scaling.fast import code_steps
@@ -167,7 +166,7 @@ class _Group:
 # ------------------------------------------------------------------------------------------------- numba kernels
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def count_exponents(bits: npt.NDArray[np.int32], mantissa_of_max: int, counts: _Whole) -> int:
     """Count magnitudes by exponent field, and in each: powers of two, up to the mantissa of max, and above it.
 
@@ -182,7 +181,7 @@ def count_exponents(bits: npt.NDArray[np.int32], mantissa_of_max: int, counts: _
     return negative
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def add_levels(
     z: _Singles,
     scale: _Doubles,
@@ -219,7 +218,7 @@ def add_levels(
                 _add_row(here[part], q[part], unit, scale[start // size + row], sums[level])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _round(
     z: _Singles, y: _Singles, power: _Singles, inverse: np.float32, magic: np.float32, least: np.int32, most: np.int32
 ) -> None:
@@ -236,7 +235,7 @@ def _round(
         bits_y[i] = min(bits_y[i], most) | (bits_z[i] & _SIGN)
 
 
-@numba.njit(cache=True, nogil=True, fastmath=ANY_ORDER)
+@summing_kernel
 def _add_row(z: _Singles, q: _Singles, unit: float, scale: float, sums: _Doubles) -> None:
     """One block: with o = q * unit and d = o - z, all times the scale of the block."""
     squares, magnitudes, product, power = 0.0, 0.0, 0.0, 0.0

@@ -237,8 +237,9 @@ def test_without_numba_all_goes_on_with_one_warning(monkeypatch: pytest.MonkeyPa
     x = torch.randn(20, 8, generator=torch.Generator().manual_seed(5))
     expected, expected_bands = measure(x)[0], measure_bands(x)
     numba_twin.cache_clear()
-    monkeypatch.delitem(sys.modules, "probe.activations.fast", raising=False)
-    monkeypatch.delattr("probe.activations.fast", raising=False)
+    for module in ("probe.activations.fast", "probe.numerics.machine_code"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        monkeypatch.delattr(module, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     try:
         with pytest.warns(RuntimeWarning, match=r"numba cannot be loaded .*the same statistics, but slower\.$"):

@@ -90,6 +90,22 @@ def test_help_version_and_formats_do_not_import_torch(arguments: list[str]) -> N
         assert done.stdout.strip() == f"probe {__version__}"
 
 
+ENDING = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count() > 0))
+from probe.commands import main
+sys.argv = ["probe", "modes"]
+main({given})
+"""
+
+
+@pytest.mark.parametrize(("given", "frozen"), [("", "True"), ("sys.argv[1:]", "False")], ids=["process", "call"])
+def test_only_the_process_of_a_command_ends_without_looking_for_garbage(given: str, frozen: str) -> None:
+    program = ENDING.format(given=given)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == frozen
+
+
 def test_demo_of_a_lossless_tensor_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "demo", "--json", "--shape", "1", "--formats", "int4")
     (row,) = json.loads(out, parse_constant=pytest.fail)

@@ -158,7 +158,7 @@ def test_batches_of_every_size_go_to_the_fast_twin(size: int, monkeypatch: pytes
 
 
 def test_without_numba_all_goes_on_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("probe.metrics.fast", "probe.numerics.selection"):
+    for module in ("probe.metrics.fast", "probe.numerics.selection", "probe.numerics.machine_code"):
         monkeypatch.delitem(sys.modules, module)
         monkeypatch.delattr(module)
     monkeypatch.setitem(sys.modules, "numba", None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import probe
 from probe import fake_quantize, fake_quantize_integer, integer_parameters, quantize
-from probe.numerics import native
+from probe.numerics import machine_code, native
 from probe.numerics.grids import activation_grid
 from probe.numerics.quantize import Options
 from tests.numerics.tensors import DTYPES, MX, assert_same_bits, randn
@@ -41,9 +41,9 @@ def run(program: str, **environment: str) -> str:
 
 @pytest.fixture
 def fresh_folders() -> Iterator[None]:
-    native.cache_folder.cache_clear()
+    machine_code.cache_folder.cache_clear()
     yield
-    native.cache_folder.cache_clear()
+    machine_code.cache_folder.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_folders")
@@ -54,17 +54,17 @@ def test_the_cache_is_in_the_first_folder_that_can_be_written(tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    chosen = native.cache_folder(sources, str(tmp_path / "chosen"))
+    chosen = machine_code.cache_folder(sources, str(tmp_path / "chosen"))
     assert chosen is not None
     assert chosen.parent == tmp_path / "chosen"
-    assert native.cache_folder(sources, None) == sources / "__pycache__"
-    assert native.cache_folder(sources, str(closed)) == sources / "__pycache__"
-    at_home = native.cache_folder(closed, None)
+    assert machine_code.cache_folder(sources, None) == sources / "__pycache__"
+    assert machine_code.cache_folder(sources, str(closed)) == sources / "__pycache__"
+    at_home = machine_code.cache_folder(closed, None)
     assert at_home is not None
     assert at_home.parent == tmp_path / "home" / "probe"
-    native.cache_folder.cache_clear()
+    machine_code.cache_folder.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(closed))
-    temporary = native.cache_folder(closed, None)
+    temporary = machine_code.cache_folder(closed, None)
     assert temporary is not None
     assert temporary.parent.parent == tmp_path / "temporary"
     assert temporary.parent.stat().st_mode & 0o077 == 0
@@ -82,16 +82,16 @@ def test_a_temporary_folder_that_others_can_write_to_is_not_used(
     shared = tmp_path / f"probe-kernels-{os.getuid()}"
     shared.mkdir()
     shared.chmod(0o777)
-    assert native.cache_folder(closed, None) is None
+    assert machine_code.cache_folder(closed, None) is None
 
 
 READ_ONLY = """
-    import numba.core.caching as caching, warnings
+    import warnings
     warnings.simplefilter("error")
     from pathlib import Path
-    from probe.numerics import native
-    real = native.cache_folder
-    native.cache_folder = lambda sources, chosen: {folder}
+    from probe.numerics import machine_code
+    real = machine_code.cache_folder
+    machine_code.cache_folder = lambda sources, chosen: {folder}
     import torch, probe
     x = torch.randn(4, 64)
     expected = probe.fake_quantize(x, "fp8_e4m3", implementation="reference")
@@ -117,13 +117,25 @@ def test_a_folder_chosen_for_numba_is_used(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("mx.write_values*.nbc"))
 
 
+COMPILER = """
+    import sys, torch, probe
+    probe.fake_quantize(torch.randn(64, 32), "fp8_e4m3")
+    print("numba.typed.typeddict" in sys.modules)
+"""
+
+
+def test_a_kernel_that_is_on_disk_is_run_without_loading_what_compiles(tmp_path: Path) -> None:
+    """The registries of all that numba can compile take longer to load than everything else of the first call."""
+    assert [run(COMPILER, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)] == ["True", "False"]
+
+
 def test_other_sources_have_other_files(tmp_path: Path) -> None:
     """Kernels call functions of other files: all sources of the folder are in the name of what is kept."""
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mx.py").write_text("same")
         (tmp_path / folder / "bits.py").write_text(folder)
-    digests = {native._digest(tmp_path / folder) for folder in ("a", "b")}
+    digests = {machine_code._digest(tmp_path / folder) for folder in ("a", "b")}
     assert len(digests) == 2
 
 
@@ -212,7 +224,7 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
 
 FORKED = """
     import os, torch, probe
-    from probe.numerics import native
+    from probe.numerics import machine_code, native
     native.THREAD_WORK = 1
     torch.set_num_threads(2)
     x = torch.randn(64, 64)

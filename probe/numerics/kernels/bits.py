@@ -2,12 +2,13 @@
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
+
+from probe.numerics.machine_code import kernel
 
 Bits = npt.NDArray[np.signedinteger]
 
@@ -41,7 +42,7 @@ as_float: Any = intrinsic(_as_float)
 as_bits: Any = intrinsic(_as_bits)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def widen(x: Bits, wide: Bits, kind: int) -> None:
     """The bits of float32 numbers from those of bfloat16 or float16."""
     if kind == BFLOAT16:
@@ -58,7 +59,7 @@ def widen(x: Bits, wide: Bits, kind: int) -> None:
         wide[i] = np.int32(found | (np.int32(x[i]) & np.int32(-0x8000)) << np.int32(16))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def shorten(wide: Bits, x: Bits, kind: int) -> None:
     """The bits of the nearest bfloat16 or float16, ties to even, from float32 numbers in its range, or NaN."""
     size_mask, infinite = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
