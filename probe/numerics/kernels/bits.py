@@ -11,6 +11,9 @@ from numba.extending import intrinsic, overload
 
 Bits = npt.NDArray[np.signedinteger]
 
+#: How kernels are compiled. Division by zero gives Inf or NaN: a check in a loop would keep it from being vectorized.
+kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
+
 #: Which bits an int16 array holds; wider arrays hold float32 or float64 by their width.
 BFLOAT16, FLOAT16 = 0, 1
 
@@ -41,7 +44,7 @@ as_float: Any = intrinsic(_as_float)
 as_bits: Any = intrinsic(_as_bits)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def widen(x: Bits, wide: Bits, kind: int) -> None:
     """The bits of float32 numbers from those of bfloat16 or float16."""
     if kind == BFLOAT16:
@@ -58,7 +61,7 @@ def widen(x: Bits, wide: Bits, kind: int) -> None:
         wide[i] = np.int32(found | (np.int32(x[i]) & np.int32(-0x8000)) << np.int32(16))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def shorten(wide: Bits, x: Bits, kind: int) -> None:
     """The bits of the nearest bfloat16 or float16, ties to even, from float32 numbers in its range, or NaN."""
     size_mask, infinite = np.int32(0x7FFFFFFF), np.int32(0x7F800000)

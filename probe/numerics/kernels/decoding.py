@@ -1,13 +1,12 @@
 """Codes and scales back to values, as `codes.Quantized.dequantize`, in float64."""
 
-import numba
 import numpy as np
 
-from probe.numerics.kernels.bits import narrow
+from probe.numerics.kernels.bits import kernel, narrow
 from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, load, place, store, tile_at
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def write_values(codes, out, machine, kind, layout, first, last, table, factors, limit):  # type: ignore[no-untyped-def]
     """The values of the units from `first` to before `last`.
 

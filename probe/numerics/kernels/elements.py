@@ -1,10 +1,9 @@
 """The elements of blocks: rounding by bit arithmetic as in `fast.py`, and codes."""
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from probe.numerics.kernels.bits import Bits, as_bits, as_float
+from probe.numerics.kernels.bits import Bits, as_bits, as_float, kernel
 from probe.numerics.kernels.tiles import Tile
 
 #: The indices of the constants of a plan: integers, and bits of floats of the plan's machine.
@@ -20,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def nearest(whole, bits, inverse, sizes, exponents, least, most, ceiling, magic):  # type: ignore[no-untyped-def]
     """The bits of the element's magnitude for a value with these bits: nearest, ties to even, saturated."""
     quotient = as_bits(as_float(whole(bits & sizes)) * inverse)
@@ -31,7 +30,7 @@ def nearest(whole, bits, inverse, sizes, exponents, least, most, ceiling, magic)
     return found if found < most else most
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def rounded(bits, inverse, constants, rounding, noise):  # type: ignore[no-untyped-def]
     """As `nearest`, by the other roundings; `noise` is None or of this element."""
     whole = type(bits)
@@ -58,7 +57,7 @@ def rounded(bits, inverse, constants, rounding, noise):  # type: ignore[no-untyp
     return magnitude if magnitude < most else most
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def find_elements(x, magnitudes, tile, constants, inverses, rounding, noise):  # type: ignore[no-untyped-def]
     """The bits of the magnitudes of all elements, by any rounding."""
     whole = x.dtype.type
@@ -95,7 +94,7 @@ def find_elements(x, magnitudes, tile, constants, inverses, rounding, noise):  #
                 found[b] = rounded(row[b], inverse, constants, rounding, drawn)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def encode(x: Bits, magnitudes: Bits, codes: Bytes, tile: Tile, constants: Constants, scales: Bits) -> None:
     """Of a float element its top bits, below the normal numbers and of an integer its count of steps; 0 for NaN."""
     whole = x.dtype.type

@@ -1,9 +1,8 @@
 """Plain integer grids with given scales, as `integers.quantize_integer` and back, in float64."""
 
-import numba
 import numpy as np
 
-from probe.numerics.kernels.bits import as_float, narrow
+from probe.numerics.kernels.bits import as_float, kernel, narrow
 from probe.numerics.kernels.elements import HALF_AWAY, TOWARD_ZERO
 from probe.numerics.kernels.scales import find_largest
 from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, load, place, store, tile_at
@@ -14,7 +13,7 @@ _FAR = 1024.0
 _TO_BILLIONTHS, _TO_INTEGERS = 1.5 * 2.0**22, 1.5 * 2.0**52
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _nearest(x, inverse, away):  # type: ignore[no-untyped-def]
     """x / scale rounded half to even or, with `away`, half away from zero; x and the scale have at most 24 bits.
 
@@ -30,7 +29,7 @@ def _nearest(x, inverse, away):  # type: ignore[no-untyped-def]
     return (exact + _TO_INTEGERS) - _TO_INTEGERS
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _rounded(x, scale, rounding, noise):  # type: ignore[no-untyped-def]
     """x / scale rounded by any rounding; `rounding` is None for half_even, `noise` is None or of this element.
 
@@ -55,7 +54,7 @@ def _rounded(x, scale, rounding, noise):  # type: ignore[no-untyped-def]
     return np.floor(quotient)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _write_nearest(x, out, scale, low, high, limit, odd, away):  # type: ignore[no-untyped-def]
     """The values of one block at one scale, rounded to nearest, of a dtype with at most 24 bits."""
     inverse = 1.0 / scale
@@ -66,7 +65,7 @@ def _write_nearest(x, out, scale, low, high, limit, odd, away):  # type: ignore[
         out[i] = narrow(out, steps * scale, limit, odd)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise, drawn, inner):  # type: ignore[no-untyped-def]
     """The steps from the zero point to the code of every element; NaN stays NaN. `drawn` is room for noise."""
     near = None if noise is None else load(noise, drawn, tile, inner, 0)
@@ -86,7 +85,7 @@ def _find_steps(x, steps, tile, scales, zeros, limits, rounding, noise, drawn, i
             there[i] = high if found > high else found
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _spread_scales(tile, scales, zero_points, sharing, here, zeros):  # type: ignore[no-untyped-def]
     """The scales and zero points of the blocks of a tile; block b of all has number (b // d) % m."""
     for b in range(tile.blocks):
@@ -94,7 +93,7 @@ def _spread_scales(tile, scales, zero_points, sharing, here, zeros):  # type: ig
         here[b], zeros[b] = np.float64(scales[number]), np.float64(zero_points[number])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def write_values(  # type: ignore[no-untyped-def]
     x, out, machine, kind, layout, first, last, scales, zero_points, sharing, limits, rounding, noise
 ):
@@ -130,7 +129,7 @@ def write_values(  # type: ignore[no-untyped-def]
         store(results, out, tile, inner, kind)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def write_codes(  # type: ignore[no-untyped-def]
     x, codes, machine, kind, layout, first, last, scales, zero_points, sharing, limits, rounding, noise
 ):
@@ -153,7 +152,7 @@ def write_codes(  # type: ignore[no-untyped-def]
         store(results, codes, tile, inner, kind)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def largest(x, amax, machine, kind, layout, first, last):  # type: ignore[no-untyped-def]
     """The bits of the largest magnitude of every block."""
     length = layout[WIDTH] * layout[SIZE]

@@ -6,12 +6,11 @@ from block to block. Arguments that may be None choose what is compiled: only wh
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from numba.extending import overload
 
-from probe.numerics.kernels.bits import BFLOAT16, Bits, as_bits, as_float, widen
+from probe.numerics.kernels.bits import BFLOAT16, Bits, as_bits, as_float, kernel, widen
 from probe.numerics.kernels.elements import (
     BYTE_OFFSET,
     BYTE_SHIFT,
@@ -36,7 +35,7 @@ _NAN_BYTE = 255
 _USUAL = 32
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _value(whole, bits, magnitude, scale, limit, sizes, spoilt):  # type: ignore[no-untyped-def]
     """The bits of element times scale with the sign of the value; NaN if `spoilt` has all bits but the sign, not 0.
 
@@ -47,13 +46,13 @@ def _value(whole, bits, magnitude, scale, limit, sizes, spoilt):  # type: ignore
     return whole(whole(value | spoilt) | whole(bits & ~sizes))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _without_sign(whole, bits, magnitude, unsigned, sizes):  # type: ignore[no-untyped-def]
     """The bits of a value; without its sign where an integer grid, which has no -0, makes it zero."""
     return bits if magnitude > unsigned else whole(bits & sizes)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _write_nearest(x: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits, inverses: Bits) -> None:
     """Values, rounded half to even. The first loop does what the second does, for what is usual."""
     whole = x.dtype.type
@@ -116,7 +115,7 @@ def _write_short(x: Any, out: Any, tile: Any, inner: Any, kind: Any, constants: 
     return short if x.dtype == types.int16 else wide
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _write_bfloat16(x: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits, inverses: Bits) -> None:
     """As `_write_nearest`, from and to the bits of bfloat16.
 
@@ -139,7 +138,7 @@ def _write_bfloat16(x: Bits, out: Bits, tile: Tile, constants: Constants, scales
             result[i] = np.int16(whole(value | spoilt) | whole(whole(block[i]) & sign))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _write_values(x: Bits, magnitudes: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits) -> None:
     """Elements times scales."""
     whole = x.dtype.type
@@ -163,7 +162,7 @@ def _write_values(x: Bits, magnitudes: Bits, out: Bits, tile: Tile, constants: C
             result[b] = _value(whole, bits, found[b], as_float(scales[b]), limit, sizes, spoilt)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def write_values(  # type: ignore[no-untyped-def]
     x, out, machine, kind, layout, first, last, constants, least_squares, rounding, noise
 ):
@@ -203,7 +202,7 @@ def write_values(  # type: ignore[no-untyped-def]
         store(results, out, tile, inner, kind)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def write_codes(  # type: ignore[no-untyped-def]
     x, codes, scale_bytes, machine, kind, layout, first, last, constants, least_squares, rounding, noise
 ):

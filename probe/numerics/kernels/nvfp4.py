@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from probe.numerics.kernels import elements as known
-from probe.numerics.kernels.bits import as_bits, as_float, narrow
+from probe.numerics.kernels.bits import as_bits, as_float, kernel, narrow
 from probe.numerics.kernels.elements import encode, find_elements, nearest
 from probe.numerics.kernels.scales import find_largest
 from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, Tile, load, place, store, tile_at
@@ -15,7 +14,7 @@ from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, Tile, load, place, 
 _NAN_CODE = 0x7F
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _find_scales(  # type: ignore[no-untyped-def]
     amax, blocks, infinite, tensor_scale, largest, constants, smallest, scales, factors
 ):
@@ -36,7 +35,7 @@ def _find_scales(  # type: ignore[no-untyped-def]
         factors[b] = as_bits(np.float64(np.float32(found) * tensor_scale)) if finite else sizes
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _divide(x, quotients, tile, factors):  # type: ignore[no-untyped-def]
     """The bits of x / factor, in float64."""
     for line in range(tile.blocks if tile.apart == 1 else tile.size):
@@ -51,7 +50,7 @@ def _divide(x, quotients, tile, factors):  # type: ignore[no-untyped-def]
                 there[i] = as_bits(np.float64(as_float(here[i])) / as_float(factors[i]))
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _write_values(x, found, results, tile, factors, limit, odd):  # type: ignore[no-untyped-def]
     """Elements with the sign of `x` times factors."""
     for line in range(tile.blocks if tile.apart == 1 else tile.size):
@@ -63,7 +62,7 @@ def _write_values(x, found, results, tile, factors, limit, odd):  # type: ignore
             there[i] = narrow(results, -value if here[i] < 0 else value, limit, odd)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def quantize(  # type: ignore[no-untyped-def]
     x, out, codes, scale_codes, machine, kind, layout, first, last, numbers, constants, scale_constants, rounding, noise
 ):

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba.extending import overload
 
-from probe.numerics.kernels.bits import Bits, as_bits, as_float, widen
+from probe.numerics.kernels.bits import Bits, as_bits, as_float, kernel, widen
 from probe.numerics.kernels.elements import (
     CARRY,
     CEILING,
@@ -27,7 +26,7 @@ from probe.numerics.kernels.elements import (
 from probe.numerics.kernels.tiles import Tile
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def find_largest(x: Bits, tile: Tile, amax: Bits) -> None:
     """The bits of the largest magnitude of each block; those of Inf and NaN are the largest of all."""
     whole = x.dtype.type
@@ -69,7 +68,7 @@ def _largest_of(x: Any, here: Any, tile: Any, inner: Any, kind: Any, room: Any, 
     return wide if x.dtype == here.dtype else short
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def find_scales(amax: Bits, blocks: int, constants: Constants, scales: Bits, inverses: Bits) -> None:
     """The bits of the scales by the rule of the plan, of floor for mse; NaN for a block with a NaN or Inf."""
     whole = amax.dtype.type
@@ -86,7 +85,7 @@ def find_scales(amax: Bits, blocks: int, constants: Constants, scales: Bits, inv
         inverses[b] = as_bits(type(scale)(1) / scale)  # exact
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _choose_scales(  # type: ignore[no-untyped-def]
     x, tile, size, constants, rounding, noise, amax, scales, inverses, errors
 ):
@@ -137,7 +136,7 @@ def _choose_scales(  # type: ignore[no-untyped-def]
         scales[b], inverses[b] = as_bits(best), as_bits(type(best)(1) / best)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _tree_sum(values: Doubles, size: int) -> float:
     """As `tree_sum` of blocks.py, in place; there is room for one zero behind the values."""
     while size > 1:
@@ -153,7 +152,7 @@ def _tree_sum(values: Doubles, size: int) -> float:
     return float(values[0])
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def scale_tile(  # type: ignore[no-untyped-def]
     x, tile, size, constants, least_squares, rounding, noise, amax, scales, inverses, errors
 ):

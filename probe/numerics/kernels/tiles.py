@@ -7,12 +7,11 @@ tensor are often a multiple of 4 KB apart, which only few lines of the cache can
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba.extending import overload
 
-from probe.numerics.kernels.bits import Bits, shorten, widen
+from probe.numerics.kernels.bits import Bits, kernel, shorten, widen
 
 #: Elements of a tile, unless a block is larger: 8 KB of float32.
 TILE = 2048
@@ -38,7 +37,7 @@ class Tile(NamedTuple):
     noise_between: int
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def tile_at(unit: int, last: int, layout: Layout) -> tuple[Tile, int]:
     """The tile that begins with a unit, and how many units it is: blocks, or tiles of blocks beside each other."""
     line, inner, size = layout[LINE], layout[INNER], layout[SIZE]
@@ -59,7 +58,7 @@ def tile_at(unit: int, last: int, layout: Layout) -> tuple[Tile, int]:
     return Tile(blocks, height, blocks, start, block * inner + column, noise, count * size), 1
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def copy(source: Bits, target: Bits) -> None:
     """As an assignment of slices, which takes longer: numba checks shapes and overlaps."""
     for i in range(source.size):
