@@ -294,6 +294,8 @@ def _kernels(job: Job) -> Any:
     """The kernels, where they are to be used; None where torch or the reference does the work."""
     if job.implementation != "auto" or job.format.scale is None or not can_read(job.x):
         return None
+    if job.tensor_scale is not None and bool(job.tensor_scale < torch.finfo(torch.float32).tiny):
+        return None  # a scale of a block times this one may be 0
     return numba_twin("probe.numerics.kernels.calls", "values")
 
 
