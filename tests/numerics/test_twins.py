@@ -121,6 +121,19 @@ def test_codes_equal_fake_quantize_outside_mx(name: str, rounding: str, dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("tensor_scale", [1e-3, 1e-38, 1e-45, 3e38])
+def test_any_tensor_scale_gives_the_same_nvfp4(tensor_scale: float, axis: int, dtype: torch.dtype) -> None:
+    """Also one with which the scale of a block becomes 0 or Inf."""
+    for x in (hostile(dtype, 16), hostile(dtype, 16)[:, :20]):
+        given: Options = {"axis": axis, "tensor_scale": tensor_scale}
+        slow, coded = quantize(x, "nvfp4", **given, implementation="reference"), quantize(x, "nvfp4", **given)
+        assert torch.equal(coded.codes, slow.codes)
+        assert torch.equal(scales_of(coded), scales_of(slow))
+        assert_same_bits(fake_quantize(x, "nvfp4", **given), slow.dequantize())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", [*MX, "nvfp4", "int8"])
 def test_every_code_under_every_scale_is_decoded_as_by_torch(name: str, axis: int, dtype: torch.dtype) -> None:
     """Codes of Inf and NaN too, which `quantize` does not write."""
