@@ -132,7 +132,7 @@ def quantize(  # type: ignore[no-untyped-def]
             store(results, out, tile, inner, kind)
         else:
             written: Any = place(codes, short, tile, inner)
-            encode(y, found, written, tile, constants, factors)
+            encode(y, found, written, tile, constants, scales)
             store(written, codes, tile, inner, kind)
             stored = scale_codes[tile.block : tile.block + tile.blocks]
             encode(scales[: stored.size], scales, stored, Tile(0, 0, 1, 0, 0, 0, 0), scale_constants, scales)
