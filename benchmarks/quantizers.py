@@ -63,14 +63,15 @@ def seconds(work: Work) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(works: dict[str, Work], repeats: int) -> dict[str, list[float]]:
-    """Every contender once per round, after a warm-up of each."""
+def interleaved(works: dict[str, Work], repeats: int, *, rest: float = 0.0) -> dict[str, list[float]]:
+    """Every contender once per round, after a warm-up of each, and each after so many seconds of rest."""
     for work in works.values():
         for _ in range(1 + repeats // 20):
             work()
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, work in works.items():
+            time.sleep(rest)
             times[name].append(seconds(work))
     return times
 
@@ -134,9 +135,14 @@ def large(repeats: int) -> Figures:
 
 
 def two_threads(repeats: int) -> Figures:
-    """How much faster two threads are than one: of a copy and of the default call, in alternation."""
+    """How much faster two threads are than one, in alternation: of the default call, and of what limits it.
+
+    The copy shows what the memory gives, the rule mse on a part that the caches hold what the cores give. Before a call
+    that is `rested`, the threads have had time to fall asleep.
+    """
     x = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0))
-    out = torch.zeros_like(x)
+    short, out = x.to(torch.bfloat16), torch.zeros_like(x)
+    short_out, part, part_out = torch.zeros_like(short), short[:128].clone(), torch.zeros_like(short[:128])
 
     def on(threads: int, work: Work) -> Work:
         def run() -> None:
@@ -147,12 +153,17 @@ def two_threads(repeats: int) -> Figures:
 
     jobs: dict[str, Work] = {
         "copy": lambda: out.copy_(x),
+        "in the cache": lambda: probe.fake_quantize(part, "fp8_e4m3", scale_rule="mse", out=part_out),
         "fp8_e4m3": lambda: probe.fake_quantize(x, "fp8_e4m3", out=out),
+        "fp8_e4m3, bfloat16": lambda: probe.fake_quantize(short, "fp8_e4m3", out=short_out),
     }
     works = {f"{name} {count}": on(count, work) for name, work in jobs.items() for count in (1, 2)}
-    times = interleaved(works, repeats)
+    figures: Figures = {}
+    for manner, rest in (("", 0.0), (", rested", 0.02)):
+        times = interleaved(works, repeats, rest=rest)
+        figures |= {f"{name}{manner}": ratio(times, f"{name} 1", f"{name} 2") for name in jobs}
     torch.set_num_threads(1)
-    return {name: ratio(times, f"{name} 1", f"{name} 2") for name in jobs}
+    return figures
 
 
 def peers(repeats: int) -> Figures:

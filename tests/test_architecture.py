@@ -13,7 +13,8 @@ MODULES = sorted(ROOT.rglob("*.py"))
 #: its own row, not from below. `probe/__init__.py` is the front door and only re-exports.
 LAYERS = (
     ("version", "formats", "words"),
-    ("files", "numerics", "settings"),
+    ("files", "settings"),
+    ("numerics",),  # which keeps machine code on disk
     ("metrics", "engines"),
     ("data",),
     ("models",),  # a loaded model has a tokenizer, which is data

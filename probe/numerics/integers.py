@@ -178,8 +178,7 @@ def _kernel(
 
     def write(x: Tensor, target: Tensor, rounding: str, noise: Tensor | None) -> None:
         grid = parameters.scale.detach().contiguous(), parameters.zero_point.contiguous()
-        kernel = calls.integer_values if target.is_floating_point() else calls.integer_codes
-        kernel(x.detach().contiguous(), target, *grid, sharing, parameters.code_range, rounding, noise)
+        calls.integer_results(x.detach().contiguous(), target, *grid, sharing, parameters.code_range, rounding, noise)
 
     return write
 

@@ -6,7 +6,6 @@ kernel, the user's cache folder, the user's own folder among the temporary files
 
 import hashlib
 import os
-import stat
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numba
+
+from probe.files.paths import is_private, user_cache
 
 # Their types are partly given, and do not allow for what is done here.
 _caching: Any = import_module("numba.core.caching")
@@ -25,7 +26,10 @@ Function = Callable[..., Any]
 
 
 def kernel(function: Function) -> Function:
-    """`numba.njit` for this package: without the GIL, and kept where `cache_folder` says."""
+    """`numba.njit` for this package: without the GIL, and kept where `cache_folder` says.
+
+    A division by zero gives Inf or NaN, as in numpy: a check for it would keep loops from using vectors.
+    """
     return _compiled(function)
 
 
@@ -35,7 +39,7 @@ def summing_kernel(function: Function) -> Function:
 
 
 def _compiled(function: Function, *, fastmath: bool | set[str] = False) -> Function:
-    made = numba.njit(nogil=True, fastmath=fastmath)(function)
+    made = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(function)
     made._cache = KernelCache(function)  # type: ignore[attr-defined]
     return made
 
@@ -103,14 +107,13 @@ def _digest(folder: Path) -> str:
 def cache_folder(sources: Path, chosen: str | None) -> Path | None:
     """The folder for the machine code of a folder of sources, made if need be; None if there is none to write to."""
     own = hashlib.sha256(str(sources).encode()).hexdigest()[:16]
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     private = Path(tempfile.gettempdir()) / f"probe-kernels-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
     folders = [Path(chosen) / f"probe-{own}"] if chosen else []
-    for folder in (*folders, sources / "__pycache__", caches / "probe" / f"kernels-{own}", private / own):
+    for folder in (*folders, sources / "__pycache__", user_cache() / f"kernels-{own}", private / own):
         try:
             if folder.parent == private:
                 private.mkdir(mode=0o700, exist_ok=True)
-                if not _is_private(private):
+                if not is_private(private):
                     continue
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -118,11 +121,3 @@ def cache_folder(sources: Path, chosen: str | None) -> Path | None:
         except OSError:
             continue
     return None
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether nobody else can have put files here: what is cached is run. Anyone can make a folder in /tmp."""
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and (
-        not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
-    )

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
+from itertools import count, pairwise
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ HUGE = 2**22
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
+_forked = False
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @cache
@@ -130,33 +132,55 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def in_threads(work: Callable[[int, int], T], units: int, elements: int) -> list[T]:
     """`work(first, last)` of parts that cover `units`, in order, on as many threads as torch may use.
 
-    `work` must release the GIL, as kernels do. The caller's thread does the first part.
+    `work` must release the GIL, as kernels do. The threads are torch's own where they can be had: for milliseconds
+    after an operation those of OpenMP wait in a loop that takes a core each, and threads beside them would share it.
     """
     threads = min(torch.get_num_threads(), units, elements // THREAD_WORK)
     if threads < 2:
         return [work(0, units)]
     cuts = [units * i // threads for i in range(threads + 1)]
-    others = [_threads(threads - 1).submit(work, *part) for part in pairwise(cuts[1:])]
-    try:
-        first = work(0, cuts[1])
-    finally:
+    parts, numbers = list(pairwise(cuts)), count()
+    found: list[Any] = [None] * threads
+    problems: list[BaseException] = []
+
+    def take_parts() -> None:
+        try:
+            while (number := next(numbers)) < threads:
+                found[number] = work(*parts[number])
+        except BaseException as problem:  # C code, which may be the caller, cannot pass it on
+            problems.append(problem)
+
+    parallel = None if _forked else _openmp()
+    if parallel is not None:  # all threads, as torch does: OpenMP ends those that one call leaves out
+        parallel(_CALLBACK(lambda _: take_parts()), None, torch.get_num_threads(), 0)
+    else:
+        others = [_threads(threads - 1).submit(take_parts) for _ in range(threads - 1)]
+        take_parts()
         wait(others)
-    return [first, *(other.result() for other in others)]
+    if problems:
+        raise problems[0]
+    return found
 
 
-def _threads(count: int) -> ThreadPoolExecutor:
+@cache
+def _openmp() -> Any:
+    """`GOMP_parallel` of the OpenMP that torch runs on; None where there is none or it has another name."""
+    return getattr(libc(), "GOMP_parallel", None)
+
+
+def _threads(number: int) -> ThreadPoolExecutor:
     """The threads beside the caller's, kept from call to call."""
     global _pool
     with _lock:
-        if _pool is None or _pool._max_workers < count:
-            _pool = ThreadPoolExecutor(count, thread_name_prefix="probe-kernel")
+        if _pool is None or _pool._max_workers < number:
+            _pool = ThreadPoolExecutor(number, thread_name_prefix="probe-kernel")
         return _pool
 
 
 def _forget_threads() -> None:
-    """A forked process has the pool, but not its threads."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    """A forked process has the pools of its parent, but not their threads: that of OpenMP cannot be made anew."""
+    global _pool, _lock, _forked
+    _pool, _lock, _forked = None, threading.Lock(), True
 
 
 if hasattr(os, "register_at_fork"):

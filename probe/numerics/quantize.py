@@ -294,6 +294,8 @@ def _kernels(job: Job) -> Any:
     """The kernels, where they are to be used; None where torch or the reference does the work."""
     if job.implementation != "auto" or job.format.scale is None or not can_read(job.x):
         return None
+    if job.tensor_scale is not None and bool(job.tensor_scale < torch.finfo(torch.float32).tiny):
+        return None  # a scale of a block times this one may be 0
     return numba_twin("probe.numerics.kernels.calls", "values")
 
 
@@ -306,7 +308,7 @@ def _by_kernel(kernels: Any, job: Job, out: Tensor | None) -> Tensor:
         elif job.format.scale == "e4m3":
             kernels.nvfp4_values(x, target, job.blocks, job.tensor_scale, job.format, job.rounding, job.draw_noise())
         else:
-            kernels.integer_values(x, target, *_integer_blocks(kernels, job, x))
+            kernels.integer_results(x, target, *_integer_blocks(kernels, job, x))
 
     return written(out, x, write)
 
@@ -321,7 +323,7 @@ def _codes_by_kernel(kernels: Any, job: Job) -> tuple[Tensor, Tensor]:
         found = kernels.nvfp4_codes(x, job.blocks, job.tensor_scale, job.format, job.rounding, job.draw_noise())
         return found
     codes, blocks = new_tensor(x.shape, torch.int8), _integer_blocks(kernels, job, x)
-    kernels.integer_codes(x, codes, *blocks)
+    kernels.integer_results(x, codes, *blocks)
     return codes, blocks[0].reshape(job.blocks.scales_shape)
 
 

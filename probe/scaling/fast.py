@@ -34,7 +34,7 @@ PIECE = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Runs of values of one sign, as float64. `values` are the sorted ones, None where those of a run are all equal."""
+    """Runs of values of one sign, as float64. `values` are sorted; None where all of a run becomes one q."""
 
     first: Tensor
     last: Tensor

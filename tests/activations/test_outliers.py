@@ -6,7 +6,6 @@ import torch
 
 from probe.activations.collecting import CHANNELS, TOKENS, WORST, LayerOutliers, find_outliers, heat_of, pooled
 from probe.activations.statistics import BAND_ERROR, BANDS, measure_bands
-from probe.scaling.blockwise import LOWEST
 
 
 def found(values: list[float], *, threshold: float = 4.0, sample: int = 0) -> LayerOutliers:
@@ -63,7 +62,7 @@ def test_bands_keep_their_bound_and_merge(fast: bool) -> None:
         for value, percent in zip(got, BANDS, strict=True):
             ends = [np.percentile(values, percent, method=side) for side in ("lower", "higher")]
             low, high = (
-                end + sign * (BAND_ERROR * abs(end) + 2.0**LOWEST) for end, sign in zip(ends, (-1, 1), strict=True)
+                end + sign * (BAND_ERROR * abs(end) + 2.0**-24) for end, sign in zip(ends, (-1, 1), strict=True)
             )
             assert low <= value <= high, (channel, percent)
         assert values.min() <= got[0] <= got[-1] <= values.max()

@@ -14,9 +14,11 @@ from probe.engines.cluster import RayEngine, load_ray  # noqa: E402
 
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address of this machine in its network
 STORE = 100 * 2**20
+#: That a node is gone is known after a second or two; by default Ray takes half a minute.
+HEALTH = {"health_check_period_ms": 300, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
 
 
-def start_cluster(nodes: int, *, store: int = STORE, head_cpus: int = 0, **head: Any) -> Any:
+def start_cluster(nodes: int, *, store: int = STORE, system: dict[str, Any] | None = None) -> Any:
     """A head without CPUs, so that it can stay while the others are killed, and so many nodes of one CPU."""
     load_ray()
     first = {
@@ -41,21 +43,41 @@ def disconnect(cluster: Any) -> None:
     cluster.shutdown()
 
 
+class Shared:
+    """A cluster of two nodes, and an engine on it whose workers stay from test to test.
+
+    A process has one connection: a test with a cluster of its own takes it away for a while.
+    """
+
+    def __init__(self) -> None:
+        self.cluster = start_cluster(2)
+        self._engine: RayEngine | None = None
+
+    def engine(self) -> RayEngine:
+        if self._engine is None:
+            connect(self.cluster)
+            self._engine = RayEngine()
+        return self._engine
+
+    def leave(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            ray.shutdown()
+
+
 @pytest.fixture(scope="session")
-def two_nodes() -> Iterator[Any]:
-    cluster = start_cluster(2)
-    connect(cluster)
-    yield cluster
-    disconnect(cluster)
+def shared() -> Iterator[Shared]:
+    made = Shared()
+    yield made
+    made.leave()
+    made.cluster.shutdown()
 
 
 @pytest.fixture
-def on_ray(two_nodes: Any, caches: Path) -> Iterator[RayEngine]:
-    """An engine on the two nodes, which the tests of a session share."""
-    if not ray.is_initialized():
-        connect(two_nodes)
-    with RayEngine() as engine:
-        yield engine
+def on_ray(shared: Shared, caches: Path) -> RayEngine:
+    """The shared engine."""
+    return shared.engine()
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +88,12 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def new_cluster(two_nodes: Any) -> Iterator[Callable[..., Any]]:
-    """Start a cluster that a test may damage, and connect to it; afterwards the shared one is there again."""
+def new_cluster(shared: Shared) -> Iterator[Callable[..., Any]]:
+    """Start a cluster that a test may damage, and connect to it."""
     made: list[Any] = []
 
     def start(nodes: int, **options: Any) -> Any:
-        ray.shutdown()
+        shared.leave()
         made.append(start_cluster(nodes, **options))
         connect(made[-1])
         return made[-1]

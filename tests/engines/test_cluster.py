@@ -1,5 +1,6 @@
 """A Ray cluster that is not there, not fit, or dies: each is one message, or costs only time."""
 
+import os
 import re
 import socket
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from probe.engines import Unit, UnitFailedError, cluster, dispatch
+from probe.engines import Unit, UnitFailedError, cluster, dispatch, work
 from probe.engines.cluster import RayEngine
 from probe.engines.journal import KEPT_FOR, Journal
 from probe.files.paths import user_cache
@@ -31,7 +32,7 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("127.0.0.1:1", "nobody answers at 127.0.0.1:1: .*refused.* Look for the address with: ray status"),
+        ("127.0.0.1:1", r"nobody answers at 127.0.0.1:1: .*refused.* Look for the address with: ray status"),
         ("ray://127.0.0.1:1", "nobody answers at ray://127.0.0.1:1"),
         ("somewhere", r"the address of the cluster is 'somewhere'. Expected auto, HOST:PORT, or ray://HOST:PORT"),
         ("auto", "there is no Ray cluster to be used at 'auto'"),
@@ -65,7 +66,7 @@ def test_an_address_where_nobody_ever_answers_is_given_up(monkeypatch: pytest.Mo
 def test_another_version_on_a_node_is_refused_before_any_work(
     on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    here = {**cluster.installed(), "torch": "9.9"}
+    here = {**work.installed(), "torch": "9.9"}
     monkeypatch.setattr(cluster, "installed", lambda: here)
     with pytest.raises(ValueError, match=r"node .* runs other versions: torch 2\.\d+\.\d+, here 9.9. Numbers of two"):
         list(on_ray.run(Sums("other version"), units(("mark", str(tmp_path / "ran")))))
@@ -73,8 +74,6 @@ def test_another_version_on_a_node_is_refused_before_any_work(
 
 
 def test_another_source_of_the_same_version_is_another_version() -> None:
-    from probe.engines import work
-
     assert re.fullmatch(r"[\d.]+ \([0-9a-f]{12}\)", work.installed()["probe"])
 
 
@@ -98,7 +97,7 @@ def test_more_cpus_than_a_node_has_are_refused(on_ray: RayEngine) -> None:
 
 
 def test_a_shared_folder_that_is_not_there_is_refused(on_ray: RayEngine, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the shared folder .* does not exist"):
+    with pytest.raises(ValueError, match=r"the shared folder .* does not exist"):
         RayEngine(shared=tmp_path / "nowhere")
 
 
@@ -144,8 +143,6 @@ def test_other_facts_are_another_journal_and_old_ones_are_deleted(caches: Path) 
     assert Journal("a").read("unit") == [1, 2]
     assert "unit" not in Journal("b")
     assert Sums("x").key != Sums("y").key
-    import os
-
     old = time.time() - KEPT_FOR - 10
     os.utime(first.folder, (old, old))
     Journal("b")
@@ -167,7 +164,7 @@ def test_a_node_that_dies_in_the_middle_costs_only_time(new_cluster: NewCluster,
         (kept,) = engine.keep(job, [Unit("kept", ("zeros", 2**20))])
         holder = ray.experimental.get_object_locations([engine.stored(kept).reference])
         (node_id,) = holder[engine.stored(kept).reference]["node_ids"]
-        node = next(one for one in made.worker_nodes if one.unique_id == node_id)
+        node = next(one for one in made.worker_nodes if one.node_id == node_id)
         works = [Unit(f"length {n}", ("length", n), kept) for n in range(12)]
         waits = [Unit(f"wait {n}", ("wait", 0.4)) for n in range(6)]
         killer = threading.Timer(1.0, made.remove_node, (node,), {"allow_graceful": False})
@@ -193,6 +190,7 @@ def test_when_all_nodes_are_gone_the_run_gives_up_and_says_so(
 
 
 def test_a_full_object_store_is_one_message(new_cluster: NewCluster) -> None:
-    new_cluster(1, store=80 * 2**20, _system_config={"automatic_object_spilling_enabled": False})
+    """With the disk as full as it may be, Ray can put nothing there."""
+    new_cluster(1, store=80 * 2**20, system={"local_fs_capacity_threshold": 0.001})
     with RayEngine() as engine, pytest.raises(UnitFailedError, match="the object store of the cluster is full"):
         engine.keep(Sums("full"), [Unit(f"kept {n}", ("zeros", 50 * 2**20)) for n in range(3)])

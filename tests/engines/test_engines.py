@@ -1,6 +1,7 @@
 """What every engine promises: order, what is emitted, what is kept, errors by name, retries."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,12 @@ def test_units_do_not_run_far_ahead_of_the_reader(other: Engine, tmp_path: Path)
 def test_an_interrupt_stops_what_runs(other: Engine, tmp_path: Path) -> None:
     file = tmp_path / "marks"
     works = [("plain", 0), *(("wait", 0.2), ("mark", str(file))) * 40]
+    found = other.run(Sums(), units(*works))
+    next(found)
+    assert isinstance(found, Generator)
     with pytest.raises(KeyboardInterrupt):
-        for _ in other.run(Sums(), units(*works)):
-            raise KeyboardInterrupt
-    other.close()
+        found.throw(KeyboardInterrupt())
+    time.sleep(1)
     assert len(file.read_bytes() if file.exists() else b"") < 40
 
 

@@ -195,6 +195,16 @@ def test_threads_axes_and_ragged_blocks_change_no_bit(name: str, dtype: torch.dt
         assert_same_bits(fake_quantize(x, name), expected)
 
 
+@pytest.fixture(params=["openmp", "pool"])
+def _mechanism(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of torch's OpenMP, or those of the pool that takes their place where there are none."""
+    if request.param == "pool":
+        monkeypatch.setattr(native, "_openmp", lambda: None)
+    elif native._openmp() is None:
+        pytest.skip("torch has no OpenMP here that can be called")
+
+
+@pytest.mark.usefixtures("_mechanism")
 def test_the_work_is_done_on_as_many_threads_as_torch_may_use(threads: int) -> None:
     import threading
 
@@ -210,6 +220,7 @@ def test_the_work_is_done_on_as_many_threads_as_torch_may_use(threads: int) -> N
     assert sorted(part for _, *part in seen) == [[100 * i // threads, 100 * (i + 1) // threads] for i in range(threads)]
 
 
+@pytest.mark.usefixtures("_mechanism")
 def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -220,6 +231,21 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(ValueError, match="in the second part"):
         native.in_threads(work, 10, 10)
+
+
+LIMITED = """
+    import os
+    os.environ["OMP_THREAD_LIMIT"] = "2"
+    import torch
+    from probe.numerics import native
+    native.THREAD_WORK = 1
+    torch.set_num_threads(3)
+    print(native.in_threads(lambda first, last: last - first, 30, 30))
+"""
+
+
+def test_every_part_is_done_where_openmp_gives_fewer_threads() -> None:
+    assert run(LIMITED) == "[10, 10, 10]"
 
 
 FORKED = """

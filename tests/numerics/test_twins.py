@@ -11,6 +11,7 @@ from probe import dynamic_parameters, fake_quantize, fake_quantize_integer, quan
 from probe.numerics.codes import Quantized
 from probe.numerics.integers import GridOptions, IntegerImplementation, IntegerParameters
 from probe.numerics.quantize import Implementation, Options
+from probe.numerics.rounding import narrow
 from tests.numerics.tensors import (
     DTYPES,
     KINDS,
@@ -117,6 +118,36 @@ def test_codes_equal_fake_quantize_outside_mx(name: str, rounding: str, dtype: t
             fake, coded = fake_quantize(part, name, **options()), quantize(part, name, **options())
             assert_same_bits(fake, slow)
             assert_same_bits(fake, coded.dequantize())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("tensor_scale", [1e-3, 1e-38, 1e-45, 3e38])
+def test_any_tensor_scale_gives_the_same_nvfp4(tensor_scale: float, axis: int, dtype: torch.dtype) -> None:
+    """Also one with which the scale of a block becomes 0 or Inf."""
+    for x in (hostile(dtype, 16), hostile(dtype, 16)[:, :20]):
+        options: Options = {"axis": axis, "tensor_scale": tensor_scale}
+        reference: Options = {**options, "implementation": "reference"}
+        coded, slow = quantize(x, "nvfp4", **options), quantize(x, "nvfp4", **reference)
+        assert torch.equal(coded.codes, slow.codes)
+        assert torch.equal(scales_of(coded), scales_of(slow))
+        assert_same_bits(fake_quantize(x, "nvfp4", **options), fake_quantize(x, "nvfp4", **reference))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_16_bit_values_of_nvfp4_are_rounded_once(axis: int, dtype: torch.dtype) -> None:
+    """With scales of which 3 times is rounded to another number by way of float32."""
+    scales = torch.randint(2**23, 2**24, (2**20,), generator=torch.Generator().manual_seed(0)) * 2.0**-20
+    exact = 3 * scales.double()
+    hard = scales[narrow(exact, dtype) != exact.float().to(dtype)][:4].tolist()
+    assert len(hard) == 4
+    for scale in hard:
+        x = torch.full((16, 16), 6 * scale).to(dtype)
+        options: Options = {"axis": axis, "tensor_scale": scale}
+        assert_same_bits(
+            fake_quantize(x, "nvfp4", **options), narrow(torch.full((16, 16), 6 * scale, dtype=torch.float64), dtype)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import probe
 from probe import FORMATS, scaling_sweep
+from probe.scaling import blockwise, reference
 from probe.scaling.advice import grid_of
 from probe.scaling.sweep import Prepared
 from tests.numerics.tensors import adversarial_blocks, assert_same_bits
@@ -51,6 +52,31 @@ def test_both_implementations_agree(format: str, granularity: str, dtype: torch.
         )
         assert fast.max_scale_exp == slow.max_scale_exp, name
         assert_same_levels(fast, slow)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "mxint8"])
+@pytest.mark.parametrize("limit", [127, 7])
+def test_blocks_of_all_exponents_agree_however_few_are_gathered_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, format: str, limit: int
+) -> None:
+    """Subnormals, zeros of both signs, ties and scales out of range; nothing but sums differs, in the last digits."""
+    monkeypatch.setattr(blockwise, "ROOM", 1)
+    g = torch.Generator().manual_seed(1)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape or (48, 40), generator=g).double()
+
+    exponents = draw(-149, 128, 48, 1) - draw(0, 9)
+    mantissas = 1 + draw(0, 32) / 32 + 2.0**-20 * draw(0, 2)
+    x = (mantissas * 2.0**exponents * (1 - 2 * draw(0, 2))).float()
+    x[5, ::3] *= 0.0
+    x[9] = 0.0
+    given = (x, [-70, -2, 0, 1, 40], ("floor", "ceil", "even", "rceil", "mse"), FORMATS[format])
+    twins = [twin.block_levels(*given, axis=-1, size=32, limit=limit) for twin in (reference, blockwise)]
+    for slow, quick in zip(*(found.values() for found in twins), strict=True):
+        for name, expected in vars(slow).items():
+            is_sum = name in ("squares", "magnitudes", "product", "power")
+            assert getattr(quick, name) == (pytest.approx(expected, rel=1e-12) if is_sum else expected), name
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])

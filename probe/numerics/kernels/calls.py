@@ -1,9 +1,8 @@
 """The kernels for tensors: their bits as flat arrays, the layout of their blocks, their work on threads."""
 
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +38,10 @@ def bits_of(x: Tensor) -> Bits:
     if x.dtype == torch.float64:
         return x.numpy().reshape(-1).view(np.int64)
     return x.view(torch.int16).numpy().reshape(-1)
+
+
+def _bytes_of(codes: Tensor) -> elements.Bytes:
+    return codes.view(torch.uint8).numpy().reshape(-1)
 
 
 @lru_cache(maxsize=1024)
@@ -114,7 +117,7 @@ def mx_codes(x: Tensor, blocks: Blocks, plan: Plan, rounding: str, noise: Tensor
     layout, units = layout_of(blocks.shape, blocks.axis, blocks.size)
     bits, machine, kind = _operands(x)
     codes, scales = _room_for_codes(x, blocks)
-    targets = codes.numpy().reshape(-1), scales.numpy().reshape(-1)
+    targets = _bytes_of(codes), _bytes_of(scales)
     how = _constants(plan, x.dtype), True if plan.rule == "mse" else None, _ROUNDINGS[rounding], _flat(noise)
     in_threads(
         lambda first, last: mx.write_codes(bits, *targets, machine, kind, layout, first, last, *how), units, bits.size
@@ -138,7 +141,7 @@ def nvfp4_codes(
 ) -> tuple[Tensor, Tensor]:
     """As `mx_codes`, for nvfp4: the scales are e4m3 codes."""
     codes, scales = _room_for_codes(x, blocks)
-    targets = codes.numpy().reshape(-1), scales.numpy().reshape(-1)
+    targets = _bytes_of(codes), _bytes_of(scales)
     _nvfp4(x, bits_of(x), *targets, blocks, tensor_scale, fmt, rounding, noise)
     return codes, scales
 
@@ -178,7 +181,7 @@ def decoded(codes: Tensor, out: Tensor, blocks: Blocks, table: Tensor, factors: 
     layout, units = layout_of(shape, axis, size)
     target, machine, kind = _operands(out)
     how = table.numpy(), factors.numpy().reshape(-1), torch.finfo(out.dtype).max
-    given = codes.view(torch.uint8).numpy().reshape(-1)
+    given = _bytes_of(codes)
     in_threads(
         lambda first, last: decoding.write_values(given, target, machine, kind, layout, first, last, *how),
         units,
@@ -240,28 +243,7 @@ def sharing_of(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> Sharing 
     return Sharing((before * scales, rest), 1, size, -(-rest // size), scales)
 
 
-def _integer_work(
-    kernel: Any,
-    x: Tensor,
-    target: Any,
-    parameters: Sequence[Tensor],
-    sharing: Sharing,
-    code_range: tuple[int, int],
-    rounding: str,
-    noise: Tensor | None,
-) -> None:
-    layout, units = layout_of(sharing.shape, sharing.axis, sharing.size)
-    bits, machine, kind = _operands(x)
-    scales, zeros = (one.numpy().reshape(-1) for one in parameters)
-    limits = (float(code_range[0]), float(code_range[1]), torch.finfo(x.dtype).max)
-    grid = scales, zeros, (sharing.each, sharing.scales), limits
-    how = _ROUNDINGS[rounding], None if noise is None else bits_of(noise)
-    in_threads(
-        lambda first, last: kernel(bits, target, machine, kind, layout, first, last, *grid, *how), units, bits.size
-    )
-
-
-def integer_values(
+def integer_results(
     x: Tensor,
     out: Tensor,
     scale: Tensor,
@@ -271,21 +253,20 @@ def integer_values(
     rounding: str,
     noise: Tensor | None,
 ) -> None:
-    """`x` on an integer grid into `out`; both are contiguous, as scales and zero points are. `noise` is as `x`."""
-    parameters = scale, zero_point
-    _integer_work(integers.write_values, x, bits_of(out), parameters, sharing, code_range, rounding, noise)
+    """`x` on an integer grid into `out`: values if that is of floats, else codes, int8 or uint8.
 
-
-def integer_codes(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    sharing: Sharing,
-    code_range: tuple[int, int],
-    rounding: str,
-    noise: Tensor | None,
-) -> None:
-    """The codes of `x` into `codes`, int8 or uint8; 0 where the scale is NaN, and `x` has no NaN elsewhere."""
-    target = codes.view(torch.uint8).numpy().reshape(-1)
-    _integer_work(integers.write_codes, x, target, (scale, zero_point), sharing, code_range, rounding, noise)
+    All tensors are contiguous; `noise` is as `x`. Codes are 0 where the scale is NaN, and `x` has no NaN elsewhere.
+    """
+    layout, units = layout_of(sharing.shape, sharing.axis, sharing.size)
+    bits, machine, kind = _operands(x)
+    coded = not out.is_floating_point()
+    target, written = (_bytes_of(out), _NO_BYTES) if coded else (bits_of(out), machine)
+    scales, zeros = (one.numpy().reshape(-1) for one in (scale, zero_point))
+    limits = (float(code_range[0]), float(code_range[1]), torch.finfo(x.dtype).max)
+    grid = scales, zeros, (sharing.each, sharing.scales), limits
+    how = _ROUNDINGS[rounding], None if noise is None else bits_of(noise)
+    in_threads(
+        lambda first, last: integers.quantize(bits, target, machine, written, kind, layout, first, last, *grid, *how),
+        units,
+        bits.size,
+    )

@@ -1,6 +1,10 @@
 """Plain integer grids with given scales, as `integers.quantize_integer` and back, in float64."""
 
+from typing import Any
+
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from probe.numerics.kernels.bits import as_float, narrow
 from probe.numerics.kernels.elements import HALF_AWAY, TOWARD_ZERO
@@ -55,15 +59,31 @@ def _rounded(x, scale, rounding, noise):  # type: ignore[no-untyped-def]
     return np.floor(quotient)
 
 
+def _result(like: Any, steps: float, scale: float, zero: float, limit: float, odd: bool) -> int:
+    """What is written for steps from the zero point: bits of the value, or the code if `like` is of bytes."""
+    raise NotImplementedError("for kernels")
+
+
+@overload(_result)
+def _choose_result(like: Any, steps: Any, scale: Any, zero: Any, limit: Any, odd: Any) -> Any:
+    def value(like: Any, steps: Any, scale: Any, zero: Any, limit: Any, odd: Any) -> Any:
+        return narrow(like, steps * scale, limit, odd)
+
+    def code(like: Any, steps: Any, scale: Any, zero: Any, limit: Any, odd: Any) -> Any:
+        return np.uint8(np.int64(steps + zero) if steps == steps else 0)
+
+    return code if like.dtype == types.uint8 else value
+
+
 @kernel
-def _write_nearest(x, out, scale, low, high, limit, odd, away):  # type: ignore[no-untyped-def]
-    """The values of one block at one scale, rounded to nearest, of a dtype with at most 24 bits."""
-    inverse = 1.0 / scale
+def _write_nearest(x, out, scale, zero, limits, odd, away):  # type: ignore[no-untyped-def]
+    """The results of one block at one scale, rounded to nearest, of a dtype with at most 24 bits."""
+    inverse, low, high = 1.0 / scale, limits[0] - zero, limits[1] - zero
     for i in range(x.size):
         steps = _nearest(np.float64(as_float(x[i])), inverse, away)
         steps = low if steps < low else steps
         steps = high if steps > high else steps
-        out[i] = narrow(out, steps * scale, limit, odd)
+        out[i] = _result(out, steps, scale, zero, limits[2], odd)
 
 
 @kernel
@@ -95,62 +115,43 @@ def _spread_scales(tile, scales, zero_points, sharing, here, zeros):  # type: ig
 
 
 @kernel
-def write_values(  # type: ignore[no-untyped-def]
-    x, out, machine, kind, layout, first, last, scales, zero_points, sharing, limits, rounding, noise
+def quantize(  # type: ignore[no-untyped-def]
+    x, out, machine, written, kind, layout, first, last, scales, zero_points, sharing, limits, rounding, noise
 ):
-    """The values of the units from `first` to before `last`.
+    """The values or codes of the units from `first` to before `last`; codes are 0 where the scale is NaN.
 
+    written   an array of what results are before they are stored: as `machine` for values, bytes for codes
     sharing   (d, m): block b of the layout has scale (b // d) % m
     limits    the first code, the last, and the largest number of the dtype
     rounding  None for half_even
     noise     for stochastic rounding, as bits in the order of x; else None
+
+    Where there are codes, x must have no NaN but with such a scale.
     """
     width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
     length = width * size if inner > 1 or x.itemsize == 2 else 0
-    wide, values = np.empty(length, machine.dtype), np.empty(length, machine.dtype)
+    wide, room = np.empty(length, machine.dtype), np.empty(length, written.dtype)
     drawn, steps = np.empty(width * size, np.int32), np.empty(width * size)
     factors, zeros = np.empty(width), np.empty(width)
-    odd, limit = x.itemsize == 2, limits[2]
+    odd = x.itemsize == 2
     unit = first
     while unit < last:
         tile, units = tile_at(unit, last, layout)
         unit += units
         _spread_scales(tile, scales, zero_points, sharing, factors, zeros)
-        here, results = load(x, wide, tile, inner, kind), place(out, values, tile, inner)
+        here: Any = load(x, wide, tile, inner, kind)
+        results: Any = place(out, room, tile, inner)
         if (rounding is None or rounding == HALF_AWAY) and tile.apart == 1 and x.itemsize < 8:
             away = rounding is not None
             for b in range(tile.blocks):
-                begin, end, low, high = b * tile.size, (b + 1) * tile.size, limits[0] - zeros[b], limits[1] - zeros[b]
-                _write_nearest(here[begin:end], results[begin:end], factors[b], low, high, limit, odd, away)
+                begin, end = b * tile.size, (b + 1) * tile.size
+                _write_nearest(here[begin:end], results[begin:end], factors[b], zeros[b], limits, odd, away)
         else:
             _find_steps(here, steps, tile, factors, zeros, limits, rounding, noise, drawn, inner)
             for i in range(here.size):
                 b = i // tile.size if tile.apart == 1 else i % tile.blocks
-                results[i] = narrow(results, steps[i] * factors[b], limit, odd)
+                results[i] = _result(results, steps[i], factors[b], zeros[b], limits[2], odd)
         store(results, out, tile, inner, kind)
-
-
-@kernel
-def write_codes(  # type: ignore[no-untyped-def]
-    x, codes, machine, kind, layout, first, last, scales, zero_points, sharing, limits, rounding, noise
-):
-    """As `write_values`: the codes. They are 0 where the scale is NaN; elsewhere there must be no NaN."""
-    width, size, inner = layout[WIDTH], layout[SIZE], layout[INNER]
-    wide, short = np.empty(width * size, machine.dtype), np.empty(width * size, np.uint8)
-    drawn, steps = np.empty(width * size, np.int32), np.empty(width * size)
-    factors, zeros = np.empty(width), np.empty(width)
-    unit = first
-    while unit < last:
-        tile, units = tile_at(unit, last, layout)
-        unit += units
-        _spread_scales(tile, scales, zero_points, sharing, factors, zeros)
-        here, results = load(x, wide, tile, inner, kind), place(codes, short, tile, inner)
-        _find_steps(here, steps, tile, factors, zeros, limits, rounding, noise, drawn, inner)
-        for i in range(here.size):
-            b = i // tile.size if tile.apart == 1 else i % tile.blocks
-            code = steps[i] + zeros[b]
-            results[i] = np.uint8(np.int64(code) if code == code else 0)
-        store(results, codes, tile, inner, kind)
 
 
 @kernel

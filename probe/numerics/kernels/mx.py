@@ -89,7 +89,7 @@ def _write_nearest(x: Bits, out: Bits, tile: Tile, constants: Constants, scales:
 
 
 def write_short(x: Bits, out: Bits, tile: Tile, inner: int, kind: int, constants: Constants, room: Any) -> bool:
-    """Values of consecutive bfloat16, rounded half to even, without a copy in float32; False for other tensors.
+    """Values of consecutive 16-bit numbers, rounded half to even, without a copy in float32; False for other tensors.
 
     `room` is for the numbers of blocks: largest magnitudes in 16 bits, in 32 bits, scales and their inverses.
     """
@@ -102,7 +102,7 @@ def _write_short(x: Any, out: Any, tile: Any, inner: Any, kind: Any, constants: 
         return False
 
     def short(x: Any, out: Any, tile: Any, inner: Any, kind: Any, constants: Any, room: Any) -> Any:
-        if inner > 1 or kind != BFLOAT16 or constants[UNSIGNED] >= 0:
+        if inner > 1 or constants[UNSIGNED] >= 0:
             return False
         short_amax, amax, scales, inverses = room
         end = tile.start + tile.blocks * tile.size
@@ -110,33 +110,46 @@ def _write_short(x: Any, out: Any, tile: Any, inner: Any, kind: Any, constants: 
         find_largest(here, tile, short_amax)
         widen(short_amax[: tile.blocks], amax[: tile.blocks], kind)
         find_scales(amax, tile.blocks, constants, scales, inverses)
-        _write_bfloat16(here, there, tile, constants, scales, inverses)
+        _write_halves(here, there, tile, kind, constants, scales, inverses)
         return True
 
     return short if x.dtype == types.int16 else wide
 
 
 @kernel
-def _write_bfloat16(x: Bits, out: Bits, tile: Tile, constants: Constants, scales: Bits, inverses: Bits) -> None:
-    """As `_write_nearest`, from and to the bits of bfloat16.
+def _write_halves(x, out, tile, kind, constants, scales, inverses):  # type: ignore[no-untyped-def]
+    """As `_write_nearest`, from and to the bits of a 16-bit dtype, shifted to those of float32 and back.
 
-    Nothing is lost by cutting values off: bfloat16 has more bits than any element, and where the step of the grid is
-    below the smallest bfloat16, the value was on the grid already.
+    The exponents of float16 are off by 112 then. Nothing is lost by cutting values off: both dtypes have more bits than
+    any element, and where the step of the grid is below their smallest number, the value was on the grid already.
     """
     whole = np.int32
-    sizes, exponents, limit = whole(constants[SIZES]), whole(constants[EXPONENTS]), whole(constants[LIMIT])
-    least, most, half = whole(constants[MIN_EXPONENT]), whole(constants[MAX]), whole(16)
-    ceiling, magic, sign = whole(constants[CEILING]), as_float(whole(constants[MAGIC])), whole(-0x8000)
+    exponents, limit, sign = whole(constants[EXPONENTS]), whole(constants[LIMIT]), whole(-0x8000)
+    up, down = np.float32(2.0**112), np.float32(2.0**-112)
+    grid = (
+        whole(constants[SIZES]),
+        exponents,
+        whole(constants[MIN_EXPONENT]),
+        whole(constants[MAX]),
+        whole(constants[CEILING]),
+        as_float(whole(constants[MAGIC])),
+    )
     for b in range(tile.blocks):
         begin, end = b * tile.size, (b + 1) * tile.size
         block, result, scale, inverse = x[begin:end], out[begin:end], as_float(scales[b]), as_float(inverses[b])
         spoilt = whole(0x7FFF) if scales[b] >= exponents else whole(0)
-        for i in range(block.size):
-            bits = whole(whole(block[i]) << half)
-            found = nearest(whole, bits, inverse, sizes, exponents, least, most, ceiling, magic)
-            value = as_bits(as_float(found) * scale)
-            value = whole((value if value < limit else limit) >> half)
-            result[i] = np.int16(whole(value | spoilt) | whole(whole(block[i]) & sign))
+        if kind == BFLOAT16:
+            for i in range(block.size):
+                bits = whole(whole(block[i]) << whole(16))
+                value = as_bits(as_float(nearest(whole, bits, inverse, *grid)) * scale)
+                value = whole((value if value < limit else limit) >> whole(16))
+                result[i] = np.int16(whole(value | spoilt) | whole(whole(block[i]) & sign))
+        else:
+            for i in range(block.size):
+                bits = as_bits(as_float(whole((whole(block[i]) & whole(0x7FFF)) << whole(13))) * up)
+                value = as_bits(as_float(nearest(whole, bits, inverse, *grid)) * scale)
+                value = whole(as_bits(as_float(value if value < limit else limit) * down) >> whole(13))
+                result[i] = np.int16(whole(value | spoilt) | whole(whole(block[i]) & sign))
 
 
 @kernel

@@ -13,6 +13,8 @@ from probe.numerics.machine_code import kernel
 
 #: The code of a scale that is NaN.
 _NAN_CODE = 0x7F
+#: The block size that a loop is unrolled for.
+_USUAL = 16
 
 
 @kernel
@@ -52,6 +54,36 @@ def _divide(x, quotients, tile, factors):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _nearest_value(like, bits, factor, sizes, grid, limit, odd):  # type: ignore[no-untyped-def]
+    """The bits of a value, rounded half to even; `like` is an array of them."""
+    quotient = as_bits(abs(np.float64(as_float(bits))) / factor)
+    value = as_float(nearest(np.int64, quotient, 1.0, sizes, *grid)) * factor
+    return narrow(like, -value if bits < 0 else value, limit, odd)
+
+
+@kernel
+def _write_nearest(x, out, tile, constants, factors, limit, odd):  # type: ignore[no-untyped-def]
+    """All of the next three steps at once, rounded half to even. The first loop is the second for the usual size."""
+    sizes, magic = constants[known.SIZES], as_float(constants[known.MAGIC])
+    least, most = constants[known.MIN_EXPONENT], constants[known.MAX]
+    grid = constants[known.EXPONENTS], least, most, constants[known.CEILING], magic
+    for line in range(tile.blocks if tile.apart == 1 else tile.size):
+        length = tile.size if tile.apart == 1 else tile.blocks
+        here, there = x[line * length : (line + 1) * length], out[line * length : (line + 1) * length]
+        if tile.apart == 1 and length == _USUAL:
+            factor = as_float(factors[line])
+            for i in range(_USUAL):
+                there[i] = _nearest_value(out, here[i], factor, sizes, grid, limit, odd)
+        elif tile.apart == 1:
+            factor = as_float(factors[line])
+            for i in range(here.size):
+                there[i] = _nearest_value(out, here[i], factor, sizes, grid, limit, odd)
+        else:
+            for i in range(here.size):
+                there[i] = _nearest_value(out, here[i], as_float(factors[i]), sizes, grid, limit, odd)
+
+
+@kernel
 def _write_values(x, found, results, tile, factors, limit, odd):  # type: ignore[no-untyped-def]
     """Elements with the sign of `x` times factors."""
     for line in range(tile.blocks if tile.apart == 1 else tile.size):
@@ -80,6 +112,7 @@ def quantize(  # type: ignore[no-untyped-def]
     length = width * size
     wide, values, short = np.empty(length, machine.dtype), np.empty(length, machine.dtype), np.empty(length, np.uint8)
     quotients, elements = np.empty(length, np.int64), np.empty(length, np.int64)
+    odd, coded = x.itemsize == 2, codes.size > 0
     unit = first
     while unit < last:
         tile, units = tile_at(unit, last, layout)
@@ -88,16 +121,20 @@ def quantize(  # type: ignore[no-untyped-def]
         y, found = quotients[: here.size], elements[: here.size]
         find_largest(here, tile, amax)
         _find_scales(amax, tile.blocks, infinite, tensor_scale, largest, scale_constants, smallest, scales, factors)
-        _divide(here, y, tile, factors)
-        find_elements(y, found, tile, constants, ones, rounding, noise)
-        if codes.size == 0:
+        if rounding is not None or coded:
+            _divide(here, y, tile, factors)
+            find_elements(y, found, tile, constants, ones, rounding, noise)
+        if not coded:
             results = place(out, values, tile, inner)
-            _write_values(here, found, results, tile, factors, limit, x.itemsize == 2)
+            if rounding is None:
+                _write_nearest(here, results, tile, constants, factors, limit, odd)
+            else:
+                _write_values(here, found, results, tile, factors, limit, odd)
             store(results, out, tile, inner, kind)
         else:
-            coded: Any = place(codes, short, tile, inner)
-            encode(y, found, coded, tile, constants, factors)
-            store(coded, codes, tile, inner, kind)
+            written: Any = place(codes, short, tile, inner)
+            encode(y, found, written, tile, constants, scales)
+            store(written, codes, tile, inner, kind)
             stored = scale_codes[tile.block : tile.block + tile.blocks]
             encode(scales[: stored.size], scales, stored, Tile(0, 0, 1, 0, 0, 0, 0), scale_constants, scales)
             for b in range(stored.size):
