@@ -102,6 +102,8 @@ class RayEngine(Engine):
         if self._is_own:
             _connect(self.ray, address)
         self.workers = self._own_slots().total()
+        # the same on all nodes, of whatever size: sums on more threads are added in another order
+        self._threads = cpus or min((_cpus(node) for node in self.nodes() if self._slots(node)), default=1)
         if not self.workers:
             have = first_few([f"{_host(node)} {_cpus(node)}" for node in self.nodes()])
             self.close()
@@ -223,7 +225,7 @@ class RayEngine(Engine):
                     return
                 wanted = {"num_cpus": cpus, "num_gpus": job.gpus, **({"memory": job.memory} if job.memory else {})}
                 actor = self._on(self.ray.remote(Actor), name, **wanted, max_restarts=0)
-                self.pool.append(Worker(name, _host(node), actor.remote(Place.here(), cpus)))
+                self.pool.append(Worker(name, _host(node), actor.remote(Place.here(), self._threads)))
 
     def ping(self, node: str) -> Any:
         """A reference that is there once the node answers."""

@@ -17,11 +17,11 @@ LOST = "lost"
 class Actor:
     """A worker: opens jobs, and runs one unit at a time."""
 
-    def __init__(self, place: Place, cpus: int) -> None:
+    def __init__(self, place: Place, threads: int) -> None:
         place.enter()
         import torch
 
-        torch.set_num_threads(cpus)
+        torch.set_num_threads(threads)
         self._workshop = Workshop()
         self._jobs: tuple[str, Job[Any, Any] | None] = ("", None)
 

@@ -22,11 +22,11 @@ def start_cluster(nodes: int, *, store: int = STORE, system: dict[str, Any] | No
     """A head without CPUs, so that it can stay while the others are killed, and so many nodes of one CPU."""
     load_ray()
     first = {
-        "num_cpus": head_cpus,
+        "num_cpus": 0,
         "object_store_memory": store,
         "node_ip_address": LOOPBACK,
         "include_dashboard": False,
-        **head,
+        "_system_config": {**HEALTH, **(system or {})},
     }
     cluster = Cluster(initialize_head=True, head_node_args=first)
     for _ in range(nodes):

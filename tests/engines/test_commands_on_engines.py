@@ -1,0 +1,140 @@
+"""Every command gives the same numbers in this process, in worker processes and on a Ray cluster."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from probe.commands import main
+from probe.engines.cluster import RayEngine
+
+SMALL = ["--samples", "4", "--seqlen", "32", "--batch-size", "2", "--calib-data-num", "2", "--calib-seqlen", "32"]
+Run = Callable[..., str]
+
+
+@pytest.fixture(params=["processes", "ray"])
+def elsewhere(request: pytest.FixtureRequest) -> list[str]:
+    if request.param == "processes":
+        return ["--jobs", "2"]
+    request.getfixturevalue("on_ray")
+    return ["--engine", "ray"]  # which uses the connection that there is
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as many as every worker has: sums on more threads are added in another order
+
+    def command(*arguments: str, code: int = 0) -> str:
+        found = main(arguments)
+        captured = capsys.readouterr()
+        assert found == code, captured.err
+        return captured.out if code == 0 else captured.err
+
+    yield command
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shard", [[], ["--shard-size", "2"]], ids=["one shard", "two shards"])
+def test_errors(run: Run, elsewhere: list[str], shard: list[str]) -> None:
+    asked = ["errors", "--modes", "fp16", "2-1", "--formats", "int8", *SMALL, *shard, "--json"]
+    assert run(*asked, *elsewhere) == run(*asked)
+
+
+def test_shards_differ_by_the_order_of_sums_only(run: Run) -> None:
+    asked = ["errors", "--modes", "2-1", "--formats", "int8", *SMALL, "--json"]
+    whole, halves = (json.loads(run(*asked, *more)) for more in ([], ["--shard-size", "2"]))
+    for name, layer in whole[0]["layers"].items():
+        for figure, value in layer.items():
+            other = halves[0]["layers"][name][figure]
+            assert other == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), (name, figure)
+
+
+def test_a_shard_that_is_not_of_whole_batches_is_refused(run: Run) -> None:
+    said = run("errors", "--modes", "2-1", "--formats", "int8", *SMALL, "--shard-size", "3", code=2)
+    assert "a shard of 3 samples is not made of whole batches, which have 2. Give a multiple of it" in said
+
+
+@pytest.mark.parametrize("more", [[], ["--sites"]], ids=["layers", "sites"])
+def test_sensitivity(run: Run, elsewhere: list[str], more: list[str]) -> None:
+    asked = ["sensitivity", "--mode", "2-1", "--format", "int8", *SMALL, *more, "--json", "-"]
+    assert run(*asked, *elsewhere) == run(*asked)
+
+
+def test_record(run: Run, elsewhere: list[str]) -> None:
+    asked = ["record", "--modes", "fp32", "2-1", "--layers", "all", "--taps", "inputs", "logits", *SMALL]
+    run(*asked, "--out", "here")
+    run(*asked, "--out", "there", *elsewhere)
+    files = sorted(path.name for path in Path("here").glob("*.safetensors"))
+    assert len(files) == 3
+    for name in files:
+        assert Path("there", name).read_bytes() == Path("here", name).read_bytes()
+
+
+def test_analyze(run: Run, elsewhere: list[str]) -> None:
+    few = ["--data.num_samples", "4", "--data.seq_len", "32", "--data.batch_size", "2", "--output.formats", "[json]"]
+    run("analyze", *few, "--visualization.save_dir", "here")
+    run("analyze", *few, "--visualization.save_dir", "there", *elsewhere)
+    names = sorted(path.name for path in Path("here").glob("*.json") if not path.name.startswith("."))
+    assert names
+    for name in names:
+        here, there = (Path(folder, name).read_text() for folder in ("here", "there"))
+        assert there.replace('"there"', '"here"') == here
+
+
+def test_scaling(run: Run, elsewhere: list[str]) -> None:
+    for seed in range(2):
+        torch.save(torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)), f"{seed}.pt")
+    asked = ["scaling", "0.pt", "1.pt", "--elem-format", "int8", "fp8_e4m3", "--num-levels", "5", "--no-plots"]
+    said = run(*asked, "--output-dir", "here")
+    assert run(*asked, "--output-dir", "there", *elsewhere).replace("there", "here") == said
+    for file in Path("here").rglob("mxfp_scaling_results_*"):
+        assert (Path("there") / file.relative_to("here")).read_bytes() == file.read_bytes()
+
+
+def test_an_option_of_the_other_engine_is_refused(run: Run) -> None:
+    said = run("errors", "--ray-cpus", "2", code=2)
+    assert "--ray-cpus is for --engine ray. Add that, or leave it out." in said
+    assert "--jobs is for the engine local" in run("errors", "--engine", "ray", "--jobs", "2", code=2)
+
+
+def test_a_failing_model_is_one_message_with_the_unit(
+    run: Run, on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node finds other weights under the same name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "net.py").write_text(
+        "import os, torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.embedding = nn.Embedding(256, 8)\n"
+        "        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))\n"
+        "        self.head = nn.Linear(8, 256)\n\n"
+        "    def forward(self, tokens):\n        x = self.embedding(tokens)\n        for layer in self.layers:\n"
+        "            x = layer(x)\n        return self.head(x)\n\n\ndef make():\n    torch.manual_seed(os.getpid())\n"
+        "    return Net()\n"
+    )
+    said = run(
+        "errors", "--model", "net:make", "--modes", "linear_w", "--formats", "int8", *SMALL, "--engine", "ray", code=2
+    )
+    assert "reference 0: net:make on " in said
+    assert "is another model than here" in said
+    assert "Traceback" not in said
+    on_ray.stop()  # whose workers know this module
+
+
+def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(run: Run, on_ray: RayEngine, tmp_path: Path) -> None:
+    import shutil
+
+    from probe.models.loading import EMBEDDED, load_model
+    from probe.running.shared_models import SharedModel
+
+    source = EMBEDDED["tiny-llama"].folder
+    assert source is not None
+    shutil.copytree(source, tmp_path / "model")
+    name = str(tmp_path / "model")
+    shared = SharedModel.of(name, load_model(name), on_ray)
+    assert shared.paths == ()
+    shutil.rmtree(name)  # as on a node
+    assert shared.load().fingerprint == shared.fingerprint

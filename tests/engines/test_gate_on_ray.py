@@ -1,0 +1,108 @@
+"""The gate with `--probe-engine ray`: the same figures, alone and beside xdist; the controller alone writes."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from probe.engines.cluster import RayEngine
+from probe.gate.bench import Bench
+from probe.gate.configuration import Settings
+from probe.running.recipes import Recipe
+
+SETTINGS = """
+[tool.probe]
+model = "tiny-llama"
+modes = ["linear_w", "bf16"]
+formats = ["int8", "fp8_e4m3"]
+samples = 2
+seqlen = 16
+calibration = { samples = 2, seqlen = 16 }
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.delenv("CI", raising=False)
+    pytester.makefile(".toml", pyproject=SETTINGS)
+    pytester.makepyfile(test_gate="def test_matches_baseline(probe_case):\n    probe_case.check()\n")
+    return pytester
+
+
+def files(project: pytest.Pytester) -> dict[str, bytes]:
+    root = project.path / "baselines"
+    return {str(file.relative_to(root)): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}
+
+
+def test_an_update_on_ray_is_that_of_this_process_and_checks_pass(project: pytest.Pytester, on_ray: RayEngine) -> None:
+    address = ("--probe-ray-address", on_ray.address)
+    on_ray.stop()
+    project.runpytest_subprocess("--update-baselines", "-q").assert_outcomes(passed=36)
+    here = files(project)
+    for file in (project.path / "baselines").rglob("*.json"):
+        file.unlink()
+    update = project.runpytest_subprocess("--update-baselines", "-q", "--probe-engine", "ray", *address)
+    update.assert_outcomes(passed=36)
+    assert files(project) == here
+    checked = project.runpytest_subprocess("-q", "--probe-engine", "ray", *address)
+    checked.assert_outcomes(passed=36)
+    checked.stdout.fnmatch_lines(["*36 of 36 stored cases compared*"])
+    beside = project.runpytest_subprocess("-q", "-n", "2", "--probe-engine", "ray", *address)
+    beside.assert_outcomes(passed=36)
+
+
+def test_figures_are_the_same_to_the_bit(on_ray: RayEngine) -> None:
+    settings = Settings(model="tiny-mamba", samples=2, seqlen=32)
+    settings = dataclasses.replace(settings, modes=("2-1",), formats=("int8",))
+    recipe = Recipe("2-1", "int8")
+    here, there = Bench(settings), Bench(settings, engine=on_ray)
+    there.expected = [(recipe, "cpu"), (Recipe("2-4", "int8"), "cpu")]
+    found, expected = there.observe(recipe, "cpu"), here.observe(recipe, "cpu")
+    assert found.keys() == expected.keys()
+    for label, one in expected.items():
+        assert found[label].figures == one.figures, label
+
+
+def test_a_mode_of_the_project_runs_on_the_nodes(project: pytest.Pytester, on_ray: RayEngine) -> None:
+    project.makeconftest(
+        "import probe\n\n\ndef coarse(model, format, calibration):\n    for layer in model.model.layers:\n"
+        "        layer.mlp.up_proj.weight.copy_(probe.fake_quantize(layer.mlp.up_proj.weight, format))\n"
+        "    return model\n\n\nprobe.register_mode('coarse', coarse)\n"
+    )
+    project.makefile(".toml", pyproject=SETTINGS.replace('"linear_w", "bf16"', '"coarse"'))
+    on_ray.stop()
+    address = ("--probe-engine", "ray", "--probe-ray-address", on_ray.address)
+    project.runpytest_subprocess("--update-baselines", "-q", *address).assert_outcomes(passed=24)
+    project.runpytest_subprocess("-q").assert_outcomes(passed=24)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--probe-ray-cpus", "2"], "--probe-ray-cpus is for --probe-engine ray"),
+        (["--probe-engine", "ray", "--probe-ray-cpus", "two"], "--probe-ray-cpus is 'two'. Expected a whole number"),
+        (["--probe-engine", "ray", "--probe-ray-address", "127.0.0.1:1"], "nobody answers at 127.0.0.1:1"),
+    ],
+)
+def test_mistakes_are_told_before_any_test(project: pytest.Pytester, options: list[str], said: str) -> None:
+    found = project.runpytest_subprocess(*options)
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines([f"*{said}*"])
+
+
+def test_more_workers_of_xdist_than_the_cluster_has_are_refused(project: pytest.Pytester, on_ray: RayEngine) -> None:
+    found = project.runpytest_subprocess("-n", "3", "--probe-engine", "ray", "--probe-ray-address", on_ray.address)
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines(["*-n 3 is more than the 2 workers that the cluster has room for*"])
+
+
+def test_a_failure_on_ray_is_explained_as_ever(project: pytest.Pytester, on_ray: RayEngine, tmp_path: Path) -> None:
+    project.runpytest_subprocess("--update-baselines", "-q").assert_outcomes(passed=36)
+    for file in (project.path / "baselines").rglob("linear_w.json"):
+        text = file.read_text()
+        assert '"injected.mse"' in text
+        file.write_text(text.replace('"injected.mse": 0.0', '"injected.mse": 0.1', 1))
+    on_ray.stop()
+    found = project.runpytest_subprocess("-q", "--probe-engine", "ray", "--probe-ray-address", on_ray.address)
+    assert found.ret == 1
+    found.stdout.fnmatch_lines(["*drifted from its baseline*", "*injected.mse*"])
