@@ -38,9 +38,8 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("shard", [[], ["--shard-size", "2"]], ids=["one shard", "two shards"])
-def test_errors(run: Run, elsewhere: list[str], shard: list[str]) -> None:
-    asked = ["errors", "--modes", "fp16", "2-1", "--formats", "int8", *SMALL, *shard, "--json"]
+def test_errors(run: Run, elsewhere: list[str]) -> None:
+    asked = ["errors", "--modes", "fp16", "2-1", "--formats", "int8", *SMALL, "--shard-size", "2", "--json"]
     assert run(*asked, *elsewhere) == run(*asked)
 
 
@@ -58,9 +57,8 @@ def test_a_shard_that_is_not_of_whole_batches_is_refused(run: Run) -> None:
     assert "a shard of 3 samples is not made of whole batches, which have 2. Give a multiple of it" in said
 
 
-@pytest.mark.parametrize("more", [[], ["--sites"]], ids=["layers", "sites"])
-def test_sensitivity(run: Run, elsewhere: list[str], more: list[str]) -> None:
-    asked = ["sensitivity", "--mode", "2-1", "--format", "int8", *SMALL, *more, "--json", "-"]
+def test_sensitivity(run: Run, elsewhere: list[str]) -> None:
+    asked = ["sensitivity", "--mode", "2-1", "--format", "int8", *SMALL, "--json", "-"]
     assert run(*asked, *elsewhere) == run(*asked)
 
 

@@ -1,7 +1,7 @@
 """The gate with `--probe-engine ray`: the same figures, alone and beside xdist; the controller alone writes."""
 
 import dataclasses
-from pathlib import Path
+import json
 
 import pytest
 
@@ -14,7 +14,9 @@ SETTINGS = """
 [tool.probe]
 model = "tiny-llama"
 modes = ["linear_w", "bf16"]
-formats = ["int8", "fp8_e4m3"]
+formats = ["int8"]
+layers = ["first"]
+without = ["batch_1", "ragged", "padded"]
 samples = 2
 seqlen = 16
 calibration = { samples = 2, seqlen = 16 }
@@ -37,18 +39,16 @@ def files(project: pytest.Pytester) -> dict[str, bytes]:
 def test_an_update_on_ray_is_that_of_this_process_and_checks_pass(project: pytest.Pytester, on_ray: RayEngine) -> None:
     address = ("--probe-ray-address", on_ray.address)
     on_ray.stop()
-    project.runpytest_subprocess("--update-baselines", "-q").assert_outcomes(passed=36)
+    project.runpytest_subprocess("--update-baselines", "-q").assert_outcomes(passed=12)
     here = files(project)
     for file in (project.path / "baselines").rglob("*.json"):
         file.unlink()
     update = project.runpytest_subprocess("--update-baselines", "-q", "--probe-engine", "ray", *address)
-    update.assert_outcomes(passed=36)
+    update.assert_outcomes(passed=12)
     assert files(project) == here
-    checked = project.runpytest_subprocess("-q", "--probe-engine", "ray", *address)
-    checked.assert_outcomes(passed=36)
-    checked.stdout.fnmatch_lines(["*36 of 36 stored cases compared*"])
     beside = project.runpytest_subprocess("-q", "-n", "2", "--probe-engine", "ray", *address)
-    beside.assert_outcomes(passed=36)
+    beside.assert_outcomes(passed=12)
+    beside.stdout.fnmatch_lines(["*12 of 12 stored cases compared*"])
 
 
 def test_figures_are_the_same_to_the_bit(on_ray: RayEngine) -> None:
@@ -72,8 +72,8 @@ def test_a_mode_of_the_project_runs_on_the_nodes(project: pytest.Pytester, on_ra
     project.makefile(".toml", pyproject=SETTINGS.replace('"linear_w", "bf16"', '"coarse"'))
     on_ray.stop()
     address = ("--probe-engine", "ray", "--probe-ray-address", on_ray.address)
-    project.runpytest_subprocess("--update-baselines", "-q", *address).assert_outcomes(passed=24)
-    project.runpytest_subprocess("-q").assert_outcomes(passed=24)
+    project.runpytest_subprocess("--update-baselines", "-q", *address).assert_outcomes(passed=6)
+    project.runpytest_subprocess("-q").assert_outcomes(passed=6)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,14 @@ def test_more_workers_of_xdist_than_the_cluster_has_are_refused(project: pytest.
     found.stderr.fnmatch_lines(["*-n 3 is more than the 2 workers that the cluster has room for*"])
 
 
-def test_a_failure_on_ray_is_explained_as_ever(project: pytest.Pytester, on_ray: RayEngine, tmp_path: Path) -> None:
-    project.runpytest_subprocess("--update-baselines", "-q").assert_outcomes(passed=36)
-    for file in (project.path / "baselines").rglob("linear_w.json"):
-        text = file.read_text()
-        assert '"injected.mse"' in text
-        file.write_text(text.replace('"injected.mse": 0.0', '"injected.mse": 0.1', 1))
+def test_a_failure_on_ray_is_explained_as_ever(project: pytest.Pytester, on_ray: RayEngine) -> None:
+    project.runpytest_subprocess("--update-baselines", "-q", "-k", "linear_w").assert_outcomes(passed=6)
+    (file,) = (project.path / "baselines").rglob("linear_w.json")
+    stored = json.loads(file.read_text())
+    stored["cases"]["int8"]["layer_0"]["injected"]["mse"][0] *= 1.5
+    file.write_text(json.dumps(stored) + "\n")
     on_ray.stop()
-    found = project.runpytest_subprocess("-q", "--probe-engine", "ray", "--probe-ray-address", on_ray.address)
-    assert found.ret == 1
-    found.stdout.fnmatch_lines(["*drifted from its baseline*", "*injected.mse*"])
+    ray = ("--probe-engine", "ray", "--probe-ray-address", on_ray.address)
+    found = project.runpytest_subprocess("-q", "-k", "linear_w", *ray)
+    found.assert_outcomes(passed=5, failed=1)
+    found.stdout.fnmatch_lines(["*linear_w-layer_0-cpu-int8 drifted from its baseline", "*injected.mse*better"])
