@@ -22,7 +22,7 @@ from probe.models.loading import Loaded
 from probe.models.mamba_blocks import with_sites
 from probe.models.offload import NumbersOnly, Placed, Room, at_hand, device_named, place
 from probe.running.inputs import with_decoder_tokens
-from probe.running.shared_models import ModelJob
+from probe.running.shared_models import ModelJob, accelerators
 from probe.words import describe_error
 
 
@@ -62,6 +62,11 @@ class AnalysisJob(ModelJob[Bench, Collected]):
                 collector.begin(batch)
                 _run(placed, batch)
         return collector.collected()
+
+    @property
+    def gpus(self) -> int:
+        """One, if it runs on one."""
+        return accelerators(str(device_named(self.settings.memory.device)))
 
     @property
     def facts(self) -> dict[str, str]:

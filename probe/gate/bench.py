@@ -231,6 +231,7 @@ class Bench(Matrix):
             ),
             references={variation: pack_reference(self.reference(variation)) for variation in variations},
             calibrations={variation: self.calibration(variation) for variation in variations if calibrated},
+            devices=tuple(device for device in ours.devices if not is_recorded(device)),
         )
 
     def _under(self, variation: Variation | None) -> AbstractContextManager[None]:

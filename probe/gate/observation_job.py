@@ -15,7 +15,7 @@ from probe.running.paths import Path as PathThrough
 from probe.running.recipes import Recipe
 from probe.running.reference import Reference
 from probe.running.reference_files import unpack_reference
-from probe.running.shared_models import ModelJob
+from probe.running.shared_models import ModelJob, accelerators
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,7 @@ class ObservationJob(ModelJob[_Bench, dict[str, Observation]]):
 
     references: Mapping[Variation | None, bytes]
     calibrations: Mapping[Variation | None, Calibration]
+    devices: tuple[str, ...]
 
     def open(self) -> _Bench:
         """The model; references are unpacked as they are needed."""
@@ -74,6 +75,11 @@ class ObservationJob(ModelJob[_Bench, dict[str, Observation]]):
     def is_journaled(self) -> bool:
         """Never."""
         return False
+
+    @property
+    def gpus(self) -> int:
+        """One, if any recipe runs on one."""
+        return accelerators(*self.devices)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from probe.running.measurement import check_twin, short_reference
 from probe.running.modes import find_mode
 from probe.running.recipes import Recipe, apply
 from probe.running.reference import Reference
-from probe.running.shared_models import ModelJob
+from probe.running.shared_models import ModelJob, accelerators
 from probe.running.weights import Weights, count_weights
 
 
@@ -107,7 +107,7 @@ class RecordJob(ModelJob[RunningModel, Any]):
     @property
     def gpus(self) -> int:
         """One, if it runs on one."""
-        return int(self.device.startswith("cuda"))
+        return accelerators(self.device)
 
     @property
     def facts(self) -> dict[str, str]:

@@ -168,6 +168,11 @@ class ModelJob(Job[State, Result]):
         return self.model.paths
 
 
+def accelerators(*devices: str) -> int:
+    """The GPUs that a worker needs for these devices."""
+    return int(any(device.startswith("cuda") for device in devices))
+
+
 def _is_path(name: str) -> bool:
     return name not in EMBEDDED and not FUNCTION.fullmatch(name) and os.path.exists(os.path.expanduser(name))
 

@@ -17,7 +17,7 @@ from probe.running.calibration import Calibration
 from probe.running.measurement import check_twin, short_reference
 from probe.running.outputs import OutputComparison
 from probe.running.recipes import Recipe
-from probe.running.shared_models import ModelJob
+from probe.running.shared_models import ModelJob, accelerators
 from probe.running.weights import Weights, count_weights
 from probe.sensitivity.results import Figures
 from probe.sensitivity.runs import CannotRestartError, Side, WholeRun, restart_plan
@@ -201,7 +201,7 @@ class SensitivityJob(ModelJob[Workbench, Any]):
     @property
     def gpus(self) -> int:
         """One, if it runs on one."""
-        return int(self.device.startswith("cuda"))
+        return accelerators(self.device)
 
     @property
     def facts(self) -> dict[str, str]:

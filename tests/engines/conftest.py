@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray")
-
-from ray.cluster_utils import Cluster  # noqa: E402
-
-from probe.engines.cluster import RayEngine, load_ray  # noqa: E402
+from probe.engines.cluster import RayEngine, load_ray
 
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address of this machine in its network
 STORE = 100 * 2**20
@@ -21,6 +17,8 @@ HEALTH = {"health_check_period_ms": 300, "health_check_timeout_ms": 500, "health
 def start_cluster(nodes: int, *, store: int = STORE, system: dict[str, Any] | None = None) -> Any:
     """A head without CPUs, so that it can stay while the others are killed, and so many nodes of one CPU."""
     load_ray()
+    from ray.cluster_utils import Cluster
+
     first = {
         "num_cpus": 0,
         "object_store_memory": store,
@@ -35,11 +33,11 @@ def start_cluster(nodes: int, *, store: int = STORE, system: dict[str, Any] | No
 
 
 def connect(cluster: Any) -> None:
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", _node_ip_address=LOOPBACK)
+    load_ray().init(address=cluster.address, log_to_driver=False, logging_level="ERROR", _node_ip_address=LOOPBACK)
 
 
 def disconnect(cluster: Any) -> None:
-    ray.shutdown()
+    load_ray().shutdown()
     cluster.shutdown()
 
 
@@ -63,7 +61,7 @@ class Shared:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-            ray.shutdown()
+            load_ray().shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,92 @@
+"""Shards merge in their order: any cut, pickled on the way, gives the figures of the whole up to the order of sums."""
+
+import pickle
+from functools import reduce
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from probe.activations.collecting import Collected, find_outliers
+from probe.activations.statistics import measure, measure_bands
+from probe.models.outputs import OUTPUT_KINDS, OutputKind
+from probe.running.measurement import Measured, Measuring
+from probe.running.recipes import Recipe
+from probe.running.weights import Weights
+
+BATCHES = 12
+SHARDS = st.lists(st.integers(1, BATCHES - 1), max_size=5, unique=True).map(sorted)
+
+
+def cut(places: list[int]) -> list[range]:
+    ends = [0, *places, BATCHES]
+    return [range(first, last) for first, last in pairwise(ends)]
+
+
+def sides(batch: int, kind: OutputKind) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(batch)
+    shape = (2, 8) if kind.has_embeddings else (2, 5, 8)
+    reference = torch.randn(shape, generator=random) * 10.0 ** (batch % 4)
+    return reference + torch.randn(shape, generator=random) / 16, reference
+
+
+def measured(batches: range, kind: OutputKind) -> Measuring:
+    made = Measuring(Recipe("2-1", "int8"), ["layer_0"], kind, WEIGHTS)
+    for batch in batches:
+        output, reference = sides(batch, kind)
+        made.layers["layer_0"].update(output, reference)
+        made.output.update(output, reference, torch.arange(10).reshape(2, 5) % 8)
+    return made
+
+
+WEIGHTS = Weights(1, 1, [], {}, False, [])
+
+
+def flat(found: Measured) -> dict[str, object]:
+    layers = {f"layer {name}": value for name, value in found.layers["layer_0"].as_dict().items()}
+    return {**layers, **{f"output {name}": value for name, value in found.output.as_dict().items()}}
+
+
+@pytest.mark.parametrize("kind", OUTPUT_KINDS.values(), ids=str)
+@given(places=SHARDS)
+def test_measured_shards_are_the_whole(kind: OutputKind, places: list[int]) -> None:
+    whole = flat(measured(range(BATCHES), kind).measured())
+    parts = [pickle.loads(pickle.dumps(measured(part, kind))) for part in cut(places)]
+    found = flat(reduce(Measuring.merge, parts).measured())
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert found[name] == (pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value), name
+
+
+@pytest.mark.parametrize("kind", OUTPUT_KINDS.values(), ids=str)
+def test_shards_of_a_batch_each_are_the_whole_to_the_bit(kind: OutputKind) -> None:
+    parts = [measured(range(batch, batch + 1), kind) for batch in range(BATCHES)]
+    assert flat(reduce(Measuring.merge, parts).measured()) == flat(measured(range(BATCHES), kind).measured())
+
+
+def collected(batches: range) -> Collected:
+    found = Collected()
+    for batch in batches:
+        x = sides(batch, OUTPUT_KINDS["values"])[1]
+        statistics, amax = measure(x, module="m")
+        outliers = find_outliers("m", amax[0], torch.arange(5).numpy(), threshold=2.0, sample=batch)
+        bands = measure_bands(x, module="m")
+        gaps = {("m", "input"): f"batch {batch}"}
+        found.merge(Collected({("m", "output"): statistics}, {"m": outliers}, {"m": bands}, {}, gaps, {"m"}))
+    return found
+
+
+@given(places=SHARDS)
+def test_collected_shards_are_the_whole(places: list[int]) -> None:
+    whole, found = collected(range(BATCHES)), Collected()
+    for part in cut(places):
+        found.merge(pickle.loads(pickle.dumps(collected(part))))
+    mine, all_of_it = (one.statistics["m", "output"] for one in (found, whole))
+    assert mine.figures() == pytest.approx(all_of_it.figures(), rel=1e-9)
+    for table in ("buckets", "row_buckets", "block_buckets", "depths", "median_depths"):
+        assert (getattr(mine, table).whole() == getattr(all_of_it, table).whole()).all()
+    assert found.outliers == whole.outliers
+    assert (found.bands["m"].counts == whole.bands["m"].counts).all()
+    assert found.gaps == whole.gaps == {("m", "input"): "batch 0"}
