@@ -1,6 +1,7 @@
 """Without the packages of the extra `test`, test files that need them are skipped by name; in CI they are errors."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -67,5 +68,5 @@ def test_another_missing_module_is_an_error_anywhere(project: Path) -> None:
 def test_the_list_is_that_of_the_extra() -> None:
     """Packages by the names of their modules; pyarrow comes with datasets, and optimum is that of optimum-quanto."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
-    names = {one.partition(">")[0].partition("=")[0].replace("-", "_") for one in declared}
+    names = {re.split(r"[\[>=]", one)[0].replace("-", "_") for one in declared}
     assert (names - {"optimum_quanto"}) | {"pyarrow", "optimum"} == set(conftest.EXTRAS)

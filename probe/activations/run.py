@@ -189,7 +189,7 @@ def run(
     )
     for part in parts:
         collected.merge(part)
-    engine.finish(job)
+    engine.finish()
     notes += _gaps(collected, prepared)
     order = {name: index for index, name in enumerate(plan.order)}
     return Analysis(

@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the ^C, and a line of progress
-        print(f"{erase}probe: interrupted; {options.interrupted}", file=sys.stderr)
+        resumes = options.made is not None and options.made.resumes
+        kept = "finished units are kept. The same command goes on from there." if resumes else options.interrupted
+        print(f"{erase}probe: interrupted; {kept}", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, OSError) as problem:
         if debug:
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"probe {VERSION}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     interrupted = "all files that were written are whole. The same command starts again."
-    parser.set_defaults(takes_unknown=False, interrupted=interrupted)
+    parser.set_defaults(takes_unknown=False, interrupted=interrupted, made=None)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)

@@ -93,7 +93,9 @@ def make_engine(options: argparse.Namespace) -> "Engine":
     from probe.engines.cluster import RayEngine
 
     shared = None if options.ray_shared is None else Path(options.ray_shared)
-    return RayEngine(options.ray_address, cpus=options.ray_cpus, shared=shared)
+    engine = RayEngine(options.ray_address, cpus=options.ray_cpus, shared=shared)
+    options.made = engine
+    return engine
 
 
 def declare_modes(options: argparse.Namespace) -> None:

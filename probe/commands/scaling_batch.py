@@ -95,7 +95,7 @@ def run_batch(
         header = f"[{number}/{len(sources)}] Processing: {source.text}"
         outcomes.append(_write_tensor(source, header, parts, folder, request.formats, show))
     next(parts, None)  # which reports the end
-    engine.finish(job)
+    engine.finish()
     found = [one for outcome in outcomes for one in outcome.found]
     failed = [page.FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason]
     unread = [page.FailedTensor(one.source.text, one.reason) for one in outcomes if one.reason and one.unread]

@@ -9,10 +9,12 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +45,8 @@ from probe.words import first_few, format_bytes, require_positive
 
 #: Seconds to wait for an answer of the cluster's address, and for its nodes to be inspected.
 REACHABLE, INSPECTED = 5.0, 120.0
+#: Seconds that Ray may take to find out that a node is gone.
+FOUND_OUT = 40
 #: The address of a cluster of this machine alone. Ray takes 127.0.0.1 for that of the machine in its network.
 LOOPBACK = "127.0.0.2"
 #: The part of the cluster's object store that kept results may take; larger ones go to the shared folder, if any.
@@ -95,8 +99,9 @@ class RayEngine(Engine):
         self._shared = None if shared is None else _shared_folder(shared)
         self._numbers = count(1)
         self._jobs: dict[str, Any] = {}  # by key: the job in the object store
-        self._inspected: set[str] = set()
+        self._inspected: dict[str, dict[str, bool]] = {}  # by key of a job and node: whether it is fit
         self._kept: dict[int, tuple[Job[Any, Any], Unit, Stored]] = {}
+        self._journals: list[Journal] = []
         self._workshop = Workshop()
         self._is_own = not self.ray.is_initialized()
         if self._is_own:
@@ -130,7 +135,11 @@ class RayEngine(Engine):
     ) -> Iterator[Any]:
         """The results of the units, in order; see `Engine.run`. `state` is of this process, so it is of no use here."""
         self.inspect(job)
-        journal = Journal(job.key) if job.is_journaled else None
+        journal = None
+        if job.is_journaled:  # sums on more threads are other results
+            journal = Journal(f"{job.key}-{self._threads}")
+            self._journals.append(journal)
+            self.resumes = True
         for index, (items, answer) in Dispatch(self, job, units, progress=progress, journal=journal):
             if isinstance(answer, UnitFailedError):
                 answer = UnitFailedError(f"{units[index].name}: {answer}")
@@ -168,10 +177,10 @@ class RayEngine(Engine):
 
         return self._workshop.given(job.key, job, kept.number, data)
 
-    def finish(self, job: Job[State, Result]) -> None:
-        """Delete the journal of a job."""
-        if job.is_journaled:
-            Journal(job.key).delete()
+    def finish(self) -> None:
+        """Delete the journals of all jobs so far."""
+        while self._journals:
+            self._journals.pop().delete()
 
     def close(self) -> None:
         """Kill the workers, which ends what they do, and leave the cluster; one that was started here ends."""
@@ -218,7 +227,9 @@ class RayEngine(Engine):
         taken, own = Counter(worker.node for worker in self.pool), self._own_slots()
         for node in self.nodes():
             name, cpus = node["NodeID"], self._cpus or _cpus(node)
-            if name in avoided or node["Resources"].get("memory", 0) < job.memory:
+            if name in avoided or not own[name] or node["Resources"].get("memory", 0) < job.memory:
+                continue
+            if not self._is_fit(job, node):
                 continue
             for _ in range(own[name] - taken[name]):
                 if len(self.pool) >= most:
@@ -244,29 +255,59 @@ class RayEngine(Engine):
         """Refuse a cluster whose nodes run other versions, or lack the files of the job."""
         if job.key in self._inspected:
             return
-        ray, paths = self.ray, tuple(os.path.abspath(path) for path in job.paths)
         nodes = [node for node in self.nodes() if self._slots(node)]
-        asked = [self._on(ray.remote(look), node["NodeID"], num_cpus=0).remote(paths) for node in nodes]
-        try:
-            answers = ray.get(asked, timeout=INSPECTED)
-        except ray.exceptions.GetTimeoutError:
-            raise ValueError(
-                f"not all of the {len(nodes)} nodes answered within {INSPECTED:g} s. Look at them with: ray status"
-            ) from None
-        except (ray.exceptions.RayError, *USUAL) as problem:
-            cause = getattr(problem, "cause", None) or problem
-            raise ValueError(
-                f"a node cannot run probe: {reason_of(cause)[:300]}. Install the same version there as here."
-            ) from None
-        for node, answer in zip(nodes, answers, strict=True):
-            _check_node(_host(node), answer)
-        room = max(int(node["Resources"].get("memory", 0)) for node in nodes)
+        asked = [self._ask(job, node) for node in nodes]
+        self._inspected[job.key] = {
+            node["NodeID"]: self._check(node, answer) for node, answer in zip(nodes, asked, strict=True)
+        }
+        room = max((int(node["Resources"].get("memory", 0)) for node in nodes), default=0)
         if room < job.memory:
+            del self._inspected[job.key]
             raise ValueError(
                 f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "
                 f"{format_bytes(room)}. Use larger nodes or a smaller model."
             )
-        self._inspected.add(job.key)
+
+    def _ask(self, job: Job[Any, Any], node: dict[str, Any]) -> Any:
+        paths = tuple(os.path.abspath(path) for path in job.paths)
+        return self._on(self.ray.remote(look), node["NodeID"], num_cpus=0).remote(paths)
+
+    def _check(self, node: dict[str, Any], asked: Any) -> bool:
+        """Whether a node is there; one that is, but is not fit, is a ValueError."""
+        errors = self.ray.exceptions
+        try:
+            answer = self.ray.get(asked, timeout=INSPECTED)
+        except errors.GetTimeoutError:
+            raise ValueError(
+                f"node {_host(node)} did not answer within {INSPECTED:g} s. Look at it with: ray status"
+            ) from None
+        except (errors.RayError, *USUAL) as problem:
+            if not isinstance(problem, errors.RayTaskError) and self._is_gone(node):
+                return False
+            cause = getattr(problem, "cause", None) or problem
+            raise ValueError(
+                f"node {_host(node)} cannot run probe: {reason_of(cause)[:300]}. Install the same version as here."
+            ) from None
+        _check_node(_host(node), answer)
+        return True
+
+    def _is_gone(self, node: dict[str, Any]) -> bool:
+        """Whether a node that does not answer is lost; Ray takes a moment to find out."""
+        for _ in range(FOUND_OUT):
+            if all(one["NodeID"] != node["NodeID"] for one in self.nodes()):
+                return True
+            time.sleep(1.0)
+        return False
+
+    def _is_fit(self, job: Job[Any, Any], node: dict[str, Any]) -> bool:
+        """Whether a node may run units. One that came later is inspected now, and left alone if it is not fit."""
+        known, name = self._inspected[job.key], node["NodeID"]
+        if name not in known:
+            try:
+                known[name] = self._check(node, self._ask(job, node))
+            except ValueError:
+                known[name] = False
+        return known[name]
 
     def _slots(self, node: dict[str, Any]) -> int:
         """How many workers a node has room for."""
@@ -310,6 +351,8 @@ def _shared_folder(shared: Path) -> Path:
 
 def _connect(ray: ModuleType, address: str | None) -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    # what Ray says of lost nodes goes to stdout, whatever it was told; results are there, and the progress says as much
+    vars(import_module("ray._private.worker"))["print_to_stdstream"] = lambda data, ignore_prefix: None
     if address is None:  # of this machine alone, and not to be reached from another
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         own = {"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {}

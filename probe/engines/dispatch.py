@@ -85,7 +85,6 @@ class Dispatch:
                 elif self._turn < len(self._units) and not self._engine.pool:
                     self._check_abandoned()
             whole = True
-            self._report()
         finally:
             if not whole:
                 self._engine.stop()

@@ -133,6 +133,8 @@ class Engine(ABC):
     is_here: bool = False
     #: Whether every worker sees the files of this machine.
     shares_disk: bool = True
+    #: Whether the same run, begun again, goes on from what is done by now.
+    resumes: bool = False
 
     @abstractmethod
     def run(
@@ -167,8 +169,8 @@ class Engine(ABC):
     def fetch(self, job: Job[State, Any], kept: Kept) -> Any:
         """A kept result, in this process."""
 
-    def finish(self, job: Job[State, Result]) -> None:
-        """The results of a job are safe: forget what a second run would have continued."""
+    def finish(self) -> None:
+        """The results of all jobs so far are safe: forget what a second run would have continued."""
         return
 
     def close(self) -> None:

@@ -34,14 +34,19 @@ def kernel(function: Function) -> Function:
 
 
 def summing_kernel(function: Function) -> Function:
-    """As `kernel`; sums may be added in any order, and there is no NaN among the values."""
-    return _compiled(function, fastmath={"reassoc", "contract", "nsz", "nnan"})
+    """As `kernel`; sums may be added in any order, and there is no NaN among the values.
+
+    It becomes part of its caller. Otherwise there are two of it, alone and beside its caller, which may add in two
+    orders; the process that compiles them runs the one, and those that load them from disk run the other.
+    """
+    return _compiled(function, fastmath={"reassoc", "contract", "nsz", "nnan"}, forceinline=True)
 
 
-def _compiled(function: Function, *, fastmath: bool | set[str] = False) -> Function:
-    made = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(function)
-    made._cache = KernelCache(function)  # type: ignore[attr-defined]
-    return made
+def _compiled(function: Function, **options: Any) -> Function:
+    made: Any = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    made._cache = KernelCache(function)
+    compiled: Function = made
+    return compiled
 
 
 class KernelLocator(_caching._CacheLocator):  # type: ignore[misc]

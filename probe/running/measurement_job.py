@@ -167,7 +167,7 @@ def measure_all(
         shards = (cast(Measuring, next(parts)) for _ in job.shards)
         measured.append(reduce(Measuring.merge, shards).measured())
     next(parts, None)  # which reports the end
-    engine.finish(job)
+    engine.finish()
     return measured
 
 

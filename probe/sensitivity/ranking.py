@@ -126,10 +126,10 @@ def rank_layers(
         notes=(*bench.notes, *_idle(effects)),
     )
     if not advice:
-        engine.finish(job)
+        engine.finish()
         return found
     advised = advise(found, runs.loss_keeping)
-    engine.finish(job)
+    engine.finish()
     paths = [path for unit in bench.units if unit.name in advised.keep for path in unit.paths]
     can_declare = bool(paths) and not find_mode(recipe.mode).source  # what a checkpoint keeps float its tool decides
     return replace(found, advice=replace(advised, declared=_declared(model, recipe, paths) if can_declare else None))

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import ray
 
+from probe.commands import main
 from probe.engines import Unit, UnitFailedError, cluster, dispatch, work
 from probe.engines.cluster import RayEngine
 from probe.engines.journal import KEPT_FOR, Journal
 from probe.files.paths import user_cache
+from tests.commands.test_interrupts import interrupted
+from tests.engines.conftest import LOOPBACK, STORE
 from tests.engines.jobs import Sums
 from tests.engines.test_engines import units
 
@@ -130,7 +134,7 @@ def test_a_second_run_continues_after_a_failure_and_forgets_when_it_is_done(on_r
         list(on_ray.run(job, units(*works[:5], ("fail", "end"))))
     assert list(on_ray.run(job, units(*works))) == [str(file) for file in files]
     assert [len(file.read_bytes()) for file in files] == [1] * 6
-    on_ray.finish(job)
+    on_ray.finish()
     assert not list((user_cache() / "runs").iterdir())
     list(on_ray.run(job, units(*works[:1])))
     assert len(files[0].read_bytes()) == 2
@@ -176,16 +180,60 @@ def test_a_node_that_dies_in_the_middle_costs_only_time(new_cluster: NewCluster,
         assert len(engine.nodes()) == 3  # with the head
 
 
-def test_when_all_nodes_are_gone_the_run_gives_up_and_says_so(
+@pytest.mark.parametrize("torch_threads", [1], indirect=True)  # as many as a worker of one CPU has
+def test_a_command_that_was_interrupted_goes_on_and_loses_a_node_without_a_trace(
+    new_cluster: NewCluster, tmp_path: Path, caches: Path, capsys: pytest.CaptureFixture[str], torch_threads: int
+) -> None:
+    """Ctrl-C at the second recipe; then the same command, one of whose nodes dies; the output is as without Ray."""
+    small = ["--samples", "32", "--seqlen", "64", "--batch-size", "4", "--calib-data-num", "2", "--calib-seqlen", "32"]
+    asked = ["errors", "--modes", "2-1", "3", "--formats", "int8", "fp8_e4m3", *small, "--shard-size", "8", "--json"]
+    assert main(asked) == 0
+    expected = capsys.readouterr().out
+    made, runs = new_cluster(2), caches / "probe" / "runs"
+    told = interrupted([*asked, "--engine", "ray", "--ray-address", made.address], "[2/4]", tmp_path)
+    assert "probe: interrupted; finished units are kept. The same command goes on from there." in told
+    done = len(list(runs.rglob("*")))
+    assert done >= 2 + 1 + 4  # two journals: the calibration, and four shards of a recipe
+    wait_until(lambda: ray.available_resources()["CPU"] == 2.0)  # type: ignore[no-untyped-call]
+
+    def lose_a_node() -> None:
+        wait_until(lambda: len(list(runs.rglob("*"))) > done)
+        made.remove_node(made.worker_nodes.copy().pop(), allow_graceful=False)
+
+    killer = threading.Thread(target=lose_a_node)
+    killer.start()
+    command = [sys.executable, "-m", "probe.commands", *asked, "--engine", "ray", "--ray-address", made.address]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    killer.join()
+    assert found.returncode == 0, found.stderr
+    assert "tried again" in found.stderr
+    assert not list(runs.iterdir())
+    assert found.stdout == expected
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_node_that_comes_later_with_other_versions_gets_no_unit_and_without_another_one_the_run_gives_up(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "ABANDONED", 2.0)
     made = new_cluster(1)
     with RayEngine() as engine:
-        found = engine.run(Sums("gone"), units(("plain", 0), ("wait", 30)))
-        assert next(found) == 0
-        threading.Timer(0.5, made.remove_node, (made.worker_nodes.copy().pop(),), {"allow_graceful": False}).start()
-        with pytest.raises(UnitFailedError, match=r"unit 1.*all workers died|unit 1: its worker died"):
+        engine.workers = 2  # as if a node had been lost
+        works = [("where", 0), ("wait", 1.0), *(("where", n) for n in range(30)), ("wait", 30)]
+        found = engine.run(Sums("later"), units(*works))
+        first = next(found)
+        monkeypatch.setattr(cluster, "installed", lambda: {**work.installed(), "torch": "9.9"})
+        (old,) = made.worker_nodes
+        made.add_node(num_cpus=1, node_ip_address=LOOPBACK, object_store_memory=STORE)
+        assert {next(found) for _ in works[1:-1]} == {first, 1.0}
+        threading.Timer(0.5, made.remove_node, (old,), {"allow_graceful": False}).start()
+        with pytest.raises(UnitFailedError, match=r"unit 32.*all workers died|unit 32: its worker died"):
             next(found)
 
 

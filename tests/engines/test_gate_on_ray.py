@@ -63,7 +63,9 @@ def test_figures_are_the_same_to_the_bit(on_ray: RayEngine) -> None:
         assert found[label].figures == one.figures, label
 
 
-def test_a_mode_of_the_project_runs_on_the_nodes(project: pytest.Pytester, on_ray: RayEngine) -> None:
+def test_a_mode_of_the_project_runs_on_the_nodes_and_a_failure_is_explained_as_ever(
+    project: pytest.Pytester, on_ray: RayEngine
+) -> None:
     project.makeconftest(
         "import probe\n\n\ndef coarse(model, format, calibration):\n    for layer in model.model.layers:\n"
         "        layer.mlp.up_proj.weight.copy_(probe.fake_quantize(layer.mlp.up_proj.weight, format))\n"
@@ -71,9 +73,16 @@ def test_a_mode_of_the_project_runs_on_the_nodes(project: pytest.Pytester, on_ra
     )
     project.makefile(".toml", pyproject=SETTINGS.replace('"linear_w", "bf16"', '"coarse"'))
     on_ray.stop()
-    address = ("--probe-engine", "ray", "--probe-ray-address", on_ray.address)
-    project.runpytest_subprocess("--update-baselines", "-q", *address).assert_outcomes(passed=6)
+    ray = ("--probe-engine", "ray", "--probe-ray-address", on_ray.address)
+    project.runpytest_subprocess("--update-baselines", "-q", *ray).assert_outcomes(passed=6)
     project.runpytest_subprocess("-q").assert_outcomes(passed=6)
+    (file,) = (project.path / "baselines").rglob("coarse.json")
+    stored = json.loads(file.read_text())
+    stored["cases"]["int8"]["layer_0"]["injected"]["mse"][0] *= 1.5
+    file.write_text(json.dumps(stored) + "\n")
+    found = project.runpytest_subprocess("-q", *ray)
+    found.assert_outcomes(passed=5, failed=1)
+    found.stdout.fnmatch_lines(["*coarse-layer_0-cpu-int8 drifted from its baseline", "*injected.mse*better"])
 
 
 @pytest.mark.parametrize(
@@ -94,16 +103,3 @@ def test_more_workers_of_xdist_than_the_cluster_has_are_refused(project: pytest.
     found = project.runpytest_subprocess("-n", "3", "--probe-engine", "ray", "--probe-ray-address", on_ray.address)
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines(["*-n 3 is more than the 2 workers that the cluster has room for*"])
-
-
-def test_a_failure_on_ray_is_explained_as_ever(project: pytest.Pytester, on_ray: RayEngine) -> None:
-    project.runpytest_subprocess("--update-baselines", "-q", "-k", "linear_w").assert_outcomes(passed=6)
-    (file,) = (project.path / "baselines").rglob("linear_w.json")
-    stored = json.loads(file.read_text())
-    stored["cases"]["int8"]["layer_0"]["injected"]["mse"][0] *= 1.5
-    file.write_text(json.dumps(stored) + "\n")
-    on_ray.stop()
-    ray = ("--probe-engine", "ray", "--probe-ray-address", on_ray.address)
-    found = project.runpytest_subprocess("-q", "-k", "linear_w", *ray)
-    found.assert_outcomes(passed=5, failed=1)
-    found.stdout.fnmatch_lines(["*linear_w-layer_0-cpu-int8 drifted from its baseline", "*injected.mse*better"])

@@ -1,6 +1,7 @@
 """Shards merge in their order: any cut, pickled on the way, gives the figures of the whole up to the order of sums."""
 
 import pickle
+from collections.abc import Mapping
 from functools import reduce
 from itertools import pairwise
 
@@ -49,15 +50,19 @@ def flat(found: Measured) -> dict[str, object]:
     return {**layers, **{f"output {name}": value for name, value in found.output.as_dict().items()}}
 
 
+def check_same(found: Mapping[str, object], whole: Mapping[str, object]) -> None:
+    """Up to the order of sums."""
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert found[name] == (pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value), name
+
+
 @pytest.mark.parametrize("kind", OUTPUT_KINDS.values(), ids=str)
 @given(places=SHARDS)
 def test_measured_shards_are_the_whole(kind: OutputKind, places: list[int]) -> None:
     whole = flat(measured(range(BATCHES), kind).measured())
     parts = [pickle.loads(pickle.dumps(measured(part, kind))) for part in cut(places)]
-    found = flat(reduce(Measuring.merge, parts).measured())
-    assert found.keys() == whole.keys()
-    for name, value in whole.items():
-        assert found[name] == (pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value), name
+    check_same(flat(reduce(Measuring.merge, parts).measured()), whole)
 
 
 @pytest.mark.parametrize("kind", OUTPUT_KINDS.values(), ids=str)
@@ -84,7 +89,7 @@ def test_collected_shards_are_the_whole(places: list[int]) -> None:
     for part in cut(places):
         found.merge(pickle.loads(pickle.dumps(collected(part))))
     mine, all_of_it = (one.statistics["m", "output"] for one in (found, whole))
-    assert mine.figures() == pytest.approx(all_of_it.figures(), rel=1e-9)
+    check_same(mine.figures(), all_of_it.figures())
     for table in ("buckets", "row_buckets", "block_buckets", "depths", "median_depths"):
         assert (getattr(mine, table).whole() == getattr(all_of_it, table).whole()).all()
     assert found.outliers == whole.outliers

@@ -129,6 +129,24 @@ def test_a_kernel_that_is_on_disk_is_run_without_loading_what_compiles(tmp_path:
     assert [run(COMPILER, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)] == ["True", "False"]
 
 
+SUMS = """
+    import torch
+    from probe.activations.statistics import measure
+    from probe.metrics.comparison import Comparison
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 128, 128, generator=random)
+    found = Comparison()
+    found.update(x, y)
+    print(measure(x, module="m")[0].figures(), found.metrics())
+"""
+
+
+def test_sums_of_a_kernel_just_compiled_are_those_of_the_one_on_disk(tmp_path: Path) -> None:
+    """Kernels that may add in any order are compiled alone and into their callers: only one of the two may run."""
+    first, second = (run(SUMS, NUMBA_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1") for _ in range(2))
+    assert first == second
+
+
 def test_other_sources_have_other_files(tmp_path: Path) -> None:
     """Kernels call functions of other files: all sources of the folder are in the name of what is kept."""
     for folder in ("a", "b"):
