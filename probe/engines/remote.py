@@ -1,5 +1,6 @@
 """What runs on the nodes of a cluster: the worker, and the look at a node before any work."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ class Actor:
 
     def __init__(self, place: Place, threads: int) -> None:
         place.enter()
+        gc.disable()  # until a job is open: to look for garbage takes up to half of the time of imports
         import torch
 
         torch.set_num_threads(threads)
@@ -27,8 +29,7 @@ class Actor:
 
     def run(self, key: str, job: list[Any], work: Any, needs: Any) -> Any:
         """(what the unit emitted, its result); LOST if what it needs is gone."""
-        known = self._job(key, job)
-        state, items = self._workshop.open(key, known), list[Any]()
+        known, state, items = *self._open(key, job), list[Any]()
         try:
             given = None if needs is None else self._workshop.given(key, known, needs[0], _reader(*needs[1:]))
         except _lost_errors():
@@ -37,20 +38,27 @@ class Actor:
 
     def keep(self, key: str, job: list[Any], work: Any, file: tuple[int, str | None, str]) -> tuple[Any, str | None]:
         """The packed result, which stays in the object store, and the file that it went to instead, if any."""
-        known = self._job(key, job)
-        packed = known.pack(known.run(self._workshop.open(key, known), work, None, lambda item: None))
+        known, state = self._open(key, job)
+        packed = known.pack(known.run(state, work, None, lambda item: None))
         limit, folder, name = file
         if folder is not None and len(packed) > limit:
             return None, str(write(Path(folder) / name, packed))
         return np.frombuffer(packed, np.uint8), None  # as an array it is not copied out of the store again
 
-    def _job(self, key: str, reference: list[Any]) -> Job[Any, Any]:
+    def _open(self, key: str, reference: list[Any]) -> tuple[Job[Any, Any], Any]:
+        """The job, and its state; what is loaded for it is left out of collections of garbage."""
         if self._jobs[0] != key:
             import ray
 
+            self._jobs = ("", None)
             self._jobs = (key, ray.get(reference[0]))
-        assert self._jobs[1] is not None
-        return self._jobs[1]
+        job = self._jobs[1]
+        assert job is not None
+        state = self._workshop.open(key, job)
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
+        return job, state
 
 
 def _reader(reference: list[Any], file: str | None) -> Callable[[], Any]:
