@@ -13,7 +13,7 @@ pytest_plugins = ["probe.plugin", "pytester", "tests.faults.kills"]  # the first
 EXTRAS = (
     *("hypothesis", "ml_dtypes", "gfloat", "selenium", "torchao", "datasets", "pyarrow", "zstandard"),
     *("accelerate", "onnx", "onnxruntime", "pytest_forked", "pytest_rerunfailures"),
-    *("gguf", "optimum", "compressed_tensors", "ray"),
+    *("gguf", "optimum", "compressed_tensors", "ray", "psutil"),
 )
 MISSING = [name for name in EXTRAS if not importlib.util.find_spec(name)]
 

@@ -61,9 +61,12 @@ def _analyze(options: argparse.Namespace) -> int:
         print(yaml.safe_dump(settings.as_dict(), sort_keys=False), end="")
         return 0
     check_outputs(folders=[settings.visualization.save_dir])
+    from probe.activations.job import AnalysisJob
     from probe.activations.run import prepare, run
 
     with make_engine(options) as engine, Progress() as progress:
+        if not options.dry_run:
+            AnalysisJob.prepare(engine)
         prepared = prepare(settings, progress=progress.line, **model_arguments(options))
         if options.dry_run:
             from probe.report.activations.text import dry_run_text

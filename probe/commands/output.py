@@ -74,6 +74,7 @@ class Progress:
         self.bar: Any = None  # tqdm has no types
         self.lines: list[str] = []
         self._started = self._printed = 0.0
+        self._first = 0
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -121,16 +122,19 @@ class Progress:
             return
         now = time.monotonic()
         if not total or not self._started:
-            self._started = now
+            self._started, self._first = now, done  # what is known from an earlier run took no time
         finished = done >= total
         if finished or now - self._printed >= LOG_INTERVAL:
             self._printed = now
-            left = (now - self._started) * (total - done) / done if done else 0.0
+            made = done - self._first
+            left = (now - self._started) * (total - done) / made if made else 0.0
             share = f"[{done / total:4.0%}] " if total else ""
-            self.line(f"{share}{text}" + (f", {_duration(left)} left" if done and not finished else ""))
+            self.line(f"{share}{text}" + (f", {_duration(left)} left" if made and not finished else ""))
 
     def units(self, engine: "Engine") -> "Callable[[int, int, str], object]":
         """What an engine tells of its units: shown where they run elsewhere, else the lines of the tool say it."""
+        if engine.about:
+            self.line(f"[engine] {engine.about}")
         return (lambda done, total, text: None) if engine.is_here else self.update
 
 

@@ -1,15 +1,15 @@
 """The engine of a Ray cluster: a worker, which is an actor, on every node, and units that move when a node is lost.
 
-Ray places the actors, carries the results, and keeps what units share in its object store. What is here are the
-questions that are asked before any work: is the cluster there, does every node run the same versions, does it find the
-files. A Ray cluster trusts its clients: whoever can reach it can run code on it.
+Ray places the actors, carries the results, and keeps what units share in its object store. A Ray cluster trusts its
+clients: whoever can reach it can run code on it.
 """
 
 import os
 import shutil
+import signal
 import socket
 import sys
-import time
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,42 +23,42 @@ from uuid import uuid4
 
 from probe.engines.dispatch import Dispatch, Worker
 from probe.engines.journal import Journal
+from probe.engines.nodes import Inspection, cpus_of, host_of, on_node
 from probe.engines.remote import Actor, look
 from probe.engines.work import (
-    USUAL,
     Engine,
     Job,
     Kept,
-    Place,
     Progress,
     Result,
+    Setup,
     State,
     Take,
     Unit,
     UnitFailedError,
     Workshop,
-    installed,
     reason_of,
     silent,
 )
 from probe.words import first_few, format_bytes, require_positive
 
-#: Seconds to wait for an answer of the cluster's address, and for its nodes to be inspected.
-REACHABLE, INSPECTED = 5.0, 120.0
-#: Seconds that Ray may take to find out that a node is gone.
-FOUND_OUT = 40
+#: Seconds to wait for an answer of the cluster's address.
+REACHABLE = 5.0
 #: The address of a cluster of this machine alone. Ray takes 127.0.0.1 for that of the machine in its network.
 LOOPBACK = "127.0.0.2"
 #: The part of the cluster's object store that kept results may take; larger ones go to the shared folder, if any.
 STORE_SHARE = 0.25
+#: The memory of a worker that is started before its job is known. A job that needs more gets another worker.
+EARLY_BYTES = 2**30
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Where a kept result is: an object of Ray's, or a file that all nodes see."""
+    """Where a kept result is: an object of Ray's, or a file that all nodes see; and the node that made it."""
 
     reference: Any
     file: Path | None
+    node: str
 
 
 def load_ray() -> ModuleType:
@@ -95,33 +95,51 @@ class RayEngine(Engine):
         require_positive("the CPUs of a worker", cpus)
         self.ray = load_ray()
         self.pool: list[Worker] = []
-        self._cpus, self._part = cpus, part
+        self._address, self._cpus, self._part = address, cpus, part
         self._shared = None if shared is None else _shared_folder(shared)
         self._numbers = count(1)
         self._jobs: dict[str, Any] = {}  # by key: the job in the object store
-        self._inspected: dict[str, dict[str, bool]] = {}  # by key of a job and node: whether it is fit
+        self._inspection = Inspection(self.ray, self.nodes)
+        self._setup: Setup | None = None
         self._kept: dict[int, tuple[Job[Any, Any], Unit, Stored]] = {}
         self._journals: list[Journal] = []
         self._workshop = Workshop()
         self._is_own = not self.ray.is_initialized()
+        self._on_termination = signal.getsignal(signal.SIGTERM)
         if self._is_own:
             _connect(self.ray, address)
+            # Ray's own handler prints where its code was. As Ctrl-C, a signal to end lets the cluster end in order.
+            is_plain = self._on_termination is signal.SIG_DFL
+            _handle_termination(signal.default_int_handler if is_plain else self._on_termination)
         self.workers = self._own_slots().total()
         # the same on all nodes, of whatever size: sums on more threads are added in another order
-        self._threads = cpus or min((_cpus(node) for node in self.nodes() if self._slots(node)), default=1)
+        self._threads = cpus or min((cpus_of(node) for node in self.nodes() if self._slots(node)), default=1)
         if not self.workers:
-            have = first_few([f"{_host(node)} {_cpus(node)}" for node in self.nodes()])
+            have = first_few([f"{host_of(node)} {cpus_of(node)}" for node in self.nodes()])
             self.close()
             raise ValueError(
-                f"the cluster has no room for {part[1]} workers of {cpus or 1} CPUs; the CPUs of its nodes are: "
+                f"the cluster has no room for workers ({part[1]}) of {cpus or 1} CPUs; the CPUs of its nodes are: "
                 f"{have or 'none'}. Ask for fewer, or add a node."
             )
+
+    @property
+    def about(self) -> str:
+        """The cluster and its workers."""
+        where = f"the Ray cluster at {self.address}" if self._address else "a Ray cluster of this machine"
+        return f"{where}; workers: {self.workers}, threads of each: {self._threads}"
 
     @property
     def address(self) -> str:
         """Where other processes reach the cluster."""
         found: str = self.ray.get_runtime_context().gcs_address
         return found
+
+    def prepare(self, setup: Setup) -> None:
+        """Start workers and inspect their nodes; see `Engine.prepare`."""
+        self._setup = setup
+        nodes = [node for node in self.nodes() if self._slots(node)]
+        self._inspection.begin(nodes)
+        self._start([node for node in nodes if _memory(node) >= EARLY_BYTES], self.workers, memory=EARLY_BYTES, gpus=0)
 
     def run(
         self,
@@ -191,13 +209,14 @@ class RayEngine(Engine):
             shutil.rmtree(self._shared, ignore_errors=True)
         if self._is_own:
             self.ray.shutdown()
+            _handle_termination(self._on_termination)
 
     # -------------------------------------------------------------------------------------- for the dispatch of units
 
     def store(self, job: Job[Any, Any], kept: Kept, answer: Any) -> None:
-        """Remember where a kept result is: (reference, file) of the worker that made it."""
-        reference, file = answer
-        self._kept[kept.number] = (job, kept.unit, Stored(reference, None if file is None else Path(file)))
+        """Remember where a kept result is: (reference, file, node) of the worker that made it."""
+        reference, file, node = answer
+        self._kept[kept.number] = (job, kept.unit, Stored(reference, None if file is None else Path(file), node))
 
     def stored(self, kept: Kept) -> Stored:
         """Where a kept result is."""
@@ -224,122 +243,65 @@ class RayEngine(Engine):
 
     def fill(self, job: Job[Any, Any], most: int, avoided: set[str]) -> None:
         """Start a worker in every free slot of the nodes, but for those to be avoided and no more than `most`."""
+        for worker in [one for one in self.pool if one.memory < job.memory or one.gpus != job.gpus]:
+            self._kill(worker)
+        if len(self.pool) >= most:
+            return
+        nodes = [node for node in self.nodes() if node["NodeID"] not in avoided and _memory(node) >= job.memory]
+        self._start(
+            [node for node in nodes if self._inspection.is_fit(node, job.paths)], most, memory=job.memory, gpus=job.gpus
+        )
+
+    def _start(self, nodes: Sequence[dict[str, Any]], most: int, *, memory: int, gpus: int) -> None:
         taken, own = Counter(worker.node for worker in self.pool), self._own_slots()
-        for node in self.nodes():
-            name, cpus = node["NodeID"], self._cpus or _cpus(node)
-            if name in avoided or not own[name] or node["Resources"].get("memory", 0) < job.memory:
-                continue
-            if not self._is_fit(job, node):
-                continue
+        for node in nodes:
+            name = node["NodeID"]
             for _ in range(own[name] - taken[name]):
                 if len(self.pool) >= most:
                     return
-                wanted = {"num_cpus": cpus, "num_gpus": job.gpus, **({"memory": job.memory} if job.memory else {})}
-                actor = self._on(self.ray.remote(Actor), name, **wanted, max_restarts=0)
-                self.pool.append(Worker(name, _host(node), actor.remote(Place.here(), self._threads)))
+                wanted = {"num_cpus": self._cpus or cpus_of(node), "num_gpus": gpus, "memory": memory or None}
+                actor = on_node(self.ray.remote(Actor), name, **wanted, max_restarts=0)
+                made = actor.remote(self._threads, self._setup)
+                self.pool.append(Worker(name, host_of(node), made, memory, gpus))
 
     def ping(self, node: str) -> Any:
         """A reference that is there once the node answers."""
-        return self._on(self.ray.remote(look), node, num_cpus=0).remote(())
+        return on_node(self.ray.remote(look), node, num_cpus=0).remote(())
 
     def stop(self) -> None:
         """Kill all workers."""
-        for worker in self.pool:
-            with suppress(Exception):  # it may be dead already, or the cluster gone
-                self.ray.kill(worker.actor)
-        self.pool.clear()
+        while self.pool:
+            self._kill(self.pool[-1])
+
+    def _kill(self, worker: Worker) -> None:
+        self.pool.remove(worker)
+        with suppress(Exception):  # it may be dead already, or the cluster gone
+            self.ray.kill(worker.actor)
 
     # -------------------------------------------------------------------------------------------- before any work
 
     def inspect(self, job: Job[Any, Any]) -> None:
-        """Refuse a cluster whose nodes run other versions, or lack the files of the job."""
-        if job.key in self._inspected:
-            return
+        """Refuse a cluster whose nodes run other versions, lack the files of the job, or are too small for it."""
         nodes = [node for node in self.nodes() if self._slots(node)]
-        asked = [self._ask(job, node) for node in nodes]
-        self._inspected[job.key] = {
-            node["NodeID"]: self._check(node, answer) for node, answer in zip(nodes, asked, strict=True)
-        }
-        room = max((int(node["Resources"].get("memory", 0)) for node in nodes), default=0)
+        self._inspection.check(nodes, job.paths)
+        room = max((_memory(node) for node in nodes), default=0)
         if room < job.memory:
-            del self._inspected[job.key]
             raise ValueError(
                 f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "
                 f"{format_bytes(room)}. Use larger nodes or a smaller model."
             )
 
-    def _ask(self, job: Job[Any, Any], node: dict[str, Any]) -> Any:
-        paths = tuple(os.path.abspath(path) for path in job.paths)
-        return self._on(self.ray.remote(look), node["NodeID"], num_cpus=0).remote(paths)
-
-    def _check(self, node: dict[str, Any], asked: Any) -> bool:
-        """Whether a node is there; one that is, but is not fit, is a ValueError."""
-        errors = self.ray.exceptions
-        try:
-            answer = self.ray.get(asked, timeout=INSPECTED)
-        except errors.GetTimeoutError:
-            raise ValueError(
-                f"node {_host(node)} did not answer within {INSPECTED:g} s. Look at it with: ray status"
-            ) from None
-        except (errors.RayError, *USUAL) as problem:
-            if not isinstance(problem, errors.RayTaskError) and self._is_gone(node):
-                return False
-            cause = getattr(problem, "cause", None) or problem
-            raise ValueError(
-                f"node {_host(node)} cannot run probe: {reason_of(cause)[:300]}. Install the same version as here."
-            ) from None
-        _check_node(_host(node), answer)
-        return True
-
-    def _is_gone(self, node: dict[str, Any]) -> bool:
-        """Whether a node that does not answer is lost; Ray takes a moment to find out."""
-        for _ in range(FOUND_OUT):
-            if all(one["NodeID"] != node["NodeID"] for one in self.nodes()):
-                return True
-            time.sleep(1.0)
-        return False
-
-    def _is_fit(self, job: Job[Any, Any], node: dict[str, Any]) -> bool:
-        """Whether a node may run units. One that came later is inspected now, and left alone if it is not fit."""
-        known, name = self._inspected[job.key], node["NodeID"]
-        if name not in known:
-            try:
-                known[name] = self._check(node, self._ask(job, node))
-            except ValueError:
-                known[name] = False
-        return known[name]
-
     def _slots(self, node: dict[str, Any]) -> int:
         """How many workers a node has room for."""
-        return _cpus(node) // self._cpus if self._cpus else min(1, _cpus(node))
+        return cpus_of(node) // self._cpus if self._cpus else min(1, cpus_of(node))
 
     def _own_slots(self) -> Counter[str]:
         """By node: how many of its workers belong to this part."""
         every = [node["NodeID"] for node in self.nodes() for _ in range(self._slots(node))]
         return Counter(sorted(every)[self._part[0] :: self._part[1]])
 
-    def _on(self, remote: Any, node: str, **resources: Any) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **resources)
-
     def _data(self, stored: Stored) -> Any:
         return stored.file if stored.file is not None else self.ray.get(stored.reference)
-
-
-def _check_node(host: str, answer: dict[str, Any]) -> None:
-    there, here = answer["installed"], installed()
-    other = [f"{name} {there.get(name)}, here {here[name]}" for name in here if there.get(name) != here[name]]
-    if other:
-        raise ValueError(
-            f"node {host} runs other versions: {'; '.join(other)}. Numbers of two versions must not be mixed: install "
-            "the same on all nodes."
-        )
-    if answer["missing"]:
-        raise ValueError(
-            f"node {host} has no {first_few(answer['missing'])}. Put it on a disk that all nodes share, under the same "
-            "name, or copy it to each of them."
-        )
 
 
 def _shared_folder(shared: Path) -> Path:
@@ -371,6 +333,12 @@ def _connect(ray: ModuleType, address: str | None) -> None:
         ) from None
 
 
+def _handle_termination(handler: Any) -> None:
+    """Set what SIGTERM does; only the main thread can."""
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def _check_reachable(address: str) -> None:
     """Refuse an address that nobody answers at: Ray itself would try for a minute, and then end the process."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -385,9 +353,5 @@ def _check_reachable(address: str) -> None:
         ) from None
 
 
-def _cpus(node: dict[str, Any]) -> int:
-    return int(node["Resources"].get("CPU", 0))
-
-
-def _host(node: dict[str, Any]) -> str:
-    return f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+def _memory(node: dict[str, Any]) -> int:
+    return int(node["Resources"].get("memory", 0))

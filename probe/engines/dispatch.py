@@ -1,15 +1,29 @@
 """Hands the units of a job to the workers of a cluster, and their answers on in the order of the units."""
 
+import pickle
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from probe.engines.journal import Journal
 from probe.engines.remote import LOST
-from probe.engines.work import PERHAPS, RETRIES, USUAL, Job, Kept, Progress, Unit, UnitFailedError, reason_of, silent
+from probe.engines.work import (
+    PERHAPS,
+    RETRIES,
+    USUAL,
+    Job,
+    Kept,
+    Place,
+    Progress,
+    Unit,
+    UnitFailedError,
+    reason_of,
+    silent,
+)
 
 if TYPE_CHECKING:
     from probe.engines.cluster import RayEngine
@@ -18,34 +32,47 @@ if TYPE_CHECKING:
 TICK = 1.0
 #: Seconds without any worker, after all were lost, until a run gives up.
 ABANDONED = 60.0
+GOES_ON = "What is done is kept: the same command goes on from there."
 #: Answers that may wait for their turn, for each worker.
 WAITING = 4
+#: Units that a worker has at a time: the one that it runs, and the next, so that it does not wait for this process.
+QUEUED = 2
 
 
 @dataclass(eq=False)
 class Worker:
-    """An actor on a node."""
+    """An actor on a node, with the memory and the accelerators that it asked for."""
 
     node: str
     host: str
     actor: Any
+    memory: int = 0
+    gpus: int = 0
+    place: Place | None = None  # where it works
 
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """A unit on a worker, or the making again of what units need."""
+    """A unit on a worker, or the making again of what units need.
+
+    order      that in which tasks were begun
+    is_alone   nothing else is given to its worker meanwhile
+    """
 
     worker: Worker
     index: int
+    order: int
+    is_alone: bool = False
     repaired: Kept | None = None
     made: Any = None  # the reference of a kept result
 
 
 class Dispatch:
-    """An iterator over (index, (what the unit emitted, its result)); of kept results, (reference, file) is the result.
+    """An iterator over (index, (what the unit emitted, its result)). The result of a kept one: (reference, file, node).
 
-    A worker runs one unit at a time, so that the unit that kills its worker is known. A unit that failed has a
-    UnitFailedError as its result. Whatever ends the iteration early kills the workers.
+    A worker runs one unit at a time, in the order in which it got them: the first without an answer is the one that
+    killed it. What is tried again is the only unit of its worker. A unit that failed has a UnitFailedError as its
+    result. Whatever ends the iteration early kills the workers.
     """
 
     def __init__(
@@ -60,6 +87,7 @@ class Dispatch:
     ) -> None:
         self._engine, self._job, self._units, self._progress = engine, job, units, progress
         self._journal, self._keeps, self._ray = journal, keeps, engine.ray
+        self._place, self._orders = Place.here(), count()
         self._todo = deque(i for i, unit in enumerate(units) if journal is None or unit.name not in journal)
         self._again: deque[int] = deque()
         self._running: dict[Any, _Task] = {}
@@ -69,7 +97,7 @@ class Dispatch:
         self._repairs: deque[Kept] = deque()
         self._pings: dict[Any, str] = {}
         self._idle_since = time.monotonic()
-        self._done = len(units) - len(self._todo)
+        self._done = self._known = len(units) - len(self._todo)
         self._turn = 0
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
@@ -94,42 +122,56 @@ class Dispatch:
         index = self._turn
         if index in self._answers:
             self._turn += 1
-            return self._answers.pop(index)
+            return _opened(self._answers.pop(index))
         name = self._units[index].name
         if self._journal is not None and name in self._journal:
             self._turn += 1
-            return self._journal.read(name)
+            return _opened(self._journal.read(name))
         return None
 
     def _report(self) -> None:
         more = f", {self._tries.total()} tried again" if self._tries else ""
+        more += f", {self._known} known from the run before" if self._known else ""
         waiting = "" if self._engine.pool else ", waiting for a worker"
-        self._progress(self._done, len(self._units), f"{len(self._running)} in flight{more}{waiting}")
+        running = len({id(task.worker) for task in self._running.values()})
+        self._progress(self._done, len(self._units), f"{running} in flight{more}{waiting}")
 
     # ---------------------------------------------------------------------------------------------- handing out
 
     def _hand_out(self) -> None:
-        """Give every free worker a unit, those that were lost first."""
+        """Give every free worker a unit, those that were lost first; then, while there are many, a second one."""
         left = len(self._todo) + len(self._again) + len(self._repairs) + len(self._running)
         self._engine.fill(self._job, min(self._engine.workers, left), set(self._pings.values()))
-        busy = {id(task.worker) for task in self._running.values()}
-        for worker in [one for one in self._engine.pool if id(one) not in busy]:
-            if self._repairs:
-                self._begin_keeping(worker, -1, self._repairs.popleft())
-                continue
-            most = self._turn + WAITING * max(1, self._engine.workers)
-            if self._again:
-                index = self._again.popleft()
-            elif self._todo and self._todo[0] < most:
-                index = self._todo.popleft()
-            else:
-                return
-            self._begin(worker, index)
+        load = Counter(id(task.worker) for task in self._running.values())
+        alone = {id(task.worker) for task in self._running.values() if task.is_alone}
+        most = self._turn + WAITING * max(1, self._engine.workers)
+        for queued in range(QUEUED):
+            for worker in [one for one in self._engine.pool if load[id(one)] == queued and id(one) not in alone]:
+                if not queued and (self._repairs or self._again):
+                    alone.add(id(worker))
+                    if self._repairs:
+                        self._begin_keeping(worker, -1, self._repairs.popleft(), is_alone=True)
+                    else:
+                        self._begin(worker, self._again.popleft(), is_alone=True)
+                elif self._todo and self._todo[0] < most and (not queued or len(self._todo) > self._engine.workers):
+                    self._begin(worker, self._take_near(worker, most))
+                else:
+                    return
+                load[id(worker)] += 1
 
-    def _begin(self, worker: Worker, index: int) -> None:
+    def _take_near(self, worker: Worker, most: int) -> int:
+        """The first unit below `most` whose needs lie on the worker's node; without one, the first of all."""
+        for place, index in enumerate(self._todo):
+            needs = self._units[index].needs
+            if index < most and (needs is None or self._engine.stored(needs).node == worker.node):
+                del self._todo[place]
+                return index
+        return self._todo.popleft()
+
+    def _begin(self, worker: Worker, index: int, *, is_alone: bool = False) -> None:
         unit = self._units[index]
         if self._keeps:
-            self._begin_keeping(worker, index, None)
+            self._begin_keeping(worker, index, None, is_alone=is_alone)
             return
         needs = None
         if unit.needs is not None:
@@ -139,17 +181,24 @@ class Dispatch:
             stored = self._engine.stored(unit.needs)
             file = None if stored.file is None else str(stored.file)
             needs = (unit.needs.number, [stored.reference], file)
+        self._enter(worker)
         job = [self._engine.job_reference(self._job)]
         reference = worker.actor.run.remote(self._job.key, job, unit.work, needs)
-        self._running[reference] = _Task(worker, index)
+        self._running[reference] = _Task(worker, index, next(self._orders), is_alone)
 
-    def _begin_keeping(self, worker: Worker, index: int, repaired: Kept | None) -> None:
+    def _begin_keeping(self, worker: Worker, index: int, repaired: Kept | None, *, is_alone: bool) -> None:
         unit = self._units[index] if repaired is None else repaired.unit
         job = self._job if repaired is None else self._engine.owner(repaired)
         file = (*self._engine.store_limit(max(1, self._keeps)), uuid4().hex)
+        self._enter(worker)
         call = worker.actor.keep.options(num_returns=2)
         made, facts = call.remote(job.key, [self._engine.job_reference(job)], unit.work, file)
-        self._running[facts] = _Task(worker, index, repaired, made)
+        self._running[facts] = _Task(worker, index, next(self._orders), is_alone, repaired, made)
+
+    def _enter(self, worker: Worker) -> None:
+        if worker.place != self._place:
+            worker.place = self._place
+            worker.actor.enter.remote(self._place)
 
     # -------------------------------------------------------------------------------------------------- answers
 
@@ -176,7 +225,7 @@ class Dispatch:
             if isinstance(answer, str) and answer == LOST:
                 self._repair(task)
             elif self._keeps or task.repaired:
-                self._answer(task, ([], (task.made, answer)))
+                self._answer(task, ([], (task.made, answer, task.worker.node)))
             else:
                 self._answer(task, answer)
 
@@ -189,7 +238,7 @@ class Dispatch:
             self._again.extend(self._waiting.pop(kept.number))
             return
         self._done += 1
-        if self._journal is not None and not isinstance(answer[1], UnitFailedError):
+        if self._journal is not None and isinstance(answer, bytes):
             self._journal.add(self._units[task.index].name, answer)  # and read when its turn comes
         else:
             self._answers[task.index] = answer
@@ -211,18 +260,33 @@ class Dispatch:
             self._engine.pool.remove(worker)
             self._pings[self._engine.ping(worker.node)] = worker.node
         self._idle_since = time.monotonic()
-        self._try_again(task)
+        beside = {other.order: reference for reference, other in self._running.items() if other.worker is worker}
+        for order, reference in beside.items():
+            if order > task.order:  # it had not begun
+                self._put_back(self._running.pop(reference))
+        if min(beside, default=task.order) < task.order:  # this one had perhaps not begun either
+            self._put_back(task)
+        else:
+            self._try_again(task)
+
+    def _put_back(self, task: _Task) -> None:
+        """What a dead worker had besides, to be tried before all others."""
+        if task.repaired is not None:
+            self._repairs.append(task.repaired)
+        else:
+            self._again.append(task.index)
 
     def _try_again(self, task: _Task) -> None:
         if task.repaired is not None:
-            self._repairs.append(task.repaired)
+            self._put_back(task)
             return
         self._tries[task.index] += 1
         if self._tries[task.index] > RETRIES:
             died = f"its worker died {self._tries[task.index]} times, last on {task.worker.host}, {PERHAPS}"
+            died += "" if self._journal is None else f". {GOES_ON}"
             self._answer(task, ([], UnitFailedError(died)))
         else:
-            self._again.append(task.index)
+            self._put_back(task)
 
     def _pinged(self, reference: Any) -> None:
         node = self._pings.pop(reference)
@@ -236,10 +300,15 @@ class Dispatch:
     def _check_abandoned(self) -> None:
         if time.monotonic() - self._idle_since > ABANDONED:
             raise UnitFailedError(
-                f"no node is left to run {self._units[self._turn].name}: all workers died. What is done is kept: the "
-                "same command goes on from there."
+                f"no node is left to run {self._units[self._turn].name}: all workers died."
+                + ("" if self._journal is None else f" {GOES_ON}")
             )
         time.sleep(TICK)
+
+
+def _opened(answer: Any) -> Any:
+    """An answer of a worker comes pickled, and waits so, in memory or in the journal."""
+    return pickle.loads(answer) if isinstance(answer, bytes) else answer
 
 
 def _failure(errors: Any, problem: Any) -> UnitFailedError:

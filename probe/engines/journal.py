@@ -1,17 +1,15 @@
 """Finished units on disk: what a run that failed, or was stopped, need not do again.
 
 A journal is a folder of the user's own cache, named by the digest of everything that the results depend on, the code
-among it. It is deleted when its run has ended well, or after a week. Its files are pickles that only this user can have
-written, and only the same version of this package reads.
+among it. It is deleted when its run has ended well, or after a week. Its files are pickles, as the workers made them,
+that only this user can have written, and only the same version of this package reads.
 """
 
 import hashlib
 import os
-import pickle
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from probe.files.atomic import make_folder, write
 from probe.files.paths import is_private, user_cache
@@ -44,13 +42,13 @@ class Journal:
     def __contains__(self, name: str) -> bool:
         return self._file(name).exists()
 
-    def read(self, name: str) -> Any:
-        """The result of a finished unit."""
-        return pickle.loads(self._file(name).read_bytes())
+    def read(self, name: str) -> bytes:
+        """The answer of a finished unit."""
+        return self._file(name).read_bytes()
 
-    def add(self, name: str, result: Any) -> None:
-        """Keep the result of a unit, whole or not at all."""
-        write(self._file(name), pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL))
+    def add(self, name: str, answer: bytes) -> None:
+        """Keep the answer of a unit, whole or not at all."""
+        write(self._file(name), answer)
 
     def delete(self) -> None:
         """The run has ended well."""

@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -26,12 +26,14 @@ from probe.engines.work import (
     Place,
     Progress,
     Result,
+    Setup,
     State,
     Take,
     Unit,
     UnitFailedError,
     Workshop,
     reason_of,
+    set_up,
     silent,
 )
 from probe.files.atomic import write
@@ -59,6 +61,11 @@ class LocalEngine(Engine):
     def __enter__(self) -> Self:
         self._is_entered = True
         return self
+
+    def prepare(self, setup: Setup) -> None:
+        """Start the worker processes; see `Engine.prepare`."""
+        for _ in range(0 if self.is_here else self.workers):
+            self._call(set_up, setup)
 
     def run(
         self,
@@ -141,7 +148,12 @@ class LocalEngine(Engine):
         running: dict[Future[Any], int] = {}
         found: dict[int, tuple[list[Any], Any]] = {}
         window, turn = 4 * self.workers, 0
-        key, text = job.key, ""
+        key = job.key
+
+        def report() -> None:
+            text = f"{len(running)} in flight" + (f", {tries.total()} tried again" if tries else "")
+            progress(len(found) + turn, len(units), text)
+
         try:
             while turn < len(units):
                 while len(running) < (1 if alone else self.workers) and (alone or left):
@@ -151,8 +163,7 @@ class LocalEngine(Engine):
                     running[self._submit(key, job, units[index])] = index
                     if tries[index]:
                         break
-                text = f"{len(running)} in flight" + (f", {tries.total()} tried again" if tries else "")
-                progress(len(found) + turn, len(units), text)
+                report()
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
                     self._kill()
@@ -182,21 +193,28 @@ class LocalEngine(Engine):
                         if take is not None:
                             take(turn, item)
                     turn += 1
-                    progress(len(found) + turn, len(units), text)
+                    report()
                     yield result
         except BaseException:
             self._kill()
             raise
 
     def _submit(self, key: str, job: Job[Any, Any], unit: Unit) -> Future[Any]:
+        needs = None if unit.needs is None else (unit.needs.number, unit.needs.place)
+        try:
+            return self._call(_run, key, job, unit.work, needs)
+        except BrokenProcessPool:  # a process died while it was prepared
+            self._kill()
+            return self._call(_run, key, job, unit.work, needs)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None:
             threads = max(1, (os.cpu_count() or 1) // self.workers)
             start = (Place.here(), threads)
             context = get_context("spawn")
             self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_begin, initargs=start)
         with _no_interrupt():  # workers inherit the mask from their first moment on
-            needs = None if unit.needs is None else (unit.needs.number, unit.needs.place)
-            return self._pool.submit(_run, key, job, unit.work, needs)
+            return self._pool.submit(function, *arguments)
 
     def _kill(self) -> None:
         """End the worker processes at once; Ctrl-C goes to all processes of a terminal, and only this one decides."""

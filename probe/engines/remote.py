@@ -2,13 +2,14 @@
 
 import gc
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from probe.engines.work import Job, Place, Workshop, installed
+from probe.engines.work import Job, Place, Setup, Workshop, installed, set_up
 from probe.files.atomic import write
 
 #: The answer of a unit whose `needs` were lost with their node.
@@ -18,23 +19,29 @@ LOST = "lost"
 class Actor:
     """A worker: opens jobs, and runs one unit at a time."""
 
-    def __init__(self, place: Place, threads: int) -> None:
-        place.enter()
+    def __init__(self, threads: int, setup: Setup | None) -> None:
         gc.disable()  # until a job is open: to look for garbage takes up to half of the time of imports
         import torch
 
         torch.set_num_threads(threads)
+        if setup is not None:
+            set_up(setup)
         self._workshop = Workshop()
         self._jobs: tuple[str, Job[Any, Any] | None] = ("", None)
 
+    def enter(self, place: Place) -> None:
+        """Work where the project lies. Ray runs the calls of an actor in their order."""
+        place.enter()
+
     def run(self, key: str, job: list[Any], work: Any, needs: Any) -> Any:
-        """(what the unit emitted, its result); LOST if what it needs is gone."""
+        """(what the unit emitted, its result), pickled; LOST if what it needs is gone."""
         known, state, items = *self._open(key, job), list[Any]()
         try:
             given = None if needs is None else self._workshop.given(key, known, needs[0], _reader(*needs[1:]))
         except _lost_errors():
             return LOST
-        return items, known.run(state, work, given, items.append)
+        result = known.run(state, work, given, items.append)
+        return pickle.dumps((items, result), protocol=pickle.HIGHEST_PROTOCOL)
 
     def keep(self, key: str, job: list[Any], work: Any, file: tuple[int, str | None, str]) -> tuple[Any, str | None]:
         """The packed result, which stays in the object store, and the file that it went to instead, if any."""

@@ -6,6 +6,7 @@ import platform
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import metadata
@@ -21,6 +22,8 @@ Progress = Callable[[int, int, str], Any]
 #: Called with the index of a unit and something that it emitted while it ran.
 Take = Callable[[int, Any], None]
 Emit = Callable[[Any], None]
+#: Imports what units will need; a function of a module, which workers import.
+Setup = Callable[[], None]
 
 #: Times that a unit is tried again after its worker died, on another worker if there is one.
 RETRIES = 2
@@ -136,6 +139,15 @@ class Engine(ABC):
     #: Whether the same run, begun again, goes on from what is done by now.
     resumes: bool = False
 
+    @property
+    def about(self) -> str:
+        """Where units run, for people; empty for processes of this machine."""
+        return ""
+
+    def prepare(self, setup: Setup) -> None:
+        """Start workers, which call `setup`, while this process does something else, such as loading a model."""
+        return
+
     @abstractmethod
     def run(
         self,
@@ -182,6 +194,12 @@ class Engine(ABC):
 
     def __exit__(self, *problem: object) -> None:
         self.close()
+
+
+def set_up(setup: Setup) -> None:
+    """What a worker does before its first unit; a library that is missing is told by the unit that needs it."""
+    with suppress(ImportError):
+        setup()
 
 
 class Workshop:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any, Self, cast
 
 import torch
@@ -53,6 +54,10 @@ class Comparison:
         self._tally = self._tally.then(other._tally)
         self._magnitudes.take_from(other._magnitudes)
         return self
+
+    def expect(self, times: Fraction) -> None:
+        """The whole stream is `times` as long as this part of it, so that values that cannot be kept are not sent."""
+        self._magnitudes.expect(self._tally.count * times)
 
     def metrics(self) -> Metrics:
         """The figures of the whole stream so far."""

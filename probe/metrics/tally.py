@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -137,6 +139,24 @@ class Magnitudes:
         self._kept = self._kept + other._kept
         if self._count > self._keep:
             self._fold()
+
+    def expect(self, total: Fraction) -> None:
+        """Stop keeping values that the stretches after this one leave no room for: `total` values in all."""
+        if total > self._keep:
+            self._fold()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only the buckets that are in use, a few thousand of half a million."""
+        counts = self._counts
+        used = None if counts is None else np.flatnonzero(counts)
+        return {**vars(self), "_counts": None if counts is None else (used, counts[used])}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if state["_counts"] is not None:
+            used, counted = state["_counts"]
+            self._counts = np.zeros(BUCKETS.size, dtype=np.int64)
+            self._counts[used] = counted
 
     def quantiles(self, shares: Sequence[float], *, largest: float) -> list[float]:
         """Quantiles of the values, of which there is one at least, as numpy's `linear` defines them."""

@@ -11,13 +11,13 @@ of u, the last state in float32.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from probe.numerics.native import is_native, numba_twin
+from probe.numerics.native import in_threads, is_native, numba_twin
 
 Scanned = tuple[Tensor, Tensor]  # y and the last state
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Scanned]
@@ -54,6 +54,24 @@ def in_pieces(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: 
     lanes = _lanes(A.shape[1]) if twin is not None else 0
     if twin is None or not lanes:
         return sequential(u, delta, A, B, C, state)
+    return _in_threads(partial(_pieces, twin, lanes), u, delta, A, B, C, state)
+
+
+def _in_threads(scan: Scan, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Scanned:
+    """The sequences of a batch divided among torch's threads: each takes the same steps as alone."""
+
+    @torch.no_grad()  # which is of a thread, as all such modes are
+    def some(first: int, last: int) -> Scanned:
+        carried = None if state is None else state[first:last]
+        return scan(u[first:last], delta[first:last], A, B[first:last], C[first:last], carried)
+
+    parts = in_threads(some, len(u), u.numel() * A.shape[1])
+    return parts[0] if len(parts) == 1 else (torch.cat([y for y, _ in parts]), torch.cat([last for _, last in parts]))
+
+
+def _pieces(
+    twin: ModuleType, lanes: int, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+) -> Scanned:
     batch, time, channels = u.shape
     rates, states = A.float().t().contiguous(), A.shape[1]
     h = torch.zeros(batch, states, channels)
@@ -98,13 +116,22 @@ def fast(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tenso
 
     Differs from `sequential` in the order of the sums over states only, and in the rounding of addcmul.
     """
+    given = (u, delta, A, B, C) if state is None else (u, delta, A, B, C, state)
+    twin = _fused_steps() if is_native(*given) else None
+    if twin is None:
+        return _chunks(None, u, delta, A, B, C, state)
+    return _in_threads(partial(_chunks, twin), u, delta, A, B, C, state)
+
+
+def _chunks(
+    twin: ModuleType | None, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+) -> Scanned:
     batch, time, channels = u.shape
     rates = A.float().t().contiguous()
     states, device = len(rates), u.device
     h = torch.zeros(batch, states, channels, device=device)
     if state is not None:
         h.copy_(state.float().transpose(1, 2))
-    twin = _fused_steps() if is_native(u, delta, A, B, C, h) else None
     delta, u_by_time, into, out = (x.float().transpose(0, 1) for x in (delta, u, B, C))  # time first
     drive, into = (delta * u_by_time).contiguous(), into.contiguous()
     y = torch.empty(time, batch, channels, device=device)

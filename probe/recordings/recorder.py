@@ -220,6 +220,7 @@ def record(
 def _record(request: RecordRequest, progress: Progress, engine: Engine, units: UnitProgress) -> Recording:
     folder, layout = request.folder, request.layout
     check_request(request)
+    RecordJob.prepare(engine)
     model = model_to_run(request)
     device = device_name(request, model)
     for note in model.loaded.notes:

@@ -6,6 +6,7 @@ one rule holds in all commands and in the gate; `application_problem` states it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Self
 
 import torch
@@ -76,6 +77,11 @@ class Measuring:
             layer.merge(other.layers[label])
         self.output.merge(other.output)
         return self
+
+    def expect(self, times: Fraction) -> None:
+        """All batches together are `times` as many as these: see `Comparison.expect`."""
+        for part in (*self.layers.values(), self.output.values):
+            part.expect(times)
 
     def measured(self) -> Measured:
         """The figures so far."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import reduce
 from typing import Any, cast
 
@@ -67,7 +68,10 @@ class MeasureJob(ModelJob[_Bench, Any]):
         assert given is not None
         state.short = state.short or short_reference(model, first, self.layers)
         short = state.short if shard == 0 else None
-        return measure_shard(model, recipe, given, self.calibration, short, injected=self.injected)
+        measuring = measure_shard(model, recipe, given, self.calibration, short, injected=self.injected)
+        sizes = [sum(batch.numel() for batch in one) for one in self.shards]
+        measuring.expect(Fraction(sum(sizes), sizes[shard]))
+        return measuring
 
     def pack(self, value: Reference) -> bytes:
         """A reference as bytes."""
@@ -118,8 +122,11 @@ def measure_all(
     check_evaluated(evaluated)
     check_samples(evaluated, calibrated)
     check_percentile(percentile)
+    require_positive("the size of a shard", shard_size)
     modes = given_modes(modes or (), model, reference)
     recipes = recipes_of(modes, formats, include)
+    engine = engine or LocalEngine()
+    MeasureJob.prepare(engine)
     loaded = load_model(reference or model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     if not modes:
         recipes = recipes_of(["all"] if is_all_mamba(loaded.model) else ["linear_w", "linear_wa"], formats, include)
@@ -133,7 +140,6 @@ def measure_all(
     for note in (*loaded.notes, *inputs.notes):
         progress(f"note: {note}")
     progress(f"[reference] {loaded.name}, {inputs.about}")
-    engine = engine or LocalEngine()
     job = MeasureJob(
         model=SharedModel.of(
             reference or model,

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 
+from probe.data.library_logs import quietly
 from probe.engines import Engine, Job
 from probe.engines.work import Result, State
 from probe.files.atomic import write
@@ -151,6 +152,17 @@ class ModelJob(Job[State, Result]):
     """A job whose workers load a model."""
 
     model: SharedModel
+
+    @classmethod
+    def prepare(cls, engine: Engine) -> None:
+        """Let the workers of an engine import what such a job needs, while this process loads the model itself."""
+        engine.prepare(cls._import_libraries)
+
+    @classmethod
+    def _import_libraries(cls) -> None:
+        """What takes longest of loading a model."""
+        with quietly():
+            import transformers.modeling_utils  # noqa: F401
 
     @property
     def is_journaled(self) -> bool:

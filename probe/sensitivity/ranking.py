@@ -259,6 +259,8 @@ def rank_model(
     check_evaluated(evaluated)
     calibrated = calibrating(evaluated, TextSamples(*calibration_data))
     check_samples(evaluated, calibrated)
+    engine = engine or LocalEngine()
+    SensitivityJob.prepare(engine)
     loaded = load_model(reference or model, allow_download=allow_download, trust_remote_code=trust_remote_code)
     recipe = _recipe("2-1", format, include) if mode is None and is_all_mamba(loaded.model) else early
     check_recipes(loaded, [recipe])
@@ -270,7 +272,6 @@ def rank_model(
         progress(0, 0, f"calibration on {scaling.about}")
         calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
     loaded.model.to(device)
-    engine = engine or LocalEngine()
     allowed: dict[str, Any] = {"allow_download": allow_download, "trust_remote_code": trust_remote_code}
     shared = SharedModel.of(reference or model, loaded, engine, modes=[recipe.mode], **allowed)
     options: dict[str, Any] = {"layers": layers, "sites": sites, "advice": advice, "progress": progress}

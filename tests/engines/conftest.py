@@ -64,7 +64,7 @@ class Shared:
             load_ray().shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # so that no cluster stands beside all tests that come after
 def shared() -> Iterator[Shared]:
     made = Shared()
     yield made

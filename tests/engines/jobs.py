@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,13 @@ import numpy as np
 
 from probe.engines import Job
 from probe.engines.work import Emit
+
+
+def import_tabnanny() -> None:
+    """And something that is not there."""
+    import tabnanny  # noqa: F401
+
+    raise ImportError("there is no such module")
 
 
 class Sums(Job[list[int], Any]):
@@ -45,7 +53,10 @@ class Sums(Job[list[int], Any]):
         elif what == "where":
             import ray
 
+            time.sleep(value)
             return ray.get_runtime_context().get_node_id()
+        elif what == "imported":
+            return value in sys.modules
         elif what == "length":
             return len(given)
         elif what == "plus":

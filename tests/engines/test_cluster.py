@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -11,17 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from probe.commands import main
-from probe.engines import Unit, UnitFailedError, cluster, dispatch, work
+from probe.engines import Kept, Unit, UnitFailedError, cluster, dispatch, nodes, work
 from probe.engines.cluster import RayEngine
 from probe.engines.journal import KEPT_FOR, Journal
 from probe.files.paths import user_cache
 from tests.commands.test_interrupts import interrupted
 from tests.engines.conftest import LOOPBACK, STORE
-from tests.engines.jobs import Sums
+from tests.engines.jobs import Sums, import_tabnanny
 from tests.engines.test_engines import units
 
 NewCluster = Callable[..., Any]
@@ -71,9 +73,9 @@ def test_another_version_on_a_node_is_refused_before_any_work(
     on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here = {**work.installed(), "torch": "9.9"}
-    monkeypatch.setattr(cluster, "installed", lambda: here)
+    monkeypatch.setattr(nodes, "installed", lambda: here)
     with pytest.raises(ValueError, match=r"node .* runs other versions: torch 2\.\d+\.\d+, here 9.9. Numbers of two"):
-        list(on_ray.run(Sums("other version"), units(("mark", str(tmp_path / "ran")))))
+        list(on_ray.run(Sums("other version", paths=(str(tmp_path),)), units(("mark", str(tmp_path / "ran")))))
     assert not (tmp_path / "ran").exists()
 
 
@@ -94,15 +96,44 @@ def test_a_job_that_no_node_has_memory_for_is_refused(on_ray: RayEngine) -> None
 
 
 def test_more_cpus_than_a_node_has_are_refused(on_ray: RayEngine) -> None:
-    with pytest.raises(ValueError, match=r"no room for 1 workers of 64 CPUs; the CPUs of its nodes are: .* 1, "):
+    with pytest.raises(ValueError, match=r"no room for workers \(1\) of 64 CPUs; the CPUs of its nodes are: .* 1, "):
         RayEngine(cpus=64)
-    with pytest.raises(ValueError, match="no room for 3 workers"):
+    with pytest.raises(ValueError, match=r"no room for workers \(3\)"):
         RayEngine(part=(2, 3))
 
 
 def test_a_shared_folder_that_is_not_there_is_refused(on_ray: RayEngine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the shared folder .* does not exist"):
         RayEngine(shared=tmp_path / "nowhere")
+
+
+def test_workers_that_were_started_early_are_used_unless_the_job_needs_more(on_ray: RayEngine) -> None:
+    on_ray.stop()
+    on_ray.prepare(import_tabnanny)
+    early = list(on_ray.pool)
+    assert len(early) == 2
+    assert list(on_ray.run(Sums("small", memory=2**29), units(("plain", 1), ("plain", 2)))) == [1, 2]
+    assert on_ray.pool == early
+    assert list(on_ray.run(Sums("large", memory=2**31), units(("plain", 1)))) == [1]
+    assert len(on_ray.pool) == 1
+    assert on_ray.pool[0] not in early
+    on_ray.stop()
+
+
+def test_a_unit_runs_on_the_node_that_holds_what_it_needs(on_ray: RayEngine) -> None:
+    job = Sums("near")
+    kept = engine_kept_by_node(on_ray, job)
+    works = [Unit(f"{n} of {one.number}", ("where", 0.3), one) for one in kept for n in range(3)]
+    found = list(on_ray.run(job, works))
+    assert found == [on_ray.stored(one).node for one in kept for _ in range(3)]
+    assert len(set(found)) == 2
+
+
+def engine_kept_by_node(engine: RayEngine, job: Sums) -> list[Kept]:
+    """A kept result on each of two nodes."""
+    kept = engine.keep(job, [Unit(f"kept {n}", ("wait", 0.3)) for n in range(2)])
+    assert len({engine.stored(one).node for one in kept}) == 2
+    return kept
 
 
 def test_two_engines_divide_the_nodes_among_them(on_ray: RayEngine) -> None:
@@ -142,9 +173,9 @@ def test_a_second_run_continues_after_a_failure_and_forgets_when_it_is_done(on_r
 
 def test_other_facts_are_another_journal_and_old_ones_are_deleted(caches: Path) -> None:
     first = Journal("a")
-    first.add("unit", [1, 2])
+    first.add("unit", b"answer")
     assert "unit" in Journal("a")
-    assert Journal("a").read("unit") == [1, 2]
+    assert Journal("a").read("unit") == b"answer"
     assert "unit" not in Journal("b")
     assert Sums("x").key != Sums("y").key
     old = time.time() - KEPT_FOR - 10
@@ -225,10 +256,10 @@ def test_a_node_that_comes_later_with_other_versions_gets_no_unit_and_without_an
     made = new_cluster(1)
     with RayEngine() as engine:
         engine.workers = 2  # as if a node had been lost
-        works = [("where", 0), ("wait", 1.0), *(("where", n) for n in range(30)), ("wait", 30)]
+        works = [("where", 0), ("wait", 1.0), *[("where", 0)] * 30, ("wait", 30)]
         found = engine.run(Sums("later"), units(*works))
         first = next(found)
-        monkeypatch.setattr(cluster, "installed", lambda: {**work.installed(), "torch": "9.9"})
+        monkeypatch.setattr(nodes, "installed", lambda: {**work.installed(), "torch": "9.9"})
         (old,) = made.worker_nodes
         made.add_node(num_cpus=1, node_ip_address=LOOPBACK, object_store_memory=STORE)
         assert {next(found) for _ in works[1:-1]} == {first, 1.0}
@@ -242,3 +273,32 @@ def test_a_full_object_store_is_one_message(new_cluster: NewCluster) -> None:
     new_cluster(1, store=80 * 2**20, system={"local_fs_capacity_threshold": 0.001})
     with RayEngine() as engine, pytest.raises(UnitFailedError, match="the object store of the cluster is full"):
         engine.keep(Sums("full"), [Unit(f"kept {n}", ("zeros", 50 * 2**20)) for n in range(3)])
+
+
+def test_a_command_that_is_terminated_ends_as_by_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:
+    asked = [
+        "errors",
+        "--modes",
+        "2-1",
+        "--formats",
+        "int8",
+        "--samples",
+        "64",
+        "--batch-size",
+        "1",
+        "--shard-size",
+        "1",
+    ]
+    command = [sys.executable, "-m", "probe.commands", *asked, "--engine", "ray"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert any(line.startswith("[reference]") for line in running.stderr)
+        started = psutil.Process(running.pid).children(recursive=True)
+        assert len(started) > 2
+        running.send_signal(signal.SIGTERM)
+        told = running.stderr.read()
+    assert running.returncode == 130
+    assert told.splitlines()[-1].startswith("probe: interrupted; "), told
+    assert "SIGTERM" not in told
+    assert "Traceback" not in told
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started))

@@ -14,12 +14,10 @@ SMALL = ["--samples", "4", "--seqlen", "32", "--batch-size", "2", "--calib-data-
 Run = Callable[..., str]
 
 
-@pytest.fixture(params=["processes", "ray"])
-def elsewhere(request: pytest.FixtureRequest) -> list[str]:
-    if request.param == "processes":
-        return ["--jobs", "2"]
-    request.getfixturevalue("on_ray")
-    return ["--engine", "ray"]  # which uses the connection that there is
+@pytest.fixture
+def elsewhere(on_ray: RayEngine) -> dict[str, list[str]]:
+    """The options of each engine; that of Ray uses the connection that there is."""
+    return {"processes": ["--jobs", "2"], "ray": ["--engine", "ray"]}
 
 
 @pytest.fixture
@@ -38,9 +36,11 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     torch.set_num_threads(before)
 
 
-def test_errors(run: Run, elsewhere: list[str]) -> None:
+def test_errors(run: Run, elsewhere: dict[str, list[str]]) -> None:
     asked = ["errors", "--modes", "fp16", "2-1", "--formats", "int8", *SMALL, "--shard-size", "2", "--json"]
-    assert run(*asked, *elsewhere) == run(*asked)
+    here = run(*asked)
+    for engine, options in elsewhere.items():
+        assert run(*asked, *options) == here, engine
 
 
 def test_shards_differ_by_the_order_of_sums_only(run: Run) -> None:
@@ -57,40 +57,45 @@ def test_a_shard_that_is_not_of_whole_batches_is_refused(run: Run) -> None:
     assert "a shard of 3 samples is not made of whole batches, which have 2. Give a multiple of it" in said
 
 
-def test_sensitivity(run: Run, elsewhere: list[str]) -> None:
+def test_sensitivity(run: Run, elsewhere: dict[str, list[str]]) -> None:
     asked = ["sensitivity", "--mode", "2-1", "--format", "int8", *SMALL, "--json", "-"]
-    assert run(*asked, *elsewhere) == run(*asked)
+    here = run(*asked)
+    for engine, options in elsewhere.items():
+        assert run(*asked, *options) == here, engine
 
 
-def test_record(run: Run, elsewhere: list[str]) -> None:
+def test_record(run: Run, elsewhere: dict[str, list[str]]) -> None:
     asked = ["record", "--modes", "fp32", "2-1", "--layers", "all", "--taps", "inputs", "logits", *SMALL]
     run(*asked, "--out", "here")
-    run(*asked, "--out", "there", *elsewhere)
     files = sorted(path.name for path in Path("here").glob("*.safetensors"))
     assert len(files) == 3
-    for name in files:
-        assert Path("there", name).read_bytes() == Path("here", name).read_bytes()
+    for engine, options in elsewhere.items():
+        run(*asked, "--out", engine, *options)
+        for name in files:
+            assert Path(engine, name).read_bytes() == Path("here", name).read_bytes(), engine
 
 
-def test_analyze(run: Run, elsewhere: list[str]) -> None:
+def test_analyze(run: Run, elsewhere: dict[str, list[str]]) -> None:
     few = ["--data.num_samples", "4", "--data.seq_len", "32", "--data.batch_size", "2", "--output.formats", "[json]"]
     run("analyze", *few, "--visualization.save_dir", "here")
-    run("analyze", *few, "--visualization.save_dir", "there", *elsewhere)
     names = sorted(path.name for path in Path("here").glob("*.json") if not path.name.startswith("."))
     assert names
-    for name in names:
-        here, there = (Path(folder, name).read_text() for folder in ("here", "there"))
-        assert there.replace('"there"', '"here"') == here
+    for engine, options in elsewhere.items():
+        run("analyze", *few, "--visualization.save_dir", engine, *options)
+        for name in names:
+            here, there = (Path(folder, name).read_text() for folder in ("here", engine))
+            assert there.replace(f'"{engine}"', '"here"') == here, engine
 
 
-def test_scaling(run: Run, elsewhere: list[str]) -> None:
+def test_scaling(run: Run, elsewhere: dict[str, list[str]]) -> None:
     for seed in range(2):
         torch.save(torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)), f"{seed}.pt")
     asked = ["scaling", "0.pt", "1.pt", "--elem-format", "int8", "fp8_e4m3", "--num-levels", "5", "--no-plots"]
     said = run(*asked, "--output-dir", "here")
-    assert run(*asked, "--output-dir", "there", *elsewhere).replace("there", "here") == said
-    for file in Path("here").rglob("mxfp_scaling_results_*"):
-        assert (Path("there") / file.relative_to("here")).read_bytes() == file.read_bytes()
+    for engine, options in elsewhere.items():
+        assert run(*asked, "--output-dir", engine, *options).replace(engine, "here") == said
+        for file in Path("here").rglob("mxfp_scaling_results_*"):
+            assert (Path(engine) / file.relative_to("here")).read_bytes() == file.read_bytes(), engine
 
 
 def test_an_option_of_the_other_engine_is_refused(run: Run) -> None:

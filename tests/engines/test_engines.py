@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from probe.engines import Engine, Unit, UnitFailedError
+from probe.engines.cluster import RayEngine
 from probe.engines.local import LocalEngine
-from tests.engines.jobs import Sums
+from tests.engines.jobs import Sums, import_tabnanny
 
 ENGINES = ("here", "processes", "ray")
 
@@ -130,6 +131,17 @@ def test_an_interrupt_stops_what_runs(other: Engine, tmp_path: Path) -> None:
         found.throw(KeyboardInterrupt())
     time.sleep(1)
     assert len(file.read_bytes() if file.exists() else b"") < 40
+
+
+def test_workers_import_ahead_of_their_units_what_is_there(other: Engine) -> None:
+    end_workers = other.stop if isinstance(other, RayEngine) else other.close
+    end_workers()
+    assert list(other.run(Sums("before"), units(("imported", "tabnanny")))) == [False]
+    end_workers()
+    other.prepare(import_tabnanny)
+    works = [("wait", 0.3), ("wait", 0.3), ("imported", "tabnanny"), ("imported", "tabnanny")]
+    assert list(other.run(Sums("ahead"), units(*works))) == [0.3, 0.3, True, True]
+    end_workers()
 
 
 @pytest.mark.parametrize("jobs", [0, -1])

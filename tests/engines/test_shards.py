@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
 
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from probe.activations.collecting import Collected, find_outliers
 from probe.activations.statistics import measure, measure_bands
+from probe.metrics import Comparison
 from probe.models.outputs import OUTPUT_KINDS, OutputKind
 from probe.running.measurement import Measured, Measuring
+from probe.running.measurement_job import measure_all
 from probe.running.recipes import Recipe
 from probe.running.weights import Weights
 
@@ -69,6 +72,38 @@ def test_measured_shards_are_the_whole(kind: OutputKind, places: list[int]) -> N
 def test_shards_of_a_batch_each_are_the_whole_to_the_bit(kind: OutputKind) -> None:
     parts = [measured(range(batch, batch + 1), kind) for batch in range(BATCHES)]
     assert flat(reduce(Measuring.merge, parts).measured()) == flat(measured(range(BATCHES), kind).measured())
+
+
+@given(places=SHARDS)
+@pytest.mark.parametrize("keep", [0, 500, 960, 10**6])
+def test_parts_that_know_the_length_of_the_stream_are_the_whole_to_the_bit(keep: int, places: list[int]) -> None:
+    """960 values in all: those that cannot be kept in the end are counted before they are sent."""
+    values = OUTPUT_KINDS["values"]
+
+    def compared(batches: range) -> Comparison:
+        found = Comparison(keep=keep)
+        for batch in batches:
+            found.update(*sides(batch, values))
+        return found
+
+    whole, parts = compared(range(BATCHES)), [compared(part) for part in cut(places)]
+    for part, batches in zip(parts, cut(places), strict=True):
+        part.expect(Fraction(BATCHES, len(batches)))
+    sent = [pickle.dumps(part) for part in parts]
+    assert all(part.metrics().percentiles_exact == (keep >= 960) for part in parts)
+    assert max(map(len, sent)) < 20_000  # not half a million buckets
+    merged, expected = reduce(Comparison.merge, map(pickle.loads, sent)).metrics(), whole.metrics()
+    assert merged.percentiles_exact == (keep >= 960)
+    assert [merged.p50, merged.p90, merged.p99] == [expected.p50, expected.p90, expected.p99]
+    check_same(merged.as_dict(), expected.as_dict())
+
+
+def test_every_shard_knows_how_much_longer_the_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Fraction] = []
+    monkeypatch.setattr(Measuring, "expect", lambda measuring, times: told.append(times))
+    few = ("calibration", 1, 16, 1)
+    measure_all("tiny-mamba", modes=["fp16"], data=("evaluation", 6, 16, 2), calibration_data=few, shard_size=4)
+    assert told == [Fraction(6, 4), Fraction(6, 2)]
 
 
 def collected(batches: range) -> Collected:

@@ -1,5 +1,7 @@
 """The two scans: against a float64 loop of their own formula, with each other, and carried on in pieces."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import pytest
@@ -89,7 +91,15 @@ def same(made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
 @pytest.mark.parametrize(
     "shape",
     [
-        *((8, 64, 256, 16), (2, 40, 256, 16), (1, 93, 256, 16), (1, 1, 256, 16), (3, 70, 12, 5), (1, 9, 6000, 16)),
+        *(
+            (8, 64, 256, 16),
+            (3, 60, 256, 16),
+            (2, 40, 256, 16),
+            (1, 93, 256, 16),
+            (1, 1, 256, 16),
+            (3, 70, 12, 5),
+            (1, 9, 6000, 16),
+        ),
         *((2, 5, 1, 1), (0, 5, 4, 4), (2, 0, 4, 4), (1, 50, 33, 8), (1, 300, 40, 24), (2, 20, 9, 12), (2, 20, 9, 64)),
     ],
     ids=str,
@@ -169,6 +179,28 @@ def test_a_scan_that_needs_a_gradient_has_one() -> None:
     u.requires_grad_()
     (gradient,) = torch.autograd.grad(in_pieces(u, *rest)[0].sum(), u)
     assert float(gradient.abs().sum()) > 0
+
+
+@SCAN
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize(
+    ("mode", "prepare"),
+    [(torch.no_grad, lambda x: x), (torch.inference_mode, torch.clone)],
+    ids=["no_grad", "inference"],
+)
+def test_a_scan_on_several_threads_is_of_the_mode_of_its_caller(
+    name: str, mode: Callable[[], AbstractContextManager[object]], prepare: Callable[[Tensor], Tensor]
+) -> None:
+    """Gradients and inference mode are settings of a thread."""
+    given = inputs(3, 60, 256, 16)
+    expected = SCANS[name](*given, None)
+    given[0].requires_grad_()
+    given[1].requires_grad_()
+    with mode():
+        u, delta, rates, into, out = map(prepare, given)
+        made = SCANS[name](u, delta, rates, into, out, None)
+    assert same(made, expected)
+    assert not made[0].requires_grad
 
 
 def test_without_numba_the_scan_is_the_sequential_one() -> None:

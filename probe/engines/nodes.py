@@ -1,0 +1,125 @@
+"""The nodes of a cluster before any work: does each run the same versions as this process, and find the files."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from probe.engines.remote import look
+from probe.engines.work import USUAL, installed, reason_of
+from probe.words import first_few
+
+#: A node as Ray describes it.
+Node = dict[str, Any]
+Paths = tuple[str, ...]
+
+#: Seconds to wait for a node to be inspected.
+INSPECTED = 120.0
+#: Seconds that Ray may take to find out that a node is gone.
+FOUND_OUT = 40
+
+
+class Inspection:
+    """Asks every node once for its versions, and once for each set of files."""
+
+    def __init__(self, ray: ModuleType, alive: Callable[[], list[Node]]) -> None:
+        self._ray, self._alive = ray, alive
+        self._asked: dict[tuple[str, Paths], Any] = {}
+        self._fit: dict[tuple[str, Paths], bool] = {}
+        self._checked: set[Paths] = set()
+
+    def begin(self, nodes: Sequence[Node], paths: Sequence[str] = ()) -> None:
+        """Ask without waiting for the answers."""
+        for node in nodes:
+            self._ask(node, _absolute(paths))
+
+    def check(self, nodes: Sequence[Node], paths: Sequence[str]) -> None:
+        """Refuse nodes that are not fit. Those that come after this are only left alone: see `is_fit`."""
+        wanted = _absolute(paths)
+        if wanted in self._checked:
+            return
+        self.begin(nodes, paths)
+        for node in nodes:
+            self._fit[node["NodeID"], wanted] = self._is_there(node, wanted)
+        self._checked.add(wanted)
+
+    def is_fit(self, node: Node, paths: Sequence[str]) -> bool:
+        """Whether a node may run units. One that came later is inspected now."""
+        wanted = _absolute(paths)
+        key = (node["NodeID"], wanted)
+        if key not in self._fit:
+            try:
+                self._fit[key] = self._is_there(node, wanted)
+            except ValueError:
+                self._fit[key] = False
+        return self._fit[key]
+
+    def _ask(self, node: Node, paths: Paths) -> Any:
+        key = (node["NodeID"], paths)
+        if key not in self._asked:
+            self._asked[key] = on_node(self._ray.remote(look), node["NodeID"], num_cpus=0).remote(paths)
+        return self._asked[key]
+
+    def _is_there(self, node: Node, paths: Paths) -> bool:
+        """Whether a node answers; one that does, but is not fit, is a ValueError."""
+        errors = self._ray.exceptions
+        try:
+            answer = self._ray.get(self._ask(node, paths), timeout=INSPECTED)
+        except errors.GetTimeoutError:
+            raise ValueError(
+                f"node {host_of(node)} did not answer within {INSPECTED:g} s. Look at it with: ray status"
+            ) from None
+        except (errors.RayError, *USUAL) as problem:
+            if not isinstance(problem, errors.RayTaskError) and self._is_gone(node):
+                return False
+            cause = getattr(problem, "cause", None) or problem
+            raise ValueError(
+                f"node {host_of(node)} cannot run probe: {reason_of(cause)[:300]}. Install the same version as here."
+            ) from None
+        _check_answer(host_of(node), answer)
+        return True
+
+    def _is_gone(self, node: Node) -> bool:
+        """Whether a node that does not answer is lost; Ray takes a moment to find out."""
+        for _ in range(FOUND_OUT):
+            if all(one["NodeID"] != node["NodeID"] for one in self._alive()):
+                return True
+            time.sleep(1.0)
+        return False
+
+
+def _check_answer(host: str, answer: dict[str, Any]) -> None:
+    there, here = answer["installed"], installed()
+    other = [f"{name} {there.get(name)}, here {here[name]}" for name in here if there.get(name) != here[name]]
+    if other:
+        raise ValueError(
+            f"node {host} runs other versions: {'; '.join(other)}. Numbers of two versions must not be mixed: install "
+            "the same on all nodes."
+        )
+    if answer["missing"]:
+        raise ValueError(
+            f"node {host} has no {first_few(answer['missing'])}. Put it on a disk that all nodes share, under the same "
+            "name, or copy it to each of them."
+        )
+
+
+def on_node(remote: Any, node: str, **options: Any) -> Any:
+    """A remote function or class that runs on this node and on no other."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options)
+
+
+def cpus_of(node: Node) -> int:
+    """The CPUs that a node offers."""
+    return int(node["Resources"].get("CPU", 0))
+
+
+def host_of(node: Node) -> str:
+    """A node by its name, for people; several nodes may be on one host."""
+    return f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+
+
+def _absolute(paths: Sequence[str]) -> Paths:
+    return tuple(os.path.abspath(path) for path in paths)
