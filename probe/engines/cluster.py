@@ -29,6 +29,7 @@ from probe.engines.work import (
     Engine,
     Job,
     Kept,
+    Place,
     Progress,
     Result,
     Setup,
@@ -261,8 +262,11 @@ class RayEngine(Engine):
                     return
                 wanted = {"num_cpus": self._cpus or cpus_of(node), "num_gpus": gpus, "memory": memory or None}
                 actor = on_node(self.ray.remote(Actor), name, **wanted, max_restarts=0)
-                made = actor.remote(self._threads, self._setup)
-                self.pool.append(Worker(name, host_of(node), made, memory, gpus))
+                worker = Worker(name, host_of(node), actor.remote(self._threads), memory, gpus)
+                worker.enter(Place.here())
+                if self._setup is not None:
+                    worker.actor.set_up.remote(self._setup)
+                self.pool.append(worker)
 
     def ping(self, node: str) -> Any:
         """A reference that is there once the node answers."""

@@ -50,6 +50,12 @@ class Worker:
     gpus: int = 0
     place: Place | None = None  # where it works
 
+    def enter(self, place: Place) -> None:
+        """Let it work there from its next call on."""
+        if self.place != place:
+            self.place = place
+            self.actor.enter.remote(place)
+
 
 @dataclass(frozen=True, eq=False)
 class _Task:
@@ -181,7 +187,7 @@ class Dispatch:
             stored = self._engine.stored(unit.needs)
             file = None if stored.file is None else str(stored.file)
             needs = (unit.needs.number, [stored.reference], file)
-        self._enter(worker)
+        worker.enter(self._place)
         job = [self._engine.job_reference(self._job)]
         reference = worker.actor.run.remote(self._job.key, job, unit.work, needs)
         self._running[reference] = _Task(worker, index, next(self._orders), is_alone)
@@ -190,15 +196,10 @@ class Dispatch:
         unit = self._units[index] if repaired is None else repaired.unit
         job = self._job if repaired is None else self._engine.owner(repaired)
         file = (*self._engine.store_limit(max(1, self._keeps)), uuid4().hex)
-        self._enter(worker)
+        worker.enter(self._place)
         call = worker.actor.keep.options(num_returns=2)
         made, facts = call.remote(job.key, [self._engine.job_reference(job)], unit.work, file)
         self._running[facts] = _Task(worker, index, next(self._orders), is_alone, repaired, made)
-
-    def _enter(self, worker: Worker) -> None:
-        if worker.place != self._place:
-            worker.place = self._place
-            worker.actor.enter.remote(self._place)
 
     # -------------------------------------------------------------------------------------------------- answers
 

@@ -19,19 +19,21 @@ LOST = "lost"
 class Actor:
     """A worker: opens jobs, and runs one unit at a time."""
 
-    def __init__(self, threads: int, setup: Setup | None) -> None:
+    def __init__(self, threads: int) -> None:
         gc.disable()  # until a job is open: to look for garbage takes up to half of the time of imports
         import torch
 
         torch.set_num_threads(threads)
-        if setup is not None:
-            set_up(setup)
         self._workshop = Workshop()
         self._jobs: tuple[str, Job[Any, Any] | None] = ("", None)
 
     def enter(self, place: Place) -> None:
         """Work where the project lies. Ray runs the calls of an actor in their order."""
         place.enter()
+
+    def set_up(self, setup: Setup) -> None:
+        """Import what units will need. A call of its own: `setup` may be of a module that is found after `enter`."""
+        set_up(setup)
 
     def run(self, key: str, job: list[Any], work: Any, needs: Any) -> Any:
         """(what the unit emitted, its result), pickled; LOST if what it needs is gone."""

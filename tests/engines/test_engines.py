@@ -10,6 +10,7 @@ import pytest
 from probe.engines import Engine, Unit, UnitFailedError
 from probe.engines.cluster import RayEngine
 from probe.engines.local import LocalEngine
+from tests.engines.conftest import Shared
 from tests.engines.jobs import Sums, import_tabnanny
 
 ENGINES = ("here", "processes", "ray")
@@ -131,6 +132,18 @@ def test_an_interrupt_stops_what_runs(other: Engine, tmp_path: Path) -> None:
         found.throw(KeyboardInterrupt())
     time.sleep(1)
     assert len(file.read_bytes() if file.exists() else b"") < 40
+
+
+def test_workers_import_ahead_what_lies_where_the_project_is(shared: Shared, tmp_path: Path) -> None:
+    """Ray's own search path is that of the moment of the connection."""
+    shared.leave()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        engine = shared.engine()
+    engine.prepare(import_tabnanny)
+    works = [("wait", 0.3), ("wait", 0.3), ("imported", "tabnanny"), ("imported", "tabnanny")]
+    assert list(engine.run(Sums("ahead"), units(*works))) == [0.3, 0.3, True, True]
+    shared.leave()
 
 
 def test_workers_import_ahead_of_their_units_what_is_there(other: Engine) -> None:
