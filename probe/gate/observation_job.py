@@ -1,5 +1,6 @@
 """The job of the gate on other machines: a recipe on a device, under a variation, is observed in one unit."""
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -84,4 +85,9 @@ class ObservationJob(ModelJob[_Bench, dict[str, Observation]]):
     @property
     def facts(self) -> dict[str, Any]:
         """For the workers only, which tell the jobs of a run apart by it."""
-        return {**self.model.facts, "job": str(id(self.references)), "variations": str(list(self.references))}
+        found = hashlib.sha256()
+        for variation, packed in self.references.items():
+            calibration = self.calibrations.get(variation)
+            amax = None if calibration is None else sorted(calibration.amax.items())
+            found.update(f"{variation} {amax} {len(packed)} ".encode() + packed)
+        return {**self.model.facts, "references": found.hexdigest()}

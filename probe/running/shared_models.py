@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -119,13 +120,14 @@ class SharedModel:
         key = f"{self.name} {self.fingerprint} {self.dtype}"
         if _loaded is None or _loaded[0] != key:
             _loaded = None
-            found = load_model(
-                self._found(),
-                dtype=self.dtype,
-                room=self.room,
-                allow_download=self.allow_download,
-                trust_remote_code=self.trust_remote_code,
-            )
+            with self._place() as place:
+                found = load_model(
+                    place,
+                    dtype=self.dtype,
+                    room=self.room,
+                    allow_download=self.allow_download,
+                    trust_remote_code=self.trust_remote_code,
+                )
             if found.fingerprint != self.fingerprint:
                 raise ValueError(
                     f"{self.name} on {os.uname().nodename} is another model than here: its fingerprint is "
@@ -134,14 +136,16 @@ class SharedModel:
             _loaded = (key, replace(found, name=self.shown))
         return _loaded[1]
 
-    def _found(self) -> str:
-        """The name, or where its files were put if this machine does not have them."""
+    @contextmanager
+    def _place(self) -> Iterator[str]:
+        """The name, or a folder with its files while it is loaded, if this machine does not have them."""
         if self.files is None or os.path.exists(os.path.expanduser(self.name)):
-            return self.name
-        folder = Path(tempfile.mkdtemp(prefix="probe-model-"))
-        for name, data in self.files.items():
-            write(folder / name, data)
-        return str(folder / Path(self.name).name) if self.name.endswith(".gguf") else str(folder)
+            yield self.name
+            return
+        with tempfile.TemporaryDirectory(prefix="probe-model-") as folder:
+            for name, data in self.files.items():
+                write(Path(folder, name), data)
+            yield str(Path(folder, Path(self.name).name)) if self.name.endswith(".gguf") else folder
 
     def __str__(self) -> str:
         return f"{self.shown}, {format_bytes(self.weight_bytes)}"

@@ -1,6 +1,8 @@
 """Every command gives the same numbers in this process, in worker processes and on a Ray cluster."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +11,9 @@ import torch
 
 from probe.commands import main
 from probe.engines.cluster import RayEngine
+from probe.models.loading import EMBEDDED, load_model, weight_fingerprint
+from probe.running import shared_models
+from probe.running.shared_models import SharedModel
 
 SMALL = ["--samples", "4", "--seqlen", "32", "--batch-size", "2", "--calib-data-num", "2", "--calib-seqlen", "32"]
 Run = Callable[..., str]
@@ -127,12 +132,9 @@ def test_a_failing_model_is_one_message_with_the_unit(
     on_ray.stop()  # whose workers know this module
 
 
-def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(run: Run, on_ray: RayEngine, tmp_path: Path) -> None:
-    import shutil
-
-    from probe.models.loading import EMBEDDED, load_model
-    from probe.running.shared_models import SharedModel
-
+def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(
+    run: Run, on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = EMBEDDED["tiny-llama"].folder
     assert source is not None
     shutil.copytree(source, tmp_path / "model")
@@ -140,4 +142,10 @@ def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(run: Run, on_r
     shared = SharedModel.of(name, load_model(name), on_ray)
     assert shared.paths == ()
     shutil.rmtree(name)  # as on a node
-    assert shared.load().fingerprint == shared.fingerprint
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(shared_models, "_loaded", None)
+    loaded = shared.load()
+    assert loaded.fingerprint == shared.fingerprint
+    assert not list((tmp_path / "temporary").iterdir())
+    assert weight_fingerprint(loaded.model) == shared.fingerprint  # which needs no file any more

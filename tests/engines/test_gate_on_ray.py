@@ -8,7 +8,10 @@ import pytest
 from probe.engines.cluster import RayEngine
 from probe.gate.bench import Bench
 from probe.gate.configuration import Settings
+from probe.gate.observation_job import ObservationJob
+from probe.running.calibration import Calibration
 from probe.running.recipes import Recipe
+from probe.running.shared_models import SharedModel
 
 SETTINGS = """
 [tool.probe]
@@ -78,6 +81,19 @@ def test_figures_are_the_same_to_the_bit(on_ray: RayEngine) -> None:
     assert found.keys() == expected.keys()
     for label, one in expected.items():
         assert found[label].figures == one.figures, label
+
+
+def test_workers_tell_jobs_apart_by_their_references() -> None:
+    """Not by where those lie in memory: another job may lie there next."""
+    model = SharedModel.here("model", "fingerprint")
+
+    def key(reference: bytes, amax: dict[str, float]) -> str:
+        calibrations = {None: Calibration(amax, "model", "data", 1.0, 1)}
+        references = {None: reference}
+        return ObservationJob(model=model, references=references, calibrations=calibrations, devices=("cpu",)).key
+
+    assert key(b"one", {"site": 1.0}) == key(b"one", {"site": 1.0})
+    assert len({key(b"one", {"site": 1.0}), key(b"two", {"site": 1.0}), key(b"one", {"site": 2.0})}) == 3
 
 
 @pytest.mark.parametrize(
