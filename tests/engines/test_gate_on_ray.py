@@ -88,9 +88,12 @@ def test_workers_tell_jobs_apart_by_their_references() -> None:
     model = SharedModel.here("model", "fingerprint")
 
     def key(reference: bytes, amax: dict[str, float]) -> str:
-        calibrations = {None: Calibration(amax, "model", "data", 1.0, 1)}
-        references = {None: reference}
-        return ObservationJob(model=model, references=references, calibrations=calibrations, devices=("cpu",)).key
+        return ObservationJob(
+            model=model,
+            references={None: reference},
+            calibrations={None: Calibration(amax, "model", "data", 1.0, 1)},
+            devices=("cpu",),
+        ).key
 
     assert key(b"one", {"site": 1.0}) == key(b"one", {"site": 1.0})
     assert len({key(b"one", {"site": 1.0}), key(b"two", {"site": 1.0}), key(b"one", {"site": 2.0})}) == 3
