@@ -113,6 +113,12 @@ class Structure:
         means: Array = np.nansum(grouped, 1) / np.maximum(np.isfinite(grouped).sum(1), 1)
         return means
 
+    def added_in(self, sample: int) -> float:
+        """As `added`, of one sample alone."""
+        rows = slice(sample * self.per_sample, (sample + 1) * self.per_sample)
+        e, u = np.nansum(self.tokens[:2, rows], 1)
+        return float(np.sqrt(e / max(u, _TINY)))
+
 
 def measure_structure(a: Tensor, b: Tensor, bases: tuple[Tensor, Tensor] | None) -> Structure:
     """One pass over the two tensors, and over those that they add to."""

@@ -152,10 +152,15 @@ def _beyond_noise(tensor: MeasuredTensor, unit: float, *, on_grid: bool) -> str:
         return f"{differs}, and {factor}: noise has no common factor"
     if spread.constant_share > CONSTANT + few and spread.rows >= 8:
         return f"{differs}, and {spread.constant_share:.0%} of it is constant over tokens: noise varies with the token"
-    places = ((*spread.channel_peak(), "channel"), (*spread.sample_peak(), "sample"))
-    for place, peak, what in () if on_grid else places:  # on a grid a few flips are all there is
-        if peak > PEAK:
-            return f"{what} {place} of {label} differs {peak:.3g} times as much as the others: noise is spread evenly"
+    if on_grid:  # a few flips are all there is
+        return ""
+    alone = "times as much as the others: noise is spread evenly"
+    place, peak = spread.channel_peak()
+    if peak > PEAK:
+        return f"channel {place} of {label} differs {peak:.3g} {alone}"
+    place, peak = spread.sample_peak()
+    if peak > PEAK and spread.added_in(place) > figures.noise:  # noise may begin in one sample, if in few elements
+        return f"sample {place} of {label} differs {peak:.3g} {alone}"
     return ""
 
 

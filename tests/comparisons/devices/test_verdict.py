@@ -90,6 +90,22 @@ def test_the_line_between_noise_and_fault_is_where_the_figures_say(
     assert (found.verdict.kind, found.verdict.layer) == (kind, "layer_2")
 
 
+@pytest.mark.parametrize(("size", "kind"), [(0.8e-6, "dtype noise"), (1.6e-6, "device fault")])
+def test_one_sample_that_differs_alone_is_a_fault_if_it_differs_by_more_than_noise(
+    tmp_path: Path, a: Recording, size: float, kind: str
+) -> None:
+    """Two devices may agree in all bits but those of one sample: noise that begins in few elements stays in theirs."""
+    x = network()
+    added = (x["layer_2.output"].double() - x["layer_1.output"]) * size
+    error = added * torch.randn(added.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    error[:2] = 0.0
+    x["layer_2.output"] = (x["layer_2.output"] + error).float()
+    x["layer_2.output"][:2] = network()["layer_2.output"][:2]
+    found = diff(a, recorded(tmp_path / "b", x), layers="layer_[012]")
+    assert found.layers[2].added < found.layers[2].noise  # over all samples
+    assert (found.verdict.kind, found.verdict.layer) == (kind, "layer_2")
+
+
 def emulated(size: float = 0.02) -> dict[str, torch.Tensor]:
     return noisy(network(), size, seed=5)
 
