@@ -12,7 +12,7 @@ from probe.activations.collecting import Collected, Collector, Key
 from probe.activations.plan import Plan, expert_rows, expert_weights, make_plan, weight_rows
 from probe.activations.settings import Settings
 from probe.activations.statistics import LayerStatistics, measure
-from probe.data.calls import as_call, input_fingerprint
+from probe.data.calls import as_call
 from probe.data.library_logs import quietly
 from probe.data.samples import TokenBatch
 from probe.engines.work import Emit
@@ -67,12 +67,6 @@ class AnalysisJob(ModelJob[Bench, Collected]):
     def gpus(self) -> int:
         """One, if it runs on one."""
         return accelerators(str(device_named(self.settings.memory.device)))
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The model, the input, and the settings."""
-        inputs = [input_fingerprint([batch.call or batch.tokens, batch.mask]) for batch in self.batches]
-        return {**self.model.facts, "inputs": str(inputs), "settings": repr(self.settings)}
 
 
 def _shown(batch: TokenBatch) -> str:

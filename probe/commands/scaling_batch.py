@@ -8,10 +8,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 
 from probe.engines import Engine, Job, Unit, UnitFailedError
+from probe.engines.identity import identity_of
 from probe.engines.local import LocalEngine
 from probe.engines.work import USUAL, Emit, Progress, reason_of, silent
 from probe.files.paths import check_outputs
@@ -83,13 +84,17 @@ def run_batch(
     root = output_dir or DEFAULT_FOLDER
     check_outputs(folders=[root])
     folders = output_folders(sources, root, use_root=output_dir is not None and len(sources) == 1)
-    engine, job = engine or LocalEngine(), ScalingJob(sources, request)
+    engine = engine or LocalEngine()
+    stamps = tuple(_stamp(source.path) for source in sources)
+    job = ScalingJob(tuple(sources), request, stamps, is_elsewhere=not engine.shares_disk)
     units = [
         Unit(f"{source.text} {format}", (index, format))
         for index, source in enumerate(sources)
         for format in request.formats
     ]
     parts = engine.run(job, units, progress=progress, keep_going=True)
+    if not engine.shares_disk:
+        parts = _of_same_tensors(parts, sources, len(request.formats))
     outcomes = []
     for number, (source, folder) in enumerate(zip(sources, folders, strict=True), 1):
         header = f"[{number}/{len(sources)}] Processing: {source.text}"
@@ -126,13 +131,17 @@ class Analysed:
     reason: str = ""
     unread: bool = False  # there was no tensor to analyse: the input is wrong, not its numbers
     traceback: str = ""  # of a bug of probe
+    tensor: str = ""  # the digest of what was read
 
 
+@dataclass(frozen=True, eq=False)
 class ScalingJob(Job[dict[int, Prepared], Analysed]):
-    """The analysis of tensors: a unit is the index of a tensor, and a format."""
+    """The analysis of tensors: a unit is the index of a tensor, and a format. `stamps` are the times of their files."""
 
-    def __init__(self, sources: Sequence[TensorSource], request: Request) -> None:
-        self.sources, self.request = tuple(sources), request
+    sources: tuple[TensorSource, ...]
+    request: Request
+    stamps: tuple[list[tuple[str, int, int]], ...]
+    is_elsewhere: bool  # whether workers may find other files under the same names
 
     def open(self) -> dict[int, Prepared]:
         """The tensor that was read last, by its index."""
@@ -148,7 +157,8 @@ class ScalingJob(Job[dict[int, Prepared], Analysed]):
                 tensor = self.sources[index].load()
                 unread = False
                 state[index] = Prepared(tensor)
-            return Analysed(self._analyse(state[index], self.sources[index], format))
+            found = self._analyse(state[index], self.sources[index], format)
+            return Analysed(found, tensor=identity_of(state[index].x) if self.is_elsewhere else "")
         except USUAL as problem:
             return Analysed(reason=reason_of(problem), unread=unread)
         except Exception as problem:  # a bug of probe, not a mistake of the user; the batch goes on all the same
@@ -180,15 +190,29 @@ class ScalingJob(Job[dict[int, Prepared], Analysed]):
         return True
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """The files of the tensors."""
-        return tuple(dict.fromkeys(str(source.path) for source in self.sources if not source.defect))
+    def paths(self) -> dict[str, str]:
+        """The files of the tensors, whose values are compared when they are read."""
+        return {str(source.path): "" for source in self.sources if not source.defect}
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """The tensors, by the times of their files, and what is done to them."""
-        stamps = [(one.identity, one.defect, _stamp(one.path)) for one in self.sources]
-        return {"sources": str(stamps), "request": repr(self.request)}
+
+def _of_same_tensors(
+    parts: Iterator[Analysed | UnitFailedError], sources: Sequence[TensorSource], formats: int
+) -> Iterator[Analysed | UnitFailedError]:
+    """Results of other machines; one of a tensor that has other values there than here is a failure."""
+    for source in sources:
+        here = ""
+        for part in islice(parts, formats):
+            if isinstance(part, UnitFailedError) or part.found is None:
+                yield part
+                continue
+            try:
+                here = here or identity_of(Prepared(source.load()).x)
+            except USUAL as problem:
+                yield Analysed(reason=reason_of(problem))
+                continue
+            other = "a node read other values from it than this machine has. Put the same file on all nodes."
+            yield part if part.tensor == here else Analysed(reason=other)
+    yield from parts  # which reports the end
 
 
 def _stamp(path: Path) -> list[tuple[str, int, int]]:

@@ -1,6 +1,6 @@
 """Engines: where the units of a job run, on this machine or on a Ray cluster.
 
-    work       a job, its units, and what every engine promises
+    work       a job, its units, and what every engine promises; `identity` tells them apart
     local      in this process, or in worker processes on this machine
     cluster    on the nodes of a Ray cluster: which `nodes` are fit, how units are handed out (`dispatch`), and what
                runs there (`remote`)

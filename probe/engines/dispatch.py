@@ -94,7 +94,7 @@ class Dispatch:
         self._engine, self._job, self._units, self._progress = engine, job, units, progress
         self._journal, self._keeps, self._ray = journal, keeps, engine.ray
         self._place, self._orders = Place.here(), count()
-        self._todo = deque(i for i, unit in enumerate(units) if journal is None or unit.name not in journal)
+        self._todo = deque(i for i, unit in enumerate(units) if journal is None or unit not in journal)
         self._again: deque[int] = deque()
         self._running: dict[Any, _Task] = {}
         self._answers: dict[int, Any] = {}
@@ -129,10 +129,10 @@ class Dispatch:
         if index in self._answers:
             self._turn += 1
             return _opened(self._answers.pop(index))
-        name = self._units[index].name
-        if self._journal is not None and name in self._journal:
+        unit = self._units[index]
+        if self._journal is not None and unit in self._journal:
             self._turn += 1
-            return _opened(self._journal.read(name))
+            return _opened(self._journal.read(unit))
         return None
 
     def _report(self) -> None:
@@ -240,7 +240,7 @@ class Dispatch:
             return
         self._done += 1
         if self._journal is not None and isinstance(answer, bytes):
-            self._journal.add(self._units[task.index].name, answer)  # and read when its turn comes
+            self._journal.add(self._units[task.index], answer)  # and read when its turn comes
         else:
             self._answers[task.index] = answer
 

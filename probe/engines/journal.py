@@ -5,12 +5,11 @@ among it. It is deleted when its run has ended well, or after a week. Its files 
 that only this user can have written, and only the same version of this package reads.
 """
 
-import hashlib
 import os
 import shutil
 import time
-from pathlib import Path
 
+from probe.engines.work import Unit
 from probe.files.atomic import make_folder, write
 from probe.files.paths import is_private, user_cache
 
@@ -19,7 +18,7 @@ KEPT_FOR = 7 * 24 * 3600
 
 
 class Journal:
-    """The finished units of one job, by name."""
+    """The finished units of one job."""
 
     def __init__(self, key: str) -> None:
         runs = user_cache() / "runs"
@@ -36,19 +35,16 @@ class Journal:
             if other != self.folder and time.time() - other.stat().st_mtime > KEPT_FOR:
                 shutil.rmtree(other, ignore_errors=True)
 
-    def _file(self, name: str) -> Path:
-        return self.folder / hashlib.sha256(name.encode()).hexdigest()[:32]
+    def __contains__(self, unit: Unit) -> bool:
+        return (self.folder / unit.key).exists()
 
-    def __contains__(self, name: str) -> bool:
-        return self._file(name).exists()
-
-    def read(self, name: str) -> bytes:
+    def read(self, unit: Unit) -> bytes:
         """The answer of a finished unit."""
-        return self._file(name).read_bytes()
+        return (self.folder / unit.key).read_bytes()
 
-    def add(self, name: str, answer: bytes) -> None:
+    def add(self, unit: Unit, answer: bytes) -> None:
         """Keep the answer of a unit, whole or not at all."""
-        write(self._file(name), answer)
+        write(self.folder / unit.key, answer)
 
     def delete(self) -> None:
         """The run has ended well."""

@@ -2,17 +2,18 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any
 
-from probe.engines.remote import look
+from probe.engines.remote import Paths, look
 from probe.engines.work import USUAL, installed, reason_of
 from probe.words import first_few
 
 #: A node as Ray describes it.
 Node = dict[str, Any]
-Paths = tuple[str, ...]
+#: No files.
+NONE: Mapping[str, str] = MappingProxyType({})
 
 #: Seconds to wait for a node to be inspected.
 INSPECTED = 120.0
@@ -29,12 +30,12 @@ class Inspection:
         self._fit: dict[tuple[str, Paths], bool] = {}
         self._checked: set[Paths] = set()
 
-    def begin(self, nodes: Sequence[Node], paths: Sequence[str] = ()) -> None:
+    def begin(self, nodes: Sequence[Node], paths: Mapping[str, str] = NONE) -> None:
         """Ask without waiting for the answers."""
         for node in nodes:
             self._ask(node, _absolute(paths))
 
-    def check(self, nodes: Sequence[Node], paths: Sequence[str]) -> None:
+    def check(self, nodes: Sequence[Node], paths: Mapping[str, str]) -> None:
         """Refuse nodes that are not fit. Those that come after this are only left alone: see `is_fit`."""
         wanted = _absolute(paths)
         if wanted in self._checked:
@@ -44,7 +45,7 @@ class Inspection:
             self._fit[node["NodeID"], wanted] = self._is_there(node, wanted)
         self._checked.add(wanted)
 
-    def is_fit(self, node: Node, paths: Sequence[str]) -> bool:
+    def is_fit(self, node: Node, paths: Mapping[str, str]) -> bool:
         """Whether a node may run units. One that came later is inspected now."""
         wanted = _absolute(paths)
         key = (node["NodeID"], wanted)
@@ -102,6 +103,10 @@ def _check_answer(host: str, answer: dict[str, Any]) -> None:
             f"node {host} has no {first_few(answer['missing'])}. Put it on a disk that all nodes share, under the same "
             "name, or copy it to each of them."
         )
+    if answer["other"]:
+        raise ValueError(
+            f"node {host} has another {first_few(answer['other'])} than this machine. Put the same on all nodes."
+        )
 
 
 def on_node(remote: Any, node: str, **options: Any) -> Any:
@@ -121,5 +126,5 @@ def host_of(node: Node) -> str:
     return f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
 
 
-def _absolute(paths: Sequence[str]) -> Paths:
-    return tuple(os.path.abspath(path) for path in paths)
+def _absolute(paths: Mapping[str, str]) -> Paths:
+    return tuple((os.path.abspath(os.path.expanduser(path)), digest) for path, digest in paths.items())

@@ -11,7 +11,10 @@ import numpy as np
 
 from probe.engines.work import Job, Place, Setup, Workshop, installed, set_up
 from probe.files.atomic import write
+from probe.files.paths import content_digest
 
+#: Paths with the digests of their contents; with none they must only be there.
+Paths = tuple[tuple[str, str], ...]
 #: The answer of a unit whose `needs` were lost with their node.
 LOST = "lost"
 
@@ -85,6 +88,12 @@ def _lost_errors() -> tuple[type[Exception], ...]:
     return (ray.exceptions.ObjectLostError, FileNotFoundError)
 
 
-def look(paths: tuple[str, ...]) -> dict[str, Any]:
-    """The versions on this node, and which of the paths it does not have."""
-    return {"installed": installed(), "missing": [path for path in paths if not os.path.exists(path)]}
+def look(paths: Paths) -> dict[str, Any]:
+    """The versions on this node, which of the paths it does not have, and which of them hold something else."""
+    found: dict[str, Any] = {"installed": installed(), "missing": [], "other": []}
+    for path, digest in paths:
+        if not os.path.exists(path):
+            found["missing"].append(path)
+        elif digest and content_digest(path) != digest:
+            found["other"].append(path)
+    return found

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from probe.engines.identity import identity_of
 from probe.version import VERSION
 
 State = TypeVar("State")
@@ -59,11 +60,16 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A piece of a job. `name` is for people, and tells the units of a job apart; `work` is what `Job.run` gets."""
+    """A piece of a job. `name` is for people; `work` is what `Job.run` gets."""
 
     name: str
     work: Any
     needs: Kept | None = None
+
+    @cached_property
+    def key(self) -> str:
+        """What tells the units of a job apart."""
+        return identity_of(self.name, self.work)
 
 
 class Job(ABC, Generic[State, Result]):
@@ -72,12 +78,14 @@ class Job(ABC, Generic[State, Result]):
     open      what a worker makes once for all units of the job: the loaded model, for one
     run       one unit; `given` is what its `needs` kept, and `emit` hands on what should not wait for the result
     pack      a kept result as bytes, and `unpack`, its inverse, of bytes in memory or of a file
-    facts     everything that the results depend on; a job with the same facts continues one that failed
+
+    A job is a frozen dataclass. Its `key` is a digest of all its fields: a job with the same key continues one that
+    failed, so what its results depend on must be in a field, and what must not change is.
     """
 
     @property
     def is_journaled(self) -> bool:
-        """Whether finished units are kept on disk until the run has ended: only if `facts` say all of the job."""
+        """Whether finished units are kept on disk until the run has ended: only if the fields say all of the job."""
         return False
 
     @property
@@ -99,14 +107,9 @@ class Job(ABC, Generic[State, Result]):
         """The result of one unit."""
 
     @property
-    @abstractmethod
-    def facts(self) -> Mapping[str, str]:
-        """Everything that the results depend on, beside the versions of this package and its dependencies."""
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Files and folders that every worker must find under the same name."""
-        return ()
+    def paths(self) -> Mapping[str, str]:
+        """Files and folders that every worker must find under the same name; with a digest, of that content."""
+        return {}
 
     def pack(self, value: Any) -> bytes:
         """A kept result as bytes."""
@@ -118,9 +121,8 @@ class Job(ABC, Generic[State, Result]):
 
     @cached_property
     def key(self) -> str:
-        """A digest of the facts and of what runs here."""
-        every = {**self.facts, **installed(), "job": type(self).__name__}
-        return hashlib.sha256(repr(sorted(every.items())).encode()).hexdigest()[:24]
+        """A digest of the job and of what runs here."""
+        return identity_of(self, installed())
 
 
 class Engine(ABC):

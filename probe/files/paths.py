@@ -30,6 +30,15 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "probe"
 
 
+def content_digest(path: str | Path) -> str:
+    """The first 16 hex digits of the sha256 of a file, or of all files in a folder with their names."""
+    place, found = Path(path), hashlib.sha256()
+    for file in sorted(one for one in place.rglob("*") if one.is_file()) if place.is_dir() else [place]:
+        with file.open("rb") as stream:
+            found.update(f"{file.relative_to(place)} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return found.hexdigest()[:16]
+
+
 def is_private(folder: Path) -> bool:
     """Whether nobody else can have put files here. What is cached is run, and anyone can make a folder in /tmp."""
     found = folder.lstat()

@@ -1,10 +1,8 @@
 """The job of the gate on other machines: a recipe on a device, under a variation, is observed in one unit."""
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from probe.engines.work import Emit
 from probe.gate.measured_layers import Observation
@@ -81,13 +79,3 @@ class ObservationJob(ModelJob[_Bench, dict[str, Observation]]):
     def gpus(self) -> int:
         """One, if any recipe runs on one."""
         return accelerators(*self.devices)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """For the workers only, which tell the jobs of a run apart by it."""
-        found = hashlib.sha256()
-        for variation, packed in self.references.items():
-            calibration = self.calibrations.get(variation)
-            amax = None if calibration is None else sorted(calibration.amax.items())
-            found.update(f"{variation} {amax} {len(packed)} ".encode() + packed)
-        return {**self.model.facts, "references": found.hexdigest()}

@@ -2,18 +2,22 @@
 
 import importlib
 import importlib.machinery
+import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from probe.files.paths import content_digest
 from probe.settings import FUNCTION
 from probe.words import describe_error, near
 
 if TYPE_CHECKING:
     from torch import nn
 
-
+#: Folders of packages that are installed.
+INSTALLED = {"site-packages", "dist-packages"}
 #: What allows a factory outside of the project, in commands that have the option.
 ALLOW = "allow it with --allow-factory (allow_factory=True in Python)"
 
@@ -46,8 +50,22 @@ def _is_in_project(package: str) -> bool:
     file = [spec.origin] if spec and spec.origin and spec.has_location else []  # frozen modules have none
     places = [*file, *(spec.submodule_search_locations or ())] if spec else []
     paths = [Path(place).resolve() for place in places]
-    installed = {"site-packages", "dist-packages"}
-    return bool(paths) and all(root.resolve() in path.parents and not installed & {*path.parts} for path in paths)
+    return bool(paths) and all(root.resolve() in path.parents and not INSTALLED & {*path.parts} for path in paths)
+
+
+def loaded_code() -> dict[str, str]:
+    """The files of all modules that are loaded and not installed, with the digests of their contents.
+
+    Another machine that has the same runs the same functions of users.
+    """
+    own, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        known = INSTALLED & {*file.parts} or own in file.parents or standard in file.parents
+        if name != "__main__" and file.suffix == ".py" and file.is_file() and not known:
+            found[os.path.abspath(file)] = content_digest(file)
+    return found
 
 
 def function_named(what: str, name: str, *, returns: str) -> Callable[[], Any]:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from probe.data.calls import Batch
-from probe.data.samples import TextSamples
 from probe.engines.work import Emit
 from probe.models.loading import Loaded
 from probe.recordings import taps
-from probe.running.calibration import Calibration, calibrate_on
+from probe.running.calibration import Calibration, CalibrationRun
 from probe.running.kept_float import float_layers
 from probe.running.measurement import check_twin, short_reference
 from probe.running.modes import find_mode
@@ -44,14 +43,13 @@ class RunningModel:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RecordJob(ModelJob[RunningModel, Any]):
-    """Recipes over batches: a unit is a recipe with the first batch and the end; or TextSamples to calibrate on."""
+    """Recipes over batches: a unit is a recipe with the first batch and the end; or a CalibrationRun."""
 
     batches: tuple[Batch, ...]
     layers: tuple[str | int, ...]
     taps: tuple[str, ...]
     device: str
     compile: bool
-    percentile: float
     calibration: Calibration | None = None
     is_here: bool = True  # whether what is emitted is written at once, before the model goes on
 
@@ -62,8 +60,8 @@ class RecordJob(ModelJob[RunningModel, Any]):
     @torch.no_grad()
     def run(self, state: RunningModel, work: Any, given: None, emit: Emit) -> Any:
         """Emits the RecipeFacts, then (name, tensor) of every tensor; returns what is not on the grid of the recipe."""
-        if isinstance(work, TextSamples):
-            return calibrate_on(state.loaded, *work, percentile=self.percentile)
+        if isinstance(work, CalibrationRun):
+            return work.of(state.loaded)
         recipe, first, end = work
         if state.last is None or state.last[0] != recipe:
             state.last = None
@@ -108,11 +106,6 @@ class RecordJob(ModelJob[RunningModel, Any]):
     def gpus(self) -> int:
         """One, if it runs on one."""
         return accelerators(self.device)
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """For the workers only, which tell the jobs of a run apart by it."""
-        return {**self.model.facts, "calibrated": str(self.calibration is not None), "job": str(id(self.batches))}
 
 
 def parts_of(recipes: Sequence[Recipe], batches: int, *, is_here: bool) -> list[tuple[Recipe, int, int]]:

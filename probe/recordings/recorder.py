@@ -16,11 +16,13 @@ from typing import Any, Literal, Protocol, Self, cast
 
 import torch
 
-from probe.data.calls import Batch
+from probe.data.calls import Batch, input_fingerprint
 from probe.engines import Engine, Unit
+from probe.engines.identity import identity_of
 from probe.engines.local import LocalEngine
 from probe.engines.work import Progress as UnitProgress, silent
 from probe.files.atomic import write
+from probe.models.loading import configuration_of
 from probe.recordings import publishing, taps
 from probe.recordings.manifest import (
     MANIFEST,
@@ -46,7 +48,7 @@ from probe.recordings.request import (
     script_facts,
 )
 from probe.recordings.stream import TensorStream, finished, tokens_of, write_tokens
-from probe.running.calibration import Calibration
+from probe.running.calibration import Calibration, CalibrationRun
 from probe.running.environment import differences, environment
 from probe.running.inputs import input_batches
 from probe.running.measurement import NotAppliedError
@@ -57,6 +59,9 @@ from probe.words import first_few
 
 #: The names in `.partial`, also those of files that a kill left unfinished.
 OWN = re.compile(r"manifest\.json|.+\.safetensors(\.aligned)?|\..+\.tmp")
+
+#: The fingerprint of what recipes are calibrated on; UNUSED if none is.
+CALIBRATED_ON, UNUSED = "inputs of the calibration", "none"
 
 
 @dataclass
@@ -151,7 +156,10 @@ def _continued(folder: Path, begun: Manifest) -> Manifest | None:
     if there is None:
         raise RecordingError(f"{folder} is a whole recording, not an interrupted one. Rename it.")
     unasked = manifest.recipes.keys() - set(now.missing)
-    if other := differences(there.asked, now.asked | ({} if unasked else {"recipes": there.asked["recipes"]})):
+    wanted = now.asked | ({} if unasked else {"recipes": there.asked["recipes"]})
+    if UNUSED in (there.asked.get(CALIBRATED_ON, UNUSED), wanted[CALIBRATED_ON]):
+        wanted[CALIBRATED_ON] = there.asked.get(CALIBRATED_ON, UNUSED)
+    if other := differences(there.asked, wanted):
         if there.failed:
             return None
         raise RecordingError(f"{folder} is an interrupted recording of something else: {'; '.join(other)}. {again}")
@@ -185,6 +193,7 @@ class _Run:
     request: RecordRequest
     model: ModelToRun
     batches: tuple[Batch, ...]
+    calibration: CalibrationRun | None
     existing: Recording | None
     partial: PartialRecording
     progress: Progress
@@ -227,8 +236,10 @@ def _record(request: RecordRequest, progress: Progress, engine: Engine, units: U
         progress.line(f"note: {note}")
     recipes = recipes_for(request, model)
     inputs = inputs_for(request, model)
+    calibration = None
     if any(recipe.needs_calibration for recipe in recipes) and not model.runs_as_is:
-        input_batches(model.loaded, request.calibrated, key="calib_seqlen")  # refused before anything runs
+        scaling = input_batches(model.loaded, request.calibrated, key="calib_seqlen")  # refused before anything runs
+        calibration = CalibrationRun(tuple(scaling.batches), request.percentile)
     for note in inputs.notes:
         progress.line(f"note: {note}")
     batches = inputs.batches
@@ -237,7 +248,7 @@ def _record(request: RecordRequest, progress: Progress, engine: Engine, units: U
     tokens, weights = tokens_of(batches, request.source), model.loaded.fingerprint
     tokens = tokens if tokens.kind == "token ids" else replace(tokens, source=inputs.about)
     begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
-    asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, recipes)
+    asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, recipes, calibration)
     if publishing.was_finished(folder, asked) and not request.overwrite:
         progress.line(f"{folder} was complete before the interruption")
         return read_recording(folder)
@@ -250,19 +261,25 @@ def _record(request: RecordRequest, progress: Progress, engine: Engine, units: U
         elif not partial.manifest.files and not partial.manifest.recipes:
             partial.manifest = replace(partial.manifest, files=write_tokens(partial.folder, batches))
             partial.save()
-        run = _Run(request, model, tuple(batches), existing, partial, progress, engine, units)
+        run = _Run(request, model, tuple(batches), calibration, existing, partial, progress, engine, units)
         _record_missing(run, [recipe for recipe in recipes if str(recipe) in partial.missing])
         source, facts = Recording(partial.folder, partial.manifest), script_facts(request, model, batches)
         return publishing.publish(folder, source, existing, facts, layout)
 
 
 def _resume_facts(
-    request: RecordRequest, model: ModelToRun, batches: Sequence[Batch], recipes: Sequence[Recipe]
+    request: RecordRequest,
+    model: ModelToRun,
+    batches: Sequence[Batch],
+    recipes: Sequence[Recipe],
+    calibration: CalibrationRun | None,
 ) -> dict[str, str]:
     """The facts, beside the shared ones, that must be the same to continue an interrupted recording."""
     modes = (find_mode(mode) for mode in dict.fromkeys(recipe.mode for recipe in recipes))
     declared = [mode for mode in modes if mode.keep_float]
+    configuration = configuration_of(model.loaded.model)
     return {
+        "configuration": identity_of(configuration) if configuration else "none",
         "recipes": " ".join(map(str, recipes)),
         "layers": " ".join(map(str, request.chosen_layers)),
         "taps": " ".join(request.chosen_taps) or "none",
@@ -272,15 +289,16 @@ def _resume_facts(
         "float modules": " ".join(f"{one.name} {' '.join(one.keep_float)}" for one in declared) or "none",
         "compiled": str(request.compile or taps.is_compiled(model.loaded.model)),
         "calibration": request.calibration,
+        CALIBRATED_ON: UNUSED if calibration is None else input_fingerprint(calibration.batches),
     }
 
 
 def _record_missing(run: _Run, recipes: Sequence[Recipe]) -> None:
     request, model, engine = run.request, run.model, run.engine
     job, state = _job(run, recipes), RunningModel(model.loaded, model.runs_as_is)
-    if any(recipe.needs_calibration for recipe in recipes) and not model.runs_as_is:
+    if run.calibration is not None and any(recipe.needs_calibration for recipe in recipes):
         run.progress.line(f"[calibration] {request.calibration}")
-        (found,) = engine.run(job, [Unit("calibration", request.calibrated)], state=state)
+        (found,) = engine.run(job, [Unit("calibration", run.calibration)], state=state)
         job = replace(job, calibration=cast(Calibration, found))
     works = parts_of(recipes, len(run.batches), is_here=engine.is_here)
     units = [Unit(f"{work[0]}, batches {work[1] + 1} to {work[2]}", work) for work in works]
@@ -319,7 +337,6 @@ def _job(run: _Run, recipes: Sequence[Recipe]) -> RecordJob:
         taps=request.chosen_taps,
         device=request.device,
         compile=request.compile,
-        percentile=request.percentile,
         is_here=engine.is_here,
     )
 

@@ -176,10 +176,22 @@ def calibrate_on(
 ) -> Calibration:
     """Calibrate a model on `samples` windows of `seqlen` tokens of a text, or on what else `source` names."""
     batches = input_batches(loaded, TextSamples(source, samples, seqlen, batch_size), key="calib_seqlen").batches
-    return calibrate(
-        loaded.model,
-        batches,
-        model_fingerprint=loaded.fingerprint,
-        data_fingerprint=input_fingerprint(batches),
-        percentile=percentile,
-    )
+    return CalibrationRun(tuple(batches), percentile).of(loaded)
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationRun:
+    """A calibration to be made, wherever the model is: its inputs are those of the process that asks for it."""
+
+    batches: tuple[Batch, ...]
+    percentile: float
+
+    def of(self, loaded: Loaded) -> Calibration:
+        """The calibration of a model."""
+        return calibrate(
+            loaded.model,
+            self.batches,
+            model_fingerprint=loaded.fingerprint,
+            data_fingerprint=input_fingerprint(self.batches),
+            percentile=self.percentile,
+        )

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from probe.data.calls import Batch, input_fingerprint
+from probe.data.calls import Batch
 from probe.data.samples import CALIBRATION, EVALUATION, TextSamples
 from probe.engines import Engine, Unit
 from probe.engines.local import LocalEngine
@@ -18,7 +18,7 @@ from probe.models.layers import select
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba_blocks import is_all_mamba
 from probe.models.outputs import OutputKind, output_kind
-from probe.running.calibration import Calibration, calibrate_on, check_percentile
+from probe.running.calibration import Calibration, CalibrationRun, check_percentile
 from probe.running.inputs import calibrating, check_evaluated, check_samples, input_batches
 from probe.running.measurement import Measured, Measuring, measure_shard, short_reference
 from probe.running.modes import given_modes
@@ -42,13 +42,12 @@ class _Bench:
 class MeasureJob(ModelJob[_Bench, Any]):
     """Recipes against the reference, one shard of the batches at a time.
 
-    A unit is the index of a shard, whose reference is to be kept; a recipe and a shard; or TextSamples to calibrate on.
+    A unit is the index of a shard, whose reference is to be kept; a recipe and a shard; or a CalibrationRun.
     """
 
     shards: tuple[tuple[Batch, ...], ...]
     layers: tuple[str | int, ...]
     injected: bool = False
-    percentile: float = PERCENTILE
     calibration: Calibration | None = None
 
     def open(self) -> _Bench:
@@ -59,8 +58,8 @@ class MeasureJob(ModelJob[_Bench, Any]):
     def run(self, state: _Bench, work: Any, given: Reference | None, emit: Emit) -> Any:
         """The calibration, the reference of a shard, or the figures of a recipe on it."""
         model, first = state.loaded.model, self.shards[0]
-        if isinstance(work, TextSamples):
-            return calibrate_on(state.loaded, *work, percentile=self.percentile)
+        if isinstance(work, CalibrationRun):
+            return work.of(state.loaded)
         if isinstance(work, int):
             state.kind = state.kind or output_kind(float_copy(model), first[0])
             return run_reference(model, self.shards[work], self.layers, kind=state.kind)
@@ -80,14 +79,6 @@ class MeasureJob(ModelJob[_Bench, Any]):
     def unpack(self, data: Any) -> Reference:
         """The inverse."""
         return unpack_reference(data)
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The model, the input, and how it is measured."""
-        amax = None if self.calibration is None else sorted(self.calibration.amax.items())
-        inputs = [input_fingerprint(shard) for shard in self.shards]
-        options = {"layers": self.layers, "injected": self.injected, "percentile": self.percentile, "amax": amax}
-        return {**self.model.facts, "inputs": str(inputs), **{name: str(value) for name, value in options.items()}}
 
 
 def measure_all(
@@ -152,18 +143,18 @@ def measure_all(
         shards=shards_of(batches, shard_size),
         layers=tuple(layers),
         injected=injected,
-        percentile=percentile,
     )
     bench = _Bench(loaded)
     kept = engine.keep(job, [Unit(f"reference {i}", i) for i in range(len(job.shards))], state=bench)
     if scaling is not None:
         progress(f"[calibration] {scaling.about}")
-        (found,) = engine.run(job, [Unit("calibration", calibrated)], state=bench)
+        work = CalibrationRun(tuple(scaling.batches), percentile)
+        (found,) = engine.run(job, [Unit("calibration", work)], state=bench)
         job = replace(job, calibration=cast(Calibration, found))
-    work = [(recipe, shard) for recipe in recipes for shard in range(len(job.shards))]
+    works = [(recipe, shard) for recipe in recipes for shard in range(len(job.shards))]
     parts = engine.run(
         job,
-        [Unit(_unit_name(recipe, shard, job), (recipe, shard), kept[shard]) for recipe, shard in work],
+        [Unit(_unit_name(recipe, shard, job), (recipe, shard), kept[shard]) for recipe, shard in works],
         state=bench,
         progress=units,
     )

@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -12,14 +12,18 @@ import torch
 
 from probe.data.library_logs import quietly
 from probe.engines import Engine, Job
+from probe.engines.identity import identity_of
 from probe.engines.work import Result, State
 from probe.files.atomic import write
-from probe.models.loading import EMBEDDED, Loaded, load_model
+from probe.files.paths import content_digest
+from probe.models.factories import function_named, loaded_code
+from probe.models.loading import EMBEDDED, Loaded, configuration_of, load_model
 from probe.models.offload import Room
 from probe.running.declarations import DeclaredMode
+from probe.running.environment import differences
 from probe.running.modes import MODES, Mode, declare_modes, find_mode
 from probe.settings import FUNCTION
-from probe.words import format_bytes
+from probe.words import first_few, format_bytes
 
 #: A model of at most so many bytes is sent to nodes that do not have its files.
 SENT = 2**26
@@ -39,13 +43,15 @@ class SharedModel:
     shown: str  # its name in results
     fingerprint: str
     weight_bytes: int
+    configuration: Mapping[str, str] = field(default_factory=dict)
     allow_download: bool = False
     trust_remote_code: bool = False
     dtype: torch.dtype | None = torch.float32
     room: Room | None = None
     files: Mapping[str, bytes] | None = None  # of a small model, for nodes that do not have them
     modes: tuple[Mode | tuple[str, DeclaredMode], ...] = ()
-    sources: tuple[str, ...] = ()  # checkpoints that modes load
+    sources: tuple[str, ...] = ()  # checkpoints that modes load, and functions that make them
+    contents: Mapping[str, str] = field(default_factory=dict)  # of these and of code, for nodes that have a copy
 
     @classmethod
     def of(
@@ -65,13 +71,21 @@ class SharedModel:
         rows += [find_mode(row.base) for row in rows if row.base]
         own = [row for row in rows if row.kind == "user" and not (row.base or row.library or row.source)]
         declared = [(row.name, DeclaredMode(row.base, row.keep_float)) for row in rows if row.base]
-        sources = tuple(row.source for row in rows if row.source and not FUNCTION.fullmatch(row.source))
+        sources = tuple(row.source for row in rows if row.source)
+        functions = [one for one in (name, *sources) if FUNCTION.fullmatch(one)]
+        contents: dict[str, str] = {}
+        if not engine.shares_disk:
+            contents = {one: content_digest(os.path.expanduser(one)) for one in sources if not FUNCTION.fullmatch(one)}
+            for function in functions:
+                function_named("function", function, returns="a model")
+            contents |= loaded_code() if own or functions else {}
         size = sum(parameter.nbytes for parameter in loaded.model.parameters())
         return cls(
             name=name,
             shown=loaded.name,
             fingerprint=loaded.fingerprint,
             weight_bytes=size,
+            configuration=configuration_of(loaded.model),
             allow_download=allow_download,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
@@ -79,6 +93,7 @@ class SharedModel:
             files=None if engine.shares_disk else _small_files(name),
             modes=(*dict.fromkeys(own), *declared),
             sources=sources,
+            contents=contents,
         )
 
     @classmethod
@@ -92,22 +107,15 @@ class SharedModel:
         return WORKER_BYTES + COPIES * self.weight_bytes
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """The files that every worker must find."""
-        own = (self.name,) if _is_path(self.name) and self.files is None else ()
-        return (*own, *self.sources)
+    def paths(self) -> dict[str, str]:
+        """The files that every worker must find; the weights of the model are compared when it is loaded."""
+        return {**({self.name: ""} if _is_path(self.name) and self.files is None else {}), **self.contents}
 
     @property
     def is_plain(self) -> bool:
-        """Whether its facts say all of it. Of code of the user's, and of another tool's files, they do not."""
+        """Whether its fields say all of it. Of code of the user's, and of another tool's files, they do not."""
         own = any(isinstance(mode, Mode) for mode in self.modes)
         return not (own or self.sources or self.trust_remote_code or FUNCTION.fullmatch(self.name))
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What results depend on."""
-        modes = [mode if isinstance(mode, tuple) else mode.name for mode in self.modes]
-        return {"model": self.fingerprint, "dtype": str(self.dtype), "modes": str(modes), "sources": str(self.sources)}
 
     def load(self) -> Loaded:
         """The model, loaded once in a process, with its modes; another one under this name is refused."""
@@ -117,7 +125,7 @@ class SharedModel:
                 declare_modes(dict([mode]), where="this run")
             else:
                 MODES[mode.name] = mode
-        key = f"{self.name} {self.fingerprint} {self.dtype}"
+        key = identity_of(self.name, self.fingerprint, self.configuration, self.dtype, self.room)
         if _loaded is None or _loaded[0] != key:
             _loaded = None
             with self._place() as place:
@@ -128,13 +136,18 @@ class SharedModel:
                     allow_download=self.allow_download,
                     trust_remote_code=self.trust_remote_code,
                 )
-            if found.fingerprint != self.fingerprint:
-                raise ValueError(
-                    f"{self.name} on {os.uname().nodename} is another model than here: its fingerprint is "
-                    f"{found.fingerprint}, expected {self.fingerprint}. Put the same files on all nodes."
-                )
+            self._check_same(found)
             _loaded = (key, replace(found, name=self.shown))
         return _loaded[1]
+
+    def _check_same(self, found: Loaded) -> None:
+        here = {"weights": self.fingerprint, **self.configuration}
+        other = differences(here, {"weights": found.fingerprint, **configuration_of(found.model)})
+        if other:
+            raise ValueError(
+                f"{self.name} on {os.uname().nodename} is another model than here (here -> there: {first_few(other)}). "
+                "Put the same files on all nodes."
+            )
 
     @contextmanager
     def _place(self) -> Iterator[str]:
@@ -170,7 +183,7 @@ class ModelJob(Job[State, Result]):
 
     @property
     def is_journaled(self) -> bool:
-        """Not with code of the user's, which its facts do not cover."""
+        """Not with code of the user's, which its fields do not cover."""
         return self.model.is_plain
 
     @property
@@ -179,7 +192,7 @@ class ModelJob(Job[State, Result]):
         return self.model.memory
 
     @property
-    def paths(self) -> tuple[str, ...]:
+    def paths(self) -> Mapping[str, str]:
         """Those of the model."""
         return self.model.paths
 

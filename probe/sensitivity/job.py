@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from probe.data.calls import Batch, input_fingerprint, shortened
+from probe.data.calls import Batch, shortened
 from probe.engines.work import Emit
 from probe.models.forward import output_of
 from probe.models.layers import blocks_of
@@ -202,11 +202,3 @@ class SensitivityJob(ModelJob[Workbench, Any]):
     def gpus(self) -> int:
         """One, if it runs on one."""
         return accelerators(self.device)
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The model, the recipe, the input, and how it is run."""
-        amax = None if self.calibration is None else sorted(self.calibration.amax.items())
-        every = {"recipe": self.recipe, "options": self.options, "device": self.device, "amax": amax}
-        inputs = input_fingerprint(self.batches)
-        return {**self.model.facts, "inputs": inputs, **{name: repr(value) for name, value in every.items()}}

@@ -20,7 +20,7 @@ from probe.models.loading import load_model, weight_fingerprint
 from probe.models.mamba_blocks import is_all_mamba
 from probe.models.offload import device_of
 from probe.models.outputs import target_tokens
-from probe.running.calibration import Calibration, calibrate_on, check_percentile
+from probe.running.calibration import Calibration, CalibrationRun, check_percentile
 from probe.running.declarations import DeclaredMode, short_patterns
 from probe.running.environment import check_device, is_present, is_recorded
 from probe.running.inputs import calibrating, check_evaluated, check_samples, input_batches
@@ -270,7 +270,7 @@ def rank_model(
     if recipe.needs_calibration:
         scaling = input_batches(loaded, calibrated, key="calib_seqlen")
         progress(0, 0, f"calibration on {scaling.about}")
-        calibration = calibrate_on(loaded, *calibrated, percentile=percentile)
+        calibration = CalibrationRun(tuple(scaling.batches), percentile).of(loaded)
     loaded.model.to(device)
     allowed: dict[str, Any] = {"allow_download": allow_download, "trust_remote_code": trust_remote_code}
     shared = SharedModel.of(reference or model, loaded, engine, modes=[recipe.mode], **allowed)

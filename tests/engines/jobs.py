@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,15 @@ def import_tabnanny() -> None:
     raise ImportError("there is no such module")
 
 
+@dataclass(frozen=True, eq=False)
 class Sums(Job[list[int], Any]):
     """Units are (what, value): see `run`. `state` counts the units that a worker ran."""
 
-    def __init__(self, name: str = "sums", *, journaled: bool = False, paths: tuple[str, ...] = (), memory: int = 0):
-        self.name, self._journaled, self._paths, self._memory = name, journaled, paths, memory
+    name: str = "sums"
+    _: KW_ONLY
+    journaled: bool = False
+    needed: tuple[tuple[str, str], ...] = ()
+    room: int = 0
 
     def open(self) -> list[int]:
         return []
@@ -71,16 +76,12 @@ class Sums(Job[list[int], Any]):
 
     @property
     def is_journaled(self) -> bool:
-        return self._journaled
+        return self.journaled
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        return self._paths
+    def paths(self) -> dict[str, str]:
+        return dict(self.needed)
 
     @property
     def memory(self) -> int:
-        return self._memory
-
-    @property
-    def facts(self) -> dict[str, str]:
-        return {"name": self.name}
+        return self.room

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from probe.commands import main
 from probe.engines import Kept, Unit, UnitFailedError, cluster, dispatch, nodes, work
 from probe.engines.cluster import RayEngine
 from probe.engines.journal import KEPT_FOR, Journal
-from probe.files.paths import user_cache
+from probe.files.paths import content_digest, user_cache
 from tests.commands.test_interrupts import interrupted
 from tests.engines.conftest import LOOPBACK, STORE
 from tests.engines.jobs import Sums, import_tabnanny
@@ -75,7 +76,7 @@ def test_another_version_on_a_node_is_refused_before_any_work(
     here = {**work.installed(), "torch": "9.9"}
     monkeypatch.setattr(nodes, "installed", lambda: here)
     with pytest.raises(ValueError, match=r"node .* runs other versions: torch 2\.\d+\.\d+, here 9.9. Numbers of two"):
-        list(on_ray.run(Sums("other version", paths=(str(tmp_path),)), units(("mark", str(tmp_path / "ran")))))
+        list(on_ray.run(Sums("other version", needed=((str(tmp_path), ""),)), units(("mark", str(tmp_path / "ran")))))
     assert not (tmp_path / "ran").exists()
 
 
@@ -86,13 +87,39 @@ def test_another_source_of_the_same_version_is_another_version() -> None:
 def test_a_file_that_a_node_does_not_have_is_named_before_any_work(on_ray: RayEngine, tmp_path: Path) -> None:
     missing, ran = tmp_path / "model", tmp_path / "ran"
     with pytest.raises(ValueError, match=rf"node .* has no {missing}. Put it on a disk that all nodes share"):
-        list(on_ray.run(Sums("paths", paths=(str(missing),)), units(("mark", str(ran)))))
+        list(on_ray.run(Sums("paths", needed=((str(missing), ""),)), units(("mark", str(ran)))))
     assert not ran.exists()
+
+
+def test_a_file_of_which_a_node_has_another_copy_is_named_before_any_work(on_ray: RayEngine, tmp_path: Path) -> None:
+    """The digest of another file stands for the copy of this machine."""
+    copy, here, ran = tmp_path / "weights", tmp_path / "here", tmp_path / "ran"
+    copy.write_text("as there")
+    here.write_text("as here")
+    same = ((str(copy), content_digest(copy)),)
+    assert list(on_ray.run(Sums("same copy", needed=same), units(("plain", 1)))) == [1]
+    other = ((str(copy), content_digest(here)),)
+    with pytest.raises(ValueError, match=rf"node .* has another {copy} than this machine. Put the same on all nodes."):
+        list(on_ray.run(Sums("other copy", needed=other), units(("mark", str(ran)))))
+    assert not ran.exists()
+
+
+def test_the_content_of_a_folder_is_that_of_its_files_with_their_names(tmp_path: Path) -> None:
+    def folder(**files: str) -> str:
+        shutil.rmtree(tmp_path / "folder", ignore_errors=True)
+        (tmp_path / "folder" / "inner").mkdir(parents=True)
+        for name, text in files.items():
+            (tmp_path / "folder" / "inner" / name).write_text(text)
+        return content_digest(tmp_path / "folder")
+
+    made = [folder(a="1"), folder(a="2"), folder(b="1"), folder(a="1", b=""), folder(), folder(a="", b="1")]
+    assert len(set(made)) == len(made)
+    assert folder(a="1") == made[0]
 
 
 def test_a_job_that_no_node_has_memory_for_is_refused(on_ray: RayEngine) -> None:
     with pytest.raises(ValueError, match=r"a worker needs 100 TB of memory, and the largest node offers .* GB"):
-        list(on_ray.run(Sums("large", memory=10**14), units(("plain", 1))))
+        list(on_ray.run(Sums("large", room=10**14), units(("plain", 1))))
 
 
 def test_more_cpus_than_a_node_has_are_refused(on_ray: RayEngine) -> None:
@@ -112,9 +139,9 @@ def test_workers_that_were_started_early_are_used_unless_the_job_needs_more(on_r
     on_ray.prepare(import_tabnanny)
     early = list(on_ray.pool)
     assert len(early) == 2
-    assert list(on_ray.run(Sums("small", memory=2**29), units(("plain", 1), ("plain", 2)))) == [1, 2]
+    assert list(on_ray.run(Sums("small", room=2**29), units(("plain", 1), ("plain", 2)))) == [1, 2]
     assert on_ray.pool == early
-    assert list(on_ray.run(Sums("large", memory=2**31), units(("plain", 1)))) == [1]
+    assert list(on_ray.run(Sums("large", room=2**31), units(("plain", 1)))) == [1]
     assert len(on_ray.pool) == 1
     assert on_ray.pool[0] not in early
     on_ray.stop()
@@ -171,13 +198,12 @@ def test_a_second_run_continues_after_a_failure_and_forgets_when_it_is_done(on_r
     assert len(files[0].read_bytes()) == 2
 
 
-def test_other_facts_are_another_journal_and_old_ones_are_deleted(caches: Path) -> None:
-    first = Journal("a")
-    first.add("unit", b"answer")
-    assert "unit" in Journal("a")
-    assert Journal("a").read("unit") == b"answer"
-    assert "unit" not in Journal("b")
-    assert Sums("x").key != Sums("y").key
+def test_another_job_has_another_journal_and_old_ones_are_deleted(caches: Path) -> None:
+    first, (unit,) = Journal("a"), units(("plain", 1))
+    first.add(unit, b"answer")
+    assert unit in Journal("a")
+    assert Journal("a").read(unit) == b"answer"
+    assert unit not in Journal("b")
     old = time.time() - KEPT_FOR - 10
     os.utime(first.folder, (old, old))
     Journal("b")

@@ -11,7 +11,11 @@ import torch
 
 from probe.commands import main
 from probe.engines.cluster import RayEngine
+from probe.engines.local import LocalEngine
+from probe.files.paths import content_digest
+from probe.models.factories import loaded_code
 from probe.models.loading import EMBEDDED, load_model, weight_fingerprint
+from probe.recordings.tensor_sources import TensorSource
 from probe.running import shared_models
 from probe.running.shared_models import SharedModel
 
@@ -103,6 +107,19 @@ def test_scaling(run: Run, elsewhere: dict[str, list[str]]) -> None:
             assert (Path(engine) / file.relative_to("here")).read_bytes() == file.read_bytes(), engine
 
 
+def test_a_tensor_of_which_a_node_has_another_copy_fails(
+    run: Run, on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("same", "other"):
+        torch.save(torch.ones(4, 32), f"{name}.pt")
+    load = TensorSource.load
+    monkeypatch.setattr(TensorSource, "load", lambda source: load(source) * (2 if source.name == "other" else 1))
+    asked = ["--elem-format", "int8", "--num-levels", "5", "--no-plots", "--output-dir", "out", "--engine", "ray"]
+    assert main(["scaling", "same.pt", "other.pt", *asked]) == 1
+    assert "other.pt: a node read other values from it than this machine has." in capsys.readouterr().out
+    assert len(list(Path("out").rglob("mxfp_scaling_results_*.json"))) == 1
+
+
 def test_an_option_of_the_other_engine_is_refused(run: Run) -> None:
     said = run("errors", "--ray-cpus", "2", code=2)
     assert "--ray-cpus is for --engine ray. Add that, or leave it out." in said
@@ -127,9 +144,26 @@ def test_a_failing_model_is_one_message_with_the_unit(
         "errors", "--model", "net:make", "--modes", "linear_w", "--formats", "int8", *SMALL, "--engine", "ray", code=2
     )
     assert "reference 0: net:make on " in said
-    assert "is another model than here" in said
+    assert "is another model than here (here -> there: weights " in said
     assert "Traceback" not in said
     on_ray.stop()  # whose workers know this module
+
+
+def test_the_code_of_users_must_be_the_same_on_all_nodes(
+    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the module of a factory, and of what it imports; installed modules have a version."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "nethelp.py").write_text("WIDTH = 8\n")
+    (tmp_path / "netcode.py").write_text("from nethelp import WIDTH\n\n\ndef make():\n    return WIDTH\n")
+    loaded = load_model("tiny-llama")
+    assert SharedModel.of("tiny-llama", loaded, on_ray).contents == {}
+    assert SharedModel.of("netcode:make", loaded, LocalEngine(2)).contents == {}
+    found = SharedModel.of("netcode:make", loaded, on_ray).paths
+    assert found == loaded_code()
+    assert found[str(tmp_path / "netcode.py")] == content_digest(tmp_path / "netcode.py")
+    assert str(tmp_path / "nethelp.py") in found
+    assert not any("site-packages" in path or "/probe/models/" in path for path in found)
 
 
 def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(
@@ -140,7 +174,7 @@ def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(
     shutil.copytree(source, tmp_path / "model")
     name = str(tmp_path / "model")
     shared = SharedModel.of(name, load_model(name), on_ray)
-    assert shared.paths == ()
+    assert shared.paths == {}
     shutil.rmtree(name)  # as on a node
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))

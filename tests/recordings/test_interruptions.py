@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 import probe
 from probe.data.tokenizers import ByteTokenizer
+from probe.models.loading import load_model
 from probe.recordings import (
     RecordingError,
     publishing as publishing_module,
@@ -90,6 +91,20 @@ def test_a_killed_recording_can_be_started_again(killed: Path, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["r"]
 
 
+@pytest.fixture
+def halved() -> Iterator[None]:
+    """A mode that changes what it is given, and is calibrated."""
+
+    def build(model: nn.Module, format: str, calibration: Any) -> nn.Module:
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        return model
+
+    probe.register_mode("halved", build)
+    yield
+    probe.unregister_mode("halved")
+
+
 def interrupted(tmp_path: Path, ids: list[Tensor], monkeypatch: pytest.MonkeyPatch, **more: Any) -> Path:
     """A recording that failed while it was put in its place: all recipes are whole."""
 
@@ -98,11 +113,32 @@ def interrupted(tmp_path: Path, ids: list[Tensor], monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(publishing_module, "sync_tree", full)
+        given = {"model": Stack(2), "modes": ["fp32", "bf16"], "batches": ids, **more}
         with pytest.raises(
             RecordingError, match=r"cannot write .*: No space left on device\. What was there before is"
         ):
-            probe.record(tmp_path / "r", model=Stack(2), modes=["fp32", "bf16"], batches=ids, **more)
+            probe.record(tmp_path / "r", **given)
     return tmp_path / "r" / ".partial"
+
+
+@pytest.mark.usefixtures("halved")
+@pytest.mark.parametrize("change", ["calibration", "configuration", "nothing"])
+def test_what_is_left_goes_on_with_its_own_calibration_and_configuration_only(
+    tmp_path: Path, ids: list[Tensor], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    text, model = tmp_path / "mine.txt", load_model("tiny-llama")
+    text.write_text("abc" * 40)
+    given: dict[str, Any] = {"model": model, "batches": ids, "modes": ["fp32", "halved"]}
+    given |= {"calib_data": str(text), "calib_data_num": 1, "calib_seqlen": 16}
+    interrupted(tmp_path, ids, monkeypatch, **given)
+    if change == "calibration":
+        text.write_text("xyz" * 40)
+    elif change == "configuration":
+        vars(model.model)["config"].rms_norm_eps = 1e-3
+    log = Log()
+    probe.record(tmp_path / "r", **given, progress=log)
+    assert bool(log.steps) == (change != "nothing")
+    assert any("deleting" in line for line in log.lines) == (change != "nothing")
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "npy", "npz", "pt"])
