@@ -2,11 +2,10 @@
 
 import hashlib
 import pickle
+import sys
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
-
-import torch
 
 
 def identity_of(*values: Any) -> str:
@@ -21,9 +20,9 @@ def identity_of(*values: Any) -> str:
 
 
 def _add(found: Any, value: Any) -> None:
-    kind = type(value)
+    kind, torch = type(value), sys.modules.get("torch")  # which no value needs that is not a tensor
     _add_bytes(found, f"{kind.__module__}.{kind.__qualname__}".encode())
-    if isinstance(value, torch.Tensor):
+    if torch is not None and isinstance(value, torch.Tensor):
         whole = value.detach().cpu().contiguous()
         _add_bytes(found, f"{whole.dtype} {tuple(whole.shape)}".encode())
         _add_bytes(found, whole.reshape(-1).view(torch.uint8).numpy().data)

@@ -55,6 +55,7 @@ class LocalEngine(Engine):
         self._numbers = count(1)
         self._folder: Path | None = None
         self._pool: ProcessPoolExecutor | None = None
+        self._setup: Setup | None = None
         self._workshop = Workshop()
         self._is_entered = False
 
@@ -64,8 +65,9 @@ class LocalEngine(Engine):
 
     def prepare(self, setup: Setup) -> None:
         """Start the worker processes; see `Engine.prepare`."""
+        self._setup = setup
         for _ in range(0 if self.is_here else self.workers):
-            self._call(set_up, setup)
+            self._call(_started)  # a process is started for each
 
     def run(
         self,
@@ -210,7 +212,7 @@ class LocalEngine(Engine):
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None:
             threads = max(1, (os.cpu_count() or 1) // self.workers)
-            start = (Place.here(), threads)
+            start = (Place.here(), threads, self._setup)
             context = get_context("spawn")
             self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_begin, initargs=start)
         with _no_interrupt():  # workers inherit the mask from their first moment on
@@ -255,12 +257,18 @@ class _Keeping:
 _workshop = Workshop()
 
 
-def _begin(place: Place, threads: int) -> None:
+def _begin(place: Place, threads: int, setup: Setup | None) -> None:
     """Set up a worker process."""
     place.enter()
     import torch
 
     torch.set_num_threads(min(threads, torch.get_num_threads()))
+    if setup is not None:
+        set_up(setup)
+
+
+def _started() -> None:
+    """What a worker process answers once it is set up."""
 
 
 def _run(key: str, job: Job[Any, Any], work: Any, needs: tuple[int, Path] | None) -> tuple[list[Any], Any]:

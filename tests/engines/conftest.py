@@ -1,5 +1,6 @@
 """Ray clusters of one-CPU nodes on loopback."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,12 @@ def start_cluster(nodes: int, *, store: int = STORE, system: dict[str, Any] | No
     }
     cluster = Cluster(initialize_head=True, head_node_args=first)
     for _ in range(nodes):
-        cluster.add_node(num_cpus=1, object_store_memory=store, node_ip_address=LOOPBACK)
+        add_node(cluster, store=store)
     return cluster
+
+
+def add_node(cluster: Any, *, store: int = STORE) -> None:
+    cluster.add_node(num_cpus=1, object_store_memory=store, node_ip_address=LOOPBACK)
 
 
 def connect(cluster: Any) -> None:
@@ -44,24 +49,53 @@ def disconnect(cluster: Any) -> None:
 class Shared:
     """A cluster of two nodes, and an engine on it whose workers stay from test to test.
 
-    A process has one connection: a test with a cluster of its own takes it away for a while.
+    A process has one connection: a test with a cluster of its own takes it away for a while. A test that kills nodes
+    asks for as many as it needs; the next one finds two again.
     """
 
     def __init__(self) -> None:
         self.cluster = start_cluster(2)
         self._engine: RayEngine | None = None
+        self._is_connected = False
 
     def engine(self) -> RayEngine:
         if self._engine is None:
-            connect(self.cluster)
+            self.nodes(2)
             self._engine = RayEngine()
         return self._engine
 
-    def leave(self) -> None:
+    def nodes(self, count: int) -> Any:
+        """The cluster, connected, with so many nodes and no engine on it."""
+        self.release()
+        while len(self.cluster.worker_nodes) > count:
+            self.cluster.remove_node(next(iter(self.cluster.worker_nodes)), allow_graceful=False)
+        while len(self.cluster.worker_nodes) < count:
+            add_node(self.cluster)
+        if not self._is_connected:
+            connect(self.cluster)
+            self._is_connected = True
+        wait_until(lambda: len([one for one in load_ray().nodes() if one["Alive"]]) == count + 1)
+        return self.cluster
+
+    def release(self) -> None:
+        """Kill the workers of the engine."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def leave(self) -> None:
+        """Give up the connection too."""
+        self.release()
+        if self._is_connected:
             load_ray().shutdown()
+            self._is_connected = False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="package")  # so that no cluster stands beside all tests that come after

@@ -23,7 +23,7 @@ from probe.engines.cluster import RayEngine
 from probe.engines.journal import KEPT_FOR, Journal
 from probe.files.paths import content_digest, user_cache
 from tests.commands.test_interrupts import interrupted
-from tests.engines.conftest import LOOPBACK, STORE
+from tests.engines.conftest import Shared, add_node, wait_until
 from tests.engines.jobs import Sums, import_tabnanny
 from tests.engines.test_engines import units
 
@@ -217,9 +217,9 @@ def test_a_journal_that_others_can_write_to_is_not_read(caches: Path) -> None:
         Journal("a")
 
 
-def test_a_node_that_dies_in_the_middle_costs_only_time(new_cluster: NewCluster, tmp_path: Path) -> None:
+def test_a_node_that_dies_in_the_middle_costs_only_time(shared: Shared, caches: Path) -> None:
     """Three nodes; the one that holds what was kept is killed while units run that need it."""
-    made = new_cluster(3)
+    made = shared.nodes(3)
     with RayEngine() as engine:
         job = Sums("dies")
         (kept,) = engine.keep(job, [Unit("kept", ("zeros", 2**20))])
@@ -239,14 +239,14 @@ def test_a_node_that_dies_in_the_middle_costs_only_time(new_cluster: NewCluster,
 
 @pytest.mark.parametrize("torch_threads", [1], indirect=True)  # as many as a worker of one CPU has
 def test_a_command_that_was_interrupted_goes_on_and_loses_a_node_without_a_trace(
-    new_cluster: NewCluster, tmp_path: Path, caches: Path, capsys: pytest.CaptureFixture[str], torch_threads: int
+    shared: Shared, tmp_path: Path, caches: Path, capsys: pytest.CaptureFixture[str], torch_threads: int
 ) -> None:
     """Ctrl-C at the second recipe; then the same command, one of whose nodes dies; the output is as without Ray."""
     small = ["--samples", "32", "--seqlen", "64", "--batch-size", "4", "--calib-data-num", "2", "--calib-seqlen", "32"]
     asked = ["errors", "--modes", "2-1", "3", "--formats", "int8", "fp8_e4m3", *small, "--shard-size", "8", "--json"]
     assert main(asked) == 0
     expected = capsys.readouterr().out
-    made, runs = new_cluster(2), caches / "probe" / "runs"
+    made, runs = shared.nodes(2), caches / "probe" / "runs"
     told = interrupted([*asked, "--engine", "ray", "--ray-address", made.address], "[2/4]", tmp_path)
     assert "probe: interrupted; finished units are kept. The same command goes on from there." in told
     done = len(list(runs.rglob("*")))
@@ -268,26 +268,19 @@ def test_a_command_that_was_interrupted_goes_on_and_loses_a_node_without_a_trace
     assert found.stdout == expected
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_node_that_comes_later_with_other_versions_gets_no_unit_and_without_another_one_the_run_gives_up(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+    shared: Shared, caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "ABANDONED", 2.0)
-    made = new_cluster(1)
+    made = shared.nodes(1)
     with RayEngine() as engine:
         engine.workers = 2  # as if a node had been lost
         works = [("where", 0), ("wait", 1.0), *[("where", 0)] * 30, ("wait", 30)]
         found = engine.run(Sums("later"), units(*works))
         first = next(found)
         monkeypatch.setattr(nodes, "installed", lambda: {**work.installed(), "torch": "9.9"})
-        (old,) = made.worker_nodes
-        made.add_node(num_cpus=1, node_ip_address=LOOPBACK, object_store_memory=STORE)
+        (old,) = list(made.worker_nodes)
+        add_node(made)
         assert {next(found) for _ in works[1:-1]} == {first, 1.0}
         threading.Timer(0.5, made.remove_node, (old,), {"allow_graceful": False}).start()
         with pytest.raises(UnitFailedError, match=r"unit 32.*all workers died|unit 32: its worker died"):
