@@ -27,7 +27,7 @@ OVERHEAD, SPEED_UP = 3, 6
 
 
 def cluster(nodes: int, cpus: int) -> Any:
-    from probe.engines.cluster import load_ray
+    from probe.engines.connection import load_ray
 
     ray = load_ray()
     from ray.cluster_utils import Cluster

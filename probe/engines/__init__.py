@@ -2,8 +2,8 @@
 
     work       a job, its units, and what every engine promises; `identity` tells them apart
     local      in this process, or in worker processes on this machine
-    cluster    on the nodes of a Ray cluster: which `nodes` are fit, how units are handed out (`dispatch`), and what
-               runs there (`remote`)
+    cluster    on the nodes of a Ray cluster: the `connection` to it, which `nodes` are fit, how units are handed out
+               (`dispatch`), and what runs there (`remote`)
     journal    finished units on disk, so that a run that failed goes on from there
 
 The tools make a job and its units and merge the results; none of them knows which engine runs them.

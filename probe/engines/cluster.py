@@ -7,20 +7,17 @@ clients: whoever can reach it can run code on it.
 import os
 import shutil
 import signal
-import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
+from probe.engines.connection import connect, load_ray
 from probe.engines.dispatch import Dispatch, Worker
 from probe.engines.journal import Journal
 from probe.engines.nodes import Inspection, cpus_of, host_of, on_node
@@ -38,15 +35,10 @@ from probe.engines.work import (
     Unit,
     UnitFailedError,
     Workshop,
-    reason_of,
     silent,
 )
 from probe.words import first_few, format_bytes, require_positive
 
-#: Seconds to wait for an answer of the cluster's address.
-REACHABLE = 5.0
-#: The address of a cluster of this machine alone. Ray takes 127.0.0.1 for that of the machine in its network.
-LOOPBACK = "127.0.0.2"
 #: The part of the cluster's object store that kept results may take; larger ones go to the shared folder, if any.
 STORE_SHARE = 0.25
 #: The memory of a worker that is started before its job is known. A job that needs more gets another worker.
@@ -60,19 +52,6 @@ class Stored:
     reference: Any
     file: Path | None
     node: str
-
-
-def load_ray() -> ModuleType:
-    """Ray, or a message that says how to install it."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning with every actor without a GPU
-    try:
-        import ray
-    except ImportError as problem:
-        raise ValueError(
-            f"the engine ray needs Ray, which cannot be loaded ({problem}). Install it here and on every node: "
-            "pip install 'quant-probe[cluster]'"
-        ) from None
-    return ray
 
 
 class RayEngine(Engine):
@@ -108,7 +87,7 @@ class RayEngine(Engine):
         self._is_own = not self.ray.is_initialized()
         self._on_termination = signal.getsignal(signal.SIGTERM)
         if self._is_own:
-            _connect(self.ray, address)
+            connect(self.ray, address)
             # Ray's own handler prints where its code was. As Ctrl-C, a signal to end lets the cluster end in order.
             is_plain = self._on_termination is signal.SIG_DFL
             _handle_termination(signal.default_int_handler if is_plain else self._on_termination)
@@ -284,6 +263,10 @@ class RayEngine(Engine):
 
     # -------------------------------------------------------------------------------------------- before any work
 
+    def check_nodes(self) -> None:
+        """Refuse a cluster whose nodes run other versions."""
+        self._inspection.check([node for node in self.nodes() if self._slots(node)], {})
+
     def inspect(self, job: Job[Any, Any]) -> None:
         """Refuse a cluster whose nodes run other versions, lack the files of the job, or are too small for it."""
         nodes = [node for node in self.nodes() if self._slots(node)]
@@ -315,46 +298,10 @@ def _shared_folder(shared: Path) -> Path:
     return Path(os.path.abspath(shared)) / f"probe-{uuid4().hex[:12]}"
 
 
-def _connect(ray: ModuleType, address: str | None) -> None:
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    # what Ray says of lost nodes goes to stdout, whatever it was told; results are there, and the progress says as much
-    vars(import_module("ray._private.worker"))["print_to_stdstream"] = lambda data, ignore_prefix: None
-    if address is None:  # of this machine alone, and not to be reached from another
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        own = {"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {}
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **own, **quiet)
-        return
-    if address != "auto":
-        _check_reachable(address)
-    try:
-        ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as problem:
-        with suppress(Exception):
-            ray.shutdown()
-        raise ValueError(
-            f"there is no Ray cluster to be used at {address!r}: {reason_of(problem)[:300]}. Start one with: ray start "
-            "--head; or leave the address out, and one is started on this machine."
-        ) from None
-
-
 def _handle_termination(handler: Any) -> None:
     """Set what SIGTERM does; only the main thread can."""
     if threading.current_thread() is threading.main_thread() and handler is not None:
         signal.signal(signal.SIGTERM, handler)
-
-
-def _check_reachable(address: str) -> None:
-    """Refuse an address that nobody answers at: Ray itself would try for a minute, and then end the process."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"the address of the cluster is {address!r}. Expected auto, HOST:PORT, or ray://HOST:PORT.")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE).close()
-    except (OSError, OverflowError) as problem:
-        raise ValueError(
-            f"nobody answers at {address}: {reason_of(problem)}. Look for the address with: ray status; or leave it "
-            "out, and a cluster is started on this machine."
-        ) from None
 
 
 def _memory(node: dict[str, Any]) -> int:

@@ -284,6 +284,7 @@ class Dispatch:
         self._tries[task.index] += 1
         if self._tries[task.index] > RETRIES:
             died = f"its worker died {self._tries[task.index]} times, last on {task.worker.host}, {PERHAPS}"
+            died += ". What Ray says of it: ray status, and /tmp/ray/session_latest/logs there"
             died += "" if self._journal is None else f". {GOES_ON}"
             self._answer(task, ([], UnitFailedError(died)))
         else:

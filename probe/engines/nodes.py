@@ -7,7 +7,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from probe.engines.remote import Paths, look
-from probe.engines.work import USUAL, installed, reason_of
+from probe.engines.work import FOLDER, USUAL, installed, reason_of
 from probe.words import first_few
 
 #: A node as Ray describes it.
@@ -94,9 +94,12 @@ def _check_answer(host: str, answer: dict[str, Any]) -> None:
     there, here = answer["installed"], installed()
     other = [f"{name} {there.get(name)}, here {here[name]}" for name in here if there.get(name) != here[name]]
     if other:
+        where = ""
+        if there.get("probe") != here["probe"] and answer["folder"] != FOLDER:
+            where = f" Its probe is {answer['folder']}, this one is {FOLDER}."
         raise ValueError(
-            f"node {host} runs other versions: {'; '.join(other)}. Numbers of two versions must not be mixed: install "
-            "the same on all nodes."
+            f"node {host} runs other versions: {'; '.join(other)}.{where} Numbers of two versions must not be mixed: "
+            "install the same on all nodes."
         )
     if answer["missing"]:
         raise ValueError(

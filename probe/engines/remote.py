@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.engines.work import Job, Place, Setup, Workshop, installed, set_up
+from probe.engines.work import FOLDER, Job, Place, Setup, Workshop, installed, set_up
 from probe.files.atomic import write
 from probe.files.paths import content_digest
 
@@ -90,7 +90,7 @@ def _lost_errors() -> tuple[type[Exception], ...]:
 
 def look(paths: Paths) -> dict[str, Any]:
     """The versions on this node, which of the paths it does not have, and which of them hold something else."""
-    found: dict[str, Any] = {"installed": installed(), "missing": [], "other": []}
+    found: dict[str, Any] = {"installed": installed(), "folder": FOLDER, "missing": [], "other": []}
     for path, digest in paths:
         if not os.path.exists(path):
             found["missing"].append(path)

@@ -32,6 +32,8 @@ RETRIES = 2
 PERHAPS = "perhaps for want of memory"
 #: Errors that are about the input; any other one is a bug, and its traceback is worth having.
 USUAL = (ValueError, TypeError, OSError, MemoryError)
+#: Where the sources of this package are.
+FOLDER = str(Path(__file__).parents[1])
 #: The packages whose versions the numbers depend on: they must be the same wherever units run.
 PACKAGES = ("torch", "numpy", "numba", "transformers", "safetensors")
 
@@ -230,9 +232,8 @@ class Workshop:
 def installed() -> dict[str, str]:
     """The versions of what computes: Python, the packages, and a digest of the sources of this one."""
     found = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    for file in sorted(root.rglob("*.py")):
-        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    for file in sorted(Path(FOLDER).rglob("*.py")):
+        found.update(str(file.relative_to(FOLDER)).encode() + b"\0" + file.read_bytes() + b"\0")
     versions = {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
     return {"probe": f"{VERSION} ({found.hexdigest()[:12]})", "python": platform.python_version(), **versions}
 

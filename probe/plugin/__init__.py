@@ -142,6 +142,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return scheduler(config, log) if scheduler else None
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Where cases run, if it is not this process."""
+    engine = config.stash[SESSION].engine
+    return None if engine is None else f"probe: cases run on {engine.about}"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Hook of xdist, in the controller: the folder in which workers share references and calibrations."""

@@ -58,6 +58,12 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine 
             f"-n {count} is more than the {there} workers that the cluster has room for. Give -n {there} or less, none "
             "at all, or --probe-ray-cpus 1 for more workers on a node."
         )
+    if worker is None:
+        try:
+            engine.check_nodes()
+        except ValueError:
+            engine.close()
+            raise
     if worker is not None or not count:  # recipes are observed for this process
         from probe.gate.observation_job import ObservationJob
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from probe.engines.cluster import RayEngine, load_ray
+from probe.engines.cluster import RayEngine
+from probe.engines.connection import load_ray
 
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address of this machine in its network
 STORE = 100 * 2**20

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from probe.commands import main
-from probe.engines import Kept, Unit, UnitFailedError, cluster, dispatch, nodes, work
+from probe.engines import Kept, Unit, UnitFailedError, connection, dispatch, nodes, work
 from probe.engines.cluster import RayEngine
 from probe.engines.journal import KEPT_FOR, Journal
 from probe.files.paths import content_digest, user_cache
@@ -49,7 +49,7 @@ def test_a_cluster_that_is_not_there_is_one_message(
     address: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster, "REACHABLE", 0.5)
+    monkeypatch.setattr(connection, "REACHABLE", 0.5)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def init(**options: Any) -> None:
@@ -60,9 +60,29 @@ def test_a_cluster_that_is_not_there_is_one_message(
         RayEngine(address)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_a_cluster_that_asks_for_a_token_is_told_as_such(
+    address: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As Ray 2.60 does: C++ code prints the reason, and the exception has none."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def init(**options: Any) -> None:
+        if address.startswith("ray://"):
+            raise ConnectionError("ray client connection timeout")
+        os.write(2, b"Failed to get cluster ID from GCS server: Unauthenticated: RPC error: InvalidAuthToken\n")
+        raise RuntimeError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray, "init", init)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with pytest.raises(ValueError, match=r"asks for its token.*To send it: export RAY_AUTH_MODE=token"):
+            RayEngine(address.format(server.getsockname()[1]))
+        assert capfd.readouterr().err == ""
+
+
 def test_an_address_where_nobody_ever_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster, "REACHABLE", 0.3)
+    monkeypatch.setattr(connection, "REACHABLE", 0.3)
     with socket.socket() as deaf:  # bound, but not listening
         deaf.bind(("127.0.0.1", 0))
         port = deaf.getsockname()[1]
@@ -78,6 +98,14 @@ def test_another_version_on_a_node_is_refused_before_any_work(
     with pytest.raises(ValueError, match=r"node .* runs other versions: torch 2\.\d+\.\d+, here 9.9. Numbers of two"):
         list(on_ray.run(Sums("other version", needed=((str(tmp_path), ""),)), units(("mark", str(tmp_path / "ran")))))
     assert not (tmp_path / "ran").exists()
+
+
+def test_another_probe_on_a_node_is_named_by_its_folder(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {**work.installed(), "probe": "0.1.0 (0123456789ab)"}
+    monkeypatch.setattr(nodes, "installed", lambda: here)
+    monkeypatch.setattr(nodes, "FOLDER", "/elsewhere/probe")
+    with pytest.raises(ValueError, match=rf"Its probe is {work.FOLDER}, this one is /elsewhere/probe\."):
+        on_ray.inspect(Sums("other folder", needed=((os.getcwd(), ""),)))
 
 
 def test_another_source_of_the_same_version_is_another_version() -> None:

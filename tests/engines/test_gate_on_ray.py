@@ -49,7 +49,7 @@ def test_an_update_on_ray_is_that_of_this_process_and_a_failure_is_explained_as_
 ) -> None:
     """With a mode of the project's, which nodes import; the checks are beside xdist."""
     on_ray.stop()
-    ray = ("-q", "--probe-engine", "ray", "--probe-ray-address", on_ray.address)
+    ray = ("--probe-engine", "ray", "--probe-ray-address", on_ray.address)
     project.runpytest_subprocess("--update-baselines", "-q").assert_outcomes(passed=12)
     here = files(project)
     for file in (project.path / "baselines").rglob("*.json"):
@@ -64,6 +64,7 @@ def test_an_update_on_ray_is_that_of_this_process_and_a_failure_is_explained_as_
     beside.assert_outcomes(passed=11, failed=1)
     beside.stdout.fnmatch_lines(
         [
+            f"probe: cases run on the Ray cluster at {on_ray.address}; workers: 2, threads of each: 1",
             "*coarse-layer_0-cpu-int8 drifted from its baseline",
             "*injected.mse*better",
             "*12 of 12 stored cases compared*",

@@ -1,0 +1,97 @@
+"""The connection to a Ray cluster: one that is there, or a new one of this machine; and why there is none."""
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from types import ModuleType
+from typing import IO
+
+from probe.engines.work import reason_of
+
+#: Seconds to wait for an answer of the cluster's address.
+REACHABLE = 5.0
+#: The address of a cluster of this machine alone. Ray takes 127.0.0.1 for that of the machine in its network.
+LOOPBACK = "127.0.0.2"
+#: What Ray prints, or raises, where the token of a cluster is missing or wrong. Of itself it sends the user's token to
+#: a cluster that it finds on this machine, but to no address.
+UNAUTHENTICATED = ("InvalidAuthToken", "Unauthenticated", "AuthenticationError")
+TOKEN = (
+    "To send it: export RAY_AUTH_MODE=token; the token is that of ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or "
+    "RAY_AUTH_TOKEN, and must be the one of the machine where the cluster was started"
+)
+
+
+def load_ray() -> ModuleType:
+    """Ray, or a message that says how to install it."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning with every actor without a GPU
+    try:
+        import ray
+    except ImportError as problem:
+        raise ValueError(
+            f"the engine ray needs Ray, which cannot be loaded ({problem}). Install it here and on every node: "
+            "pip install 'quant-probe[cluster]'"
+        ) from None
+    return ray
+
+
+def connect(ray: ModuleType, address: str | None) -> None:
+    """Connect this process; without an address, to a cluster that is started on this machine."""
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    # what Ray says of lost nodes goes to stdout, whatever it was told; results are there, and the progress says as much
+    vars(import_module("ray._private.worker"))["print_to_stdstream"] = lambda data, ignore_prefix: None
+    if address is None:  # of this machine alone, and not to be reached from another
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        own = {"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {}
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **own, **quiet)
+        return
+    if address != "auto":
+        _check_reachable(address)
+    with _printed() as printed:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as problem:
+            with suppress(Exception):
+                ray.shutdown()
+            printed.seek(0)
+            raise ValueError(_no_connection(address, reason_of(problem), printed.read())) from None
+
+
+def _no_connection(address: str, reason: str, printed: str) -> str:
+    if any(word in reason + printed for word in UNAUTHENTICATED):
+        return f"the Ray cluster at {address} asks for its token, and got none or another. {TOKEN}."
+    start = "Start one with: ray start --head; or leave the address out, and one is started on this machine."
+    if address.startswith("ray://"):  # Ray says no more than that nobody answered in time
+        start += f" If there is one, perhaps it asks for its token. {TOKEN}."
+    return f"there is no Ray cluster to be used at {address!r}: {reason[:300]}. {start}"
+
+
+@contextmanager
+def _printed() -> Iterator[IO[str]]:
+    """What is written to stderr, also by C++ code: it goes to this file instead."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        before = os.dup(2)
+        try:
+            os.dup2(file.fileno(), 2)
+            yield file
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse an address that nobody answers at: Ray itself would try for a minute, and then end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"the address of the cluster is {address!r}. Expected auto, HOST:PORT, or ray://HOST:PORT.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE).close()
+    except (OSError, OverflowError) as problem:
+        raise ValueError(
+            f"nobody answers at {address}: {reason_of(problem)}. Look for the address with: ray status; or leave it "
+            "out, and a cluster is started on this machine."
+        ) from None
