@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from probe.numerics.machine_code import kernel
@@ -40,6 +41,25 @@ def _as_bits(context: Any, value: Any) -> Any:
 as_float: Any = intrinsic(_as_float)
 #: The bits of a float32 or float64.
 as_bits: Any = intrinsic(_as_bits)
+
+
+def _fetch(context: Any, array: Any, index: Any) -> Any:
+    signature = types.void(array, types.intp)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(hint, [place, number(0), number(3), number(1)])  # to be read, into all caches, as data
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+#: Have the processor fetch the line of an element, which may lie beyond the end of the array.
+fetch: Any = intrinsic(_fetch)
 
 
 @kernel

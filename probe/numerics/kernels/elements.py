@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from probe.numerics.kernels.bits import Bits, as_bits, as_float
-from probe.numerics.kernels.tiles import Tile
+from probe.numerics.kernels.tiles import Tile, fetch_ahead
 from probe.numerics.machine_code import kernel
 
 #: The indices of the constants of a plan: integers, and bits of floats of the plan's machine.
@@ -69,6 +69,7 @@ def find_elements(x, magnitudes, tile, constants, inverses, rounding, noise):  #
         for b in range(tile.blocks):
             begin, end, inverse = b * tile.size, (b + 1) * tile.size, as_float(inverses[b])
             block, found = x[begin:end], magnitudes[begin:end]
+            fetch_ahead(x, x, begin)
             if rounding is None:
                 for i in range(block.size):
                     found[i] = nearest(whole, block[i], inverse, sizes, exponents, least, most, ceiling, magic)

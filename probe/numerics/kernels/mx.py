@@ -28,7 +28,7 @@ from probe.numerics.kernels.elements import (
     nearest,
 )
 from probe.numerics.kernels.scales import find_largest, find_scales, largest_of, scale_tile
-from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, Tile, load, place, store, tile_at
+from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, Tile, fetch_ahead, load, place, store, tile_at
 from probe.numerics.machine_code import kernel
 
 _NAN_BYTE = 255
@@ -63,6 +63,7 @@ def _write_nearest(x: Bits, out: Bits, tile: Tile, constants: Constants, scales:
     if tile.apart == 1 and tile.size == _USUAL and unsigned < 0:
         for b in range(tile.blocks):
             begin, end = b * _USUAL, (b + 1) * _USUAL
+            fetch_ahead(x, out, begin)
             block, result, scale, inverse = x[begin:end], out[begin:end], as_float(scales[b]), as_float(inverses[b])
             spoilt = sizes if scales[b] >= exponents else whole(0)
             for i in range(_USUAL):
@@ -72,6 +73,7 @@ def _write_nearest(x: Bits, out: Bits, tile: Tile, constants: Constants, scales:
     if tile.apart == 1:
         for b in range(tile.blocks):
             begin, end = b * tile.size, (b + 1) * tile.size
+            fetch_ahead(x, out, begin)
             block, result, scale, inverse = x[begin:end], out[begin:end], as_float(scales[b]), as_float(inverses[b])
             spoilt = sizes if scales[b] >= exponents else whole(0)
             for i in range(block.size):
@@ -136,6 +138,7 @@ def _write_halves(x, out, tile, kind, constants, scales, inverses):  # type: ign
     )
     for b in range(tile.blocks):
         begin, end = b * tile.size, (b + 1) * tile.size
+        fetch_ahead(x, out, begin)
         block, result, scale, inverse = x[begin:end], out[begin:end], as_float(scales[b]), as_float(inverses[b])
         spoilt = whole(0x7FFF) if scales[b] >= exponents else whole(0)
         if kind == BFLOAT16:

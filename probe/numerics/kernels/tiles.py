@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.extending import overload
 
-from probe.numerics.kernels.bits import Bits, shorten, widen
+from probe.numerics.kernels.bits import Bits, fetch, shorten, widen
 from probe.numerics.machine_code import kernel
 
 #: Elements of a tile, unless a block is larger: 8 KB of float32.
@@ -57,6 +57,19 @@ def tile_at(unit: int, last: int, layout: Layout) -> tuple[Tile, int]:
     noise = ((outer * inner + column) * count + place) * size
     height = min(size, line - place * size)
     return Tile(blocks, height, blocks, start, block * inner + column, noise, count * size), 1
+
+
+@kernel
+def fetch_ahead(x: Bits, out: Bits, begin: int) -> None:
+    """Have the processor fetch what lies one tile behind a block of `x` and `out`, while it works on the block.
+
+    Otherwise memory is idle during the work, and the work waits for each tile. Two lines of 16 float32 each are a block
+    of 32; more than these few instructions would cost more than they bring.
+    """
+    fetch(x, begin + TILE)
+    fetch(x, begin + TILE + 16)
+    fetch(out, begin + TILE)
+    fetch(out, begin + TILE + 16)
 
 
 @kernel
