@@ -1,15 +1,17 @@
 """Floats as integers inside of kernels: bit patterns, and the two 16-bit dtypes, which numba does not have."""
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from probe.numerics.machine_code import kernel
+
+_building: Any = import_module("numba.core.cgutils")  # without types
 
 Bits = npt.NDArray[np.signedinteger]
 
@@ -51,7 +53,7 @@ def _fetch(context: Any, array: Any, index: Any) -> Any:
         place = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
-        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        hint = _building.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         builder.call(hint, [place, number(0), number(3), number(1)])  # to be read, into all caches, as data
         return context.get_dummy_value()
 

@@ -9,9 +9,11 @@ from numba.extending import overload
 from probe.numerics.kernels.bits import as_float, narrow
 from probe.numerics.kernels.elements import HALF_AWAY, TOWARD_ZERO
 from probe.numerics.kernels.scales import find_largest
-from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, load, place, store, tile_at
+from probe.numerics.kernels.tiles import INNER, SIZE, WIDTH, fetch_ahead, load, place, store, tile_at
 from probe.numerics.machine_code import kernel
 
+#: Elements for which the next ones are fetched.
+_STRIP = 32
 #: Quotients are clipped here: far beyond all codes.
 _FAR = 1024.0
 #: Adding and subtracting these rounds a number below 2^21 to multiples of 2^-30, and to integers, ties to even.
@@ -79,11 +81,14 @@ def _choose_result(like: Any, steps: Any, scale: Any, zero: Any, limit: Any, odd
 def _write_nearest(x, out, scale, zero, limits, odd, away):  # type: ignore[no-untyped-def]
     """The results of one block at one scale, rounded to nearest, of a dtype with at most 24 bits."""
     inverse, low, high = 1.0 / scale, limits[0] - zero, limits[1] - zero
-    for i in range(x.size):
-        steps = _nearest(np.float64(as_float(x[i])), inverse, away)
-        steps = low if steps < low else steps
-        steps = high if steps > high else steps
-        out[i] = _result(out, steps, scale, zero, limits[2], odd)
+    for begin in range(0, x.size, _STRIP):
+        fetch_ahead(x, out, begin)
+        here, there = x[begin : begin + _STRIP], out[begin : begin + _STRIP]
+        for i in range(here.size):
+            steps = _nearest(np.float64(as_float(here[i])), inverse, away)
+            steps = low if steps < low else steps
+            steps = high if steps > high else steps
+            there[i] = _result(out, steps, scale, zero, limits[2], odd)
 
 
 @kernel
