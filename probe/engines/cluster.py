@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -263,15 +263,14 @@ class RayEngine(Engine):
 
     # -------------------------------------------------------------------------------------------- before any work
 
-    def check_nodes(self) -> None:
-        """Refuse a cluster whose nodes run other versions."""
-        self._inspection.check([node for node in self.nodes() if self._slots(node)], {})
+    def check_nodes(self, paths: Mapping[str, str]) -> None:
+        """Refuse a cluster whose nodes run other versions, or lack files; see `Job.paths`."""
+        self._inspection.check([node for node in self.nodes() if self._slots(node)], paths)
 
     def inspect(self, job: Job[Any, Any]) -> None:
         """Refuse a cluster whose nodes run other versions, lack the files of the job, or are too small for it."""
-        nodes = [node for node in self.nodes() if self._slots(node)]
-        self._inspection.check(nodes, job.paths)
-        room = max((_memory(node) for node in nodes), default=0)
+        self.check_nodes(job.paths)
+        room = max((_memory(node) for node in self.nodes() if self._slots(node)), default=0)
         if room < job.memory:
             raise ValueError(
                 f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "

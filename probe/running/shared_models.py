@@ -109,7 +109,7 @@ class SharedModel:
     @property
     def paths(self) -> dict[str, str]:
         """The files that every worker must find; the weights of the model are compared when it is loaded."""
-        return {**({self.name: ""} if _is_path(self.name) and self.files is None else {}), **self.contents}
+        return {**({self.name: ""} if self.files is None and _is_path(self.name) else {}), **self.contents}
 
     @property
     def is_plain(self) -> bool:
@@ -195,6 +195,11 @@ class ModelJob(Job[State, Result]):
     def paths(self) -> Mapping[str, str]:
         """Those of the model."""
         return self.model.paths
+
+
+def paths_on_nodes(name: str) -> tuple[str, ...]:
+    """What every node must have of a model of this name: its path, unless it is small enough to be sent."""
+    return (name,) if _is_path(name) and _small_files(name) is None else ()
 
 
 def accelerators(*devices: str) -> int:

@@ -1,16 +1,20 @@
 """Every command gives the same numbers in this process, in worker processes and on a Ray cluster."""
 
 import json
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from probe.commands import main
+from probe.engines import Job
 from probe.engines.cluster import RayEngine
+from probe.engines.identity import identity_of
 from probe.engines.local import LocalEngine
 from probe.files.paths import content_digest
 from probe.models.factories import loaded_code
@@ -27,6 +31,19 @@ Run = Callable[..., str]
 def elsewhere(on_ray: RayEngine) -> dict[str, list[str]]:
     """The options of each engine; that of Ray uses the connection that there is."""
     return {"processes": ["--jobs", "2"], "ray": ["--engine", "ray"]}
+
+
+@pytest.fixture
+def ray_only(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """As `elsewhere` without the processes, whose start would take longest; what pickle takes runs in them too."""
+    send = RayEngine.job_reference
+
+    def job_reference(engine: RayEngine, job: Job[Any, Any]) -> Any:
+        assert identity_of(pickle.loads(pickle.dumps(job))) == identity_of(job)
+        return send(engine, job)
+
+    monkeypatch.setattr(RayEngine, "job_reference", job_reference)
+    return {"ray": ["--engine", "ray"]}
 
 
 @pytest.fixture
@@ -66,10 +83,10 @@ def test_a_shard_that_is_not_of_whole_batches_is_refused(run: Run) -> None:
     assert "a shard of 3 samples is not made of whole batches, which have 2. Give a multiple of it" in said
 
 
-def test_sensitivity(run: Run, elsewhere: dict[str, list[str]]) -> None:
+def test_sensitivity(run: Run, ray_only: dict[str, list[str]]) -> None:
     asked = ["sensitivity", "--mode", "2-1", "--format", "int8", *SMALL, "--json", "-"]
     here = run(*asked)
-    for engine, options in elsewhere.items():
+    for engine, options in ray_only.items():
         assert run(*asked, *options) == here, engine
 
 
@@ -84,24 +101,24 @@ def test_record(run: Run, elsewhere: dict[str, list[str]]) -> None:
             assert Path(engine, name).read_bytes() == Path("here", name).read_bytes(), engine
 
 
-def test_analyze(run: Run, elsewhere: dict[str, list[str]]) -> None:
+def test_analyze(run: Run, ray_only: dict[str, list[str]]) -> None:
     few = ["--data.num_samples", "4", "--data.seq_len", "32", "--data.batch_size", "2", "--output.formats", "[json]"]
     run("analyze", *few, "--visualization.save_dir", "here")
     names = sorted(path.name for path in Path("here").glob("*.json") if not path.name.startswith("."))
     assert names
-    for engine, options in elsewhere.items():
+    for engine, options in ray_only.items():
         run("analyze", *few, "--visualization.save_dir", engine, *options)
         for name in names:
             here, there = (Path(folder, name).read_text() for folder in ("here", engine))
             assert there.replace(f'"{engine}"', '"here"') == here, engine
 
 
-def test_scaling(run: Run, elsewhere: dict[str, list[str]]) -> None:
+def test_scaling(run: Run, ray_only: dict[str, list[str]]) -> None:
     for seed in range(2):
         torch.save(torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)), f"{seed}.pt")
     asked = ["scaling", "0.pt", "1.pt", "--elem-format", "int8", "fp8_e4m3", "--num-levels", "5", "--no-plots"]
     said = run(*asked, "--output-dir", "here")
-    for engine, options in elsewhere.items():
+    for engine, options in ray_only.items():
         assert run(*asked, "--output-dir", engine, *options).replace(engine, "here") == said
         for file in Path("here").rglob("mxfp_scaling_results_*"):
             assert (Path(engine) / file.relative_to("here")).read_bytes() == file.read_bytes(), engine

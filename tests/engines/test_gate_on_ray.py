@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,8 @@ from probe.engines.cluster import RayEngine
 from probe.gate.bench import Bench
 from probe.gate.configuration import Settings
 from probe.gate.observation_job import ObservationJob
+from probe.plugin.engine import open_engine
+from probe.running import shared_models
 from probe.running.calibration import Calibration
 from probe.running.recipes import Recipe
 from probe.running.shared_models import SharedModel
@@ -112,6 +117,25 @@ def test_mistakes_are_told_before_any_test(project: pytest.Pytester, options: li
     found = project.runpytest_subprocess(*options)
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines([f"*{said}*"])
+
+
+def test_a_model_that_a_node_does_not_have_is_told_before_any_test(
+    tmp_path: Path, on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine is all nodes, so that the model is one that it does not have either."""
+    monkeypatch.setattr(shared_models, "paths_on_nodes", lambda name: (name,) if name.startswith("/") else ())
+    values = {"--probe-engine": "ray", "collectonly": False}
+    config: Any = SimpleNamespace(getoption=lambda name, default=None: values.get(name, default))
+    with pytest.raises(ValueError, match=rf"node .* has no {tmp_path}/model\. Put it on a disk"):
+        open_engine(config, None, "tiny-llama", None, f"{tmp_path}/model")
+
+
+def test_every_node_must_have_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert shared_models.paths_on_nodes(str(tmp_path)) == ()  # it is sent
+    monkeypatch.setattr(shared_models, "SENT", 1)
+    assert shared_models.paths_on_nodes(str(tmp_path)) == (str(tmp_path),)
+    assert shared_models.paths_on_nodes("tiny-mamba") == shared_models.paths_on_nodes("package.module:make") == ()
 
 
 def test_more_workers_of_xdist_than_the_cluster_has_are_refused(project: pytest.Pytester, on_ray: RayEngine) -> None:
