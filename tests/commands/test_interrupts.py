@@ -92,6 +92,24 @@ def test_an_interrupt_is_one_line_and_exit_code_130(folder: Path, arguments: lis
     assert arguments[0] != "scaling" or rest.count("\n") == 1
 
 
+def test_an_interrupt_inside_of_a_callback_of_c_code_is_not_lost() -> None:
+    """numba's compiler calls back while it compiles; Python ignores what such a function raises."""
+    code = """
+import argparse, ctypes, signal, sys, time
+from probe import commands
+
+def run(options):
+    ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))()
+    time.sleep(60)
+    return 0
+
+commands.parse = lambda words: argparse.Namespace(run=run, made=None, interrupted="done.")
+sys.exit(commands.main())
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    assert (found.returncode, found.stderr) == (130, "probe: interrupted; done.\n")
+
+
 def test_an_interrupted_recording_goes_on_with_the_same_command(folder: Path) -> None:
     arguments = ["record", "--samples", "4", "--seqlen", "1024", "--modes", "fp32", "2-1", "--out", "r"]
     arguments += ["--calib-data-num", "1", "--calib-seqlen", "16"]
