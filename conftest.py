@@ -3,10 +3,14 @@
 import importlib.util
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
-pytest_plugins = ["probe.plugin", "pytester", "tests.faults.kills"]  # the first one also works if it is not installed
+pytest_plugins = [
+    "probe.plugin",  # also works if it is not installed
+    *("pytester", "tests.faults.kills", "tests.plugin.warm_workers"),
+]
 
 #: What tests may import beside the run-time packages (the extra `test`). A test file that needs one which is not
 #: installed is skipped, with its name, so that the gate and `-k` run without them; in CI it is an error as ever.
@@ -15,6 +19,8 @@ EXTRAS = (
     *("accelerate", "onnx", "onnxruntime", "pytest_forked", "pytest_rerunfailures"),
     *("gguf", "optimum", "compressed_tensors", "ray", "psutil"),
 )
+#: Tests that share a Ray cluster.
+ON_RAY = tuple(f"tests/engines/test_{name}.py" for name in ("cluster", "commands_on_engines", "engines", "gate_on_ray"))
 MISSING = [name for name in EXTRAS if not importlib.util.find_spec(name)]
 
 if "hypothesis" not in MISSING:
@@ -29,6 +35,18 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As the plugin's own, but one worker runs all tests that share a Ray cluster: a second cluster costs a minute."""
+    from probe.plugin.scheduling import RecipeScheduling
+
+    class Scheduling(RecipeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(ON_RAY) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_report_header() -> str | None:

@@ -86,7 +86,9 @@ class RayEngine(Engine):
         self._workshop = Workshop()
         self._is_own = not self.ray.is_initialized()
         self._on_termination = signal.getsignal(signal.SIGTERM)
-        if self._is_own:
+        if not self._is_own:
+            self._check_connection(address)
+        else:
             connect(self.ray, address)
             # Ray's own handler prints where its code was. As Ctrl-C, a signal to end lets the cluster end in order.
             is_plain = self._on_termination is signal.SIG_DFL
@@ -268,13 +270,22 @@ class RayEngine(Engine):
         self._inspection.check([node for node in self.nodes() if self._slots(node)], paths)
 
     def inspect(self, job: Job[Any, Any]) -> None:
-        """Refuse a cluster whose nodes run other versions, lack the files of the job, or are too small for it."""
+        """Refuse a cluster whose nodes are not fit for a job, or too small; see `Engine.inspect`."""
         self.check_nodes(job.paths)
         room = max((_memory(node) for node in self.nodes() if self._slots(node)), default=0)
         if room < job.memory:
             raise ValueError(
                 f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "
                 f"{format_bytes(room)}. Use larger nodes or a smaller model."
+            )
+
+    def _check_connection(self, address: str | None) -> None:
+        """Refuse another cluster than the one that this process is connected to already."""
+        can_differ = address not in (None, "auto", self.address) and not str(address).startswith("ray://")
+        if can_differ:
+            raise ValueError(
+                f"this process is connected to the Ray cluster at {self.address}, and the one at {address} was asked "
+                "for. Leave the address out, or call ray.shutdown() first."
             )
 
     def _slots(self, node: dict[str, Any]) -> int:

@@ -152,6 +152,10 @@ class Engine(ABC):
         """Start workers, which call `setup`, while this process does something else, such as loading a model."""
         return
 
+    def inspect(self, job: Job[Any, Any]) -> None:
+        """Refuse a job before any work if workers run other versions, or lack its files or memory for it."""
+        return
+
     @abstractmethod
     def run(
         self,

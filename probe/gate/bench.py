@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,6 +72,12 @@ class Bench(Matrix):
         self._rows: dict[Variation | None, dict[str, Tensor]] = {}
         self._recording = cache(lambda device: read_recording(recorded_folder(device, self._root)))
         self._calibrations: dict[Variation | None, Calibration] = {}
+
+    def check(self) -> None:
+        """Refuse also an engine whose workers lack the model, a checkpoint, the code of a mode, or memory."""
+        super().check()
+        if self._engine is not None:
+            self._engine.inspect(self._early_job)
 
     def use_stored_anchors(self, *, all_devices: bool) -> None:
         """Use the anchors of the baselines that have this input; with `all_devices`, also of devices not in the matrix.
@@ -212,25 +218,35 @@ class Bench(Matrix):
     ) -> Iterator[tuple[str, dict[str, Observation]]]:
         wanted = {work.variation for work in works}
         if self._job is None or not wanted <= set(self._job.references):
-            self._job = self._make_job(engine, wanted | set(self._job.references if self._job else ()))
+            self._job = self._with_references(wanted | set(self._job.references if self._job else ()))
         results = engine.run(self._job, [Unit(work.name, work) for work in works])
         for work, result in zip(works, results, strict=True):
             yield work.name, result
 
-    def _make_job(self, engine: Engine, variations: Collection[Variation | None]) -> ObservationJob:
-        ours = self.settings
+    def _with_references(self, variations: Collection[Variation | None]) -> ObservationJob:
         calibrated = any(recipe.needs_calibration for recipe in self.recipes)
+        return replace(
+            self._early_job,
+            references={variation: pack_reference(self.reference(variation)) for variation in variations},
+            calibrations={variation: self.calibration(variation) for variation in variations if calibrated},
+        )
+
+    @cached_property
+    def _early_job(self) -> ObservationJob:
+        """The job of the engine before there is any reference."""
+        ours = self.settings
+        assert self._engine is not None
         return ObservationJob(
             model=SharedModel.of(
                 ours.reference or ours.model,
                 self.loaded,
-                engine,
+                self._engine,
                 modes=[recipe.mode for recipe in self.recipes],
                 allow_download=ours.allow_download,
                 trust_remote_code=ours.trust_remote_code,
             ),
-            references={variation: pack_reference(self.reference(variation)) for variation in variations},
-            calibrations={variation: self.calibration(variation) for variation in variations if calibrated},
+            references={},
+            calibrations={},
             devices=tuple(device for device in ours.devices if not is_recorded(device)),
         )
 

@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
             reason=_reason(config),
         )
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
-        engine = open_engine(config, worker, options.model or settings.model, settings.reference)
+        engine = open_engine(config, worker)
     except ValueError as problem:
         raise pytest.UsageError(f"probe: {problem}") from None
     folder = Path(worker["probe_folder"]) if worker and "probe_folder" in worker else None

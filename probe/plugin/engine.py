@@ -28,8 +28,8 @@ def add_options(group: Any) -> None:
         group.addoption(name, metavar=metavar, help=what)
 
 
-def open_engine(config: pytest.Config, worker: dict[str, Any] | None, *models: str | None) -> Engine | None:
-    """The engine of this process; None: recipes run in it. Mistakes are a ValueError, and nodes without the `models`.
+def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine | None:
+    """The engine of this process; None: recipes run in it. Mistakes are a ValueError, and nodes with other versions.
 
     Under xdist the controller holds the cluster, and every worker has its part of it.
     """
@@ -59,10 +59,8 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None, *models: s
             "at all, or --probe-ray-cpus 1 for more workers on a node."
         )
     if worker is None:
-        from probe.running.shared_models import paths_on_nodes
-
         try:
-            engine.check_nodes({path: "" for name in models if name for path in paths_on_nodes(name)})
+            engine.check_nodes({})
         except ValueError:
             engine.close()
             raise

@@ -197,11 +197,6 @@ class ModelJob(Job[State, Result]):
         return self.model.paths
 
 
-def paths_on_nodes(name: str) -> tuple[str, ...]:
-    """What every node must have of a model of this name: its path, unless it is small enough to be sent."""
-    return (name,) if _is_path(name) and _small_files(name) is None else ()
-
-
 def accelerators(*devices: str) -> int:
     """The GPUs that a worker needs for these devices."""
     return int(any(device.startswith("cuda") for device in devices))

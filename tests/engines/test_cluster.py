@@ -22,7 +22,6 @@ from probe.engines import Kept, Unit, UnitFailedError, connection, dispatch, nod
 from probe.engines.cluster import RayEngine
 from probe.engines.journal import KEPT_FOR, Journal
 from probe.files.paths import content_digest, user_cache
-from tests.commands.test_interrupts import interrupted
 from tests.engines.conftest import Shared, add_node, wait_until
 from tests.engines.jobs import Sums, import_tabnanny
 from tests.engines.test_engines import units
@@ -267,33 +266,47 @@ def test_a_node_that_dies_in_the_middle_costs_only_time(shared: Shared, caches: 
 
 @pytest.mark.parametrize("torch_threads", [1], indirect=True)  # as many as a worker of one CPU has
 def test_a_command_that_was_interrupted_goes_on_and_loses_a_node_without_a_trace(
-    shared: Shared, tmp_path: Path, caches: Path, capsys: pytest.CaptureFixture[str], torch_threads: int
+    shared: Shared,
+    caches: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    torch_threads: int,
 ) -> None:
-    """Ctrl-C at the second recipe; then the same command, one of whose nodes dies; the output is as without Ray."""
+    """Ctrl-C in the second recipe; then the same command, one of whose nodes dies; the output is as without Ray."""
     small = ["--samples", "32", "--seqlen", "64", "--batch-size", "4", "--calib-data-num", "2", "--calib-seqlen", "32"]
     asked = ["errors", "--modes", "2-1", "3", "--formats", "int8", "fp8_e4m3", *small, "--shard-size", "8", "--json"]
     assert main(asked) == 0
     expected = capsys.readouterr().out
-    made, runs = shared.nodes(2), caches / "probe" / "runs"
-    told = interrupted([*asked, "--engine", "ray", "--ray-address", made.address], "[2/4]", tmp_path)
-    assert "probe: interrupted; finished units are kept. The same command goes on from there." in told
-    done = len(list(runs.rglob("*")))
-    assert done >= 2 + 1 + 4  # two journals: the calibration, and four shards of a recipe
-    wait_until(lambda: ray.available_resources()["CPU"] == 2.0)  # type: ignore[no-untyped-call]
+    made, runs, add = shared.nodes(2), caches / "probe" / "runs", Journal.add
+    asked += ["--engine", "ray"]
+
+    def finished() -> int:
+        return len([path for path in runs.rglob("*") if path.is_file()])
+
+    def interrupt(journal: Journal, unit: Unit, answer: bytes) -> None:
+        add(journal, unit, answer)
+        if finished() == 6:  # the calibration, and more than the four shards of a recipe
+            signal.raise_signal(signal.SIGINT)
 
     def lose_a_node() -> None:
-        wait_until(lambda: len(list(runs.rglob("*"))) > done)
+        wait_until(lambda: finished() > 6)
         made.remove_node(made.worker_nodes.copy().pop(), allow_graceful=False)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", interrupt)
+        assert main(asked) == 130
+    told = capsys.readouterr().err
+    assert "probe: interrupted; finished units are kept. The same command goes on from there." in told
+    assert finished() == 6
     killer = threading.Thread(target=lose_a_node)
     killer.start()
-    command = [sys.executable, "-m", "probe.commands", *asked, "--engine", "ray", "--ray-address", made.address]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert main(asked) == 0
     killer.join()
-    assert found.returncode == 0, found.stderr
-    assert "tried again" in found.stderr
+    found = capsys.readouterr()
+    assert "5 known from the run before" in found.err
+    assert "tried again" in found.err
     assert not list(runs.iterdir())
-    assert found.stdout == expected
+    assert found.out == expected
 
 
 def test_a_node_that_comes_later_with_other_versions_gets_no_unit_and_without_another_one_the_run_gives_up(

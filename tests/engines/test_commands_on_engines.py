@@ -192,6 +192,9 @@ def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(
     name = str(tmp_path / "model")
     shared = SharedModel.of(name, load_model(name), on_ray)
     assert shared.paths == {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_models, "SENT", 1)
+        assert SharedModel.of(name, load_model(name), on_ray).paths == {name: ""}  # too large to be sent
     shutil.rmtree(name)  # as on a node
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))

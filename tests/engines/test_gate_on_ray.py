@@ -1,78 +1,73 @@
 """The gate with `--probe-engine ray`: the same figures, alone and beside xdist; the controller alone writes."""
 
 import dataclasses
-import json
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
+from probe.engines import nodes
 from probe.engines.cluster import RayEngine
+from probe.engines.work import installed
 from probe.gate.bench import Bench
 from probe.gate.configuration import Settings
 from probe.gate.observation_job import ObservationJob
-from probe.plugin.engine import open_engine
-from probe.running import shared_models
 from probe.running.calibration import Calibration
 from probe.running.recipes import Recipe
 from probe.running.shared_models import SharedModel
+from tests.engines.conftest import Shared
+from tests.models.quantized_models import write_gguf
+from tests.plugin.conftest import Run, project as project, without as without
+from tests.plugin.test_lifecycle import snapshot
 
-SETTINGS = """
-[tool.probe]
-model = "tiny-llama"
-modes = ["coarse", "bf16"]
-formats = ["int8"]
-layers = ["first"]
-without = ["batch_1", "ragged", "padded"]
-samples = 2
-seqlen = 16
-calibration = { samples = 2, seqlen = 16 }
+#: The disk of this machine becomes that of a node, which lacks a file.
+GONE = """
+from pathlib import Path
+
+from probe.engines.cluster import RayEngine
+
+inspect = RayEngine.inspect
+
+
+def look(engine, job):
+    Path("q8.gguf").unlink(missing_ok=True)
+    inspect(engine, job)
+
+
+RayEngine.inspect = look
 """
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.delenv("CI", raising=False)
-    pytester.makefile(".toml", pyproject=SETTINGS)
-    pytester.makeconftest(
-        "import probe\n\n\ndef coarse(model, format, calibration):\n    for layer in model.model.layers:\n"
-        "        layer.mlp.up_proj.weight.copy_(probe.fake_quantize(layer.mlp.up_proj.weight, format))\n"
-        "    return model\n\n\nprobe.register_mode('coarse', coarse)\n"
-    )
-    pytester.makepyfile(test_gate="def test_matches_baseline(probe_case):\n    probe_case.check()\n")
-    return pytester
+def on_cluster(shared: Shared, project: Run) -> Run:
+    """`project`, on the cluster of the tests; the workers of other tests make room."""
 
+    def run(*arguments: str, **changed: Any) -> pytest.RunResult:
+        shared.nodes(2)
+        return project("--probe-engine", "ray", "--probe-ray-address", shared.cluster.address, *arguments, **changed)
 
-def files(project: pytest.Pytester) -> dict[str, bytes]:
-    root = project.path / "baselines"
-    return {str(file.relative_to(root)): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}
+    return run
 
 
 def test_an_update_on_ray_is_that_of_this_process_and_a_failure_is_explained_as_ever(
-    project: pytest.Pytester, on_ray: RayEngine
+    project: Run, on_cluster: Run, pytester: pytest.Pytester, shared: Shared
 ) -> None:
-    """With a mode of the project's, which nodes import; the checks are beside xdist."""
-    on_ray.stop()
-    ray = ("--probe-engine", "ray", "--probe-ray-address", on_ray.address)
-    project.runpytest_subprocess("--update-baselines", "-q").assert_outcomes(passed=12)
-    here = files(project)
-    for file in (project.path / "baselines").rglob("*.json"):
-        file.unlink()
-    project.runpytest_subprocess("--update-baselines", *ray).assert_outcomes(passed=12)
-    assert files(project) == here
-    (file,) = (project.path / "baselines").rglob("coarse.json")
-    stored = json.loads(file.read_text())
-    stored["cases"]["int8"]["layer_0"]["injected"]["mse"][0] *= 1.5
-    file.write_text(json.dumps(stored) + "\n")
-    beside = project.runpytest_subprocess("-n", "2", *ray)
-    beside.assert_outcomes(passed=11, failed=1)
-    beside.stdout.fnmatch_lines(
+    """With a mode of the project's, which nodes import; the failure is beside xdist."""
+    assert project("--update-baselines").ret == 0
+    here = snapshot(pytester.path / "baselines")
+    for file in here:
+        (pytester.path / "baselines" / file).unlink()
+    on_cluster("--update-baselines").assert_outcomes(passed=8)
+    assert snapshot(pytester.path / "baselines") == here
+    on_cluster().assert_outcomes(passed=8)
+    beside = on_cluster(workers=2, fault="scale")
+    beside.assert_outcomes(passed=4, failed=2)  # and two more in the same recipes
+    beside.stdout.fnmatch_lines_random(
         [
-            f"probe: cases run on the Ray cluster at {on_ray.address}; workers: 2, threads of each: 1",
-            "*coarse-layer_0-cpu-int8 drifted from its baseline",
-            "*injected.mse*better",
-            "*12 of 12 stored cases compared*",
+            f"probe: cases run on the Ray cluster at {shared.cluster.address}; workers: 2, threads of each: 1",
+            "*coarse-layer_1-cpu-fp8_e4m3 drifted from its baseline",
+            "*injected.mse*worse",
+            "*8 of 8 stored cases compared*",
         ]
     )
 
@@ -110,35 +105,43 @@ def test_workers_tell_jobs_apart_by_their_references() -> None:
     [
         (["--probe-ray-cpus", "2"], "--probe-ray-cpus is for --probe-engine ray"),
         (["--probe-engine", "ray", "--probe-ray-cpus", "two"], "--probe-ray-cpus is 'two'. Expected a whole number"),
-        (["--probe-engine", "ray", "--probe-ray-address", "127.0.0.1:1"], "nobody answers at 127.0.0.1:1"),
     ],
 )
-def test_mistakes_are_told_before_any_test(project: pytest.Pytester, options: list[str], said: str) -> None:
-    found = project.runpytest_subprocess(*options)
+def test_mistakes_are_told_before_any_test(project: Run, options: list[str], said: str) -> None:
+    found = project(*options)
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines([f"*{said}*"])
 
 
-def test_a_model_that_a_node_does_not_have_is_told_before_any_test(
-    tmp_path: Path, on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This machine is all nodes, so that the model is one that it does not have either."""
-    monkeypatch.setattr(shared_models, "paths_on_nodes", lambda name: (name,) if name.startswith("/") else ())
-    values = {"--probe-engine": "ray", "collectonly": False}
-    config: Any = SimpleNamespace(getoption=lambda name, default=None: values.get(name, default))
-    with pytest.raises(ValueError, match=rf"node .* has no {tmp_path}/model\. Put it on a disk"):
-        open_engine(config, None, "tiny-llama", None, f"{tmp_path}/model")
+def test_a_cluster_that_is_not_there_is_told_before_any_test(project: Run, shared: Shared) -> None:
+    shared.leave()
+    found = project("--probe-engine", "ray", "--probe-ray-address", "127.0.0.1:1")
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines(["*nobody answers at 127.0.0.1:1*"])
 
 
-def test_every_node_must_have_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert shared_models.paths_on_nodes(str(tmp_path)) == ()  # it is sent
-    monkeypatch.setattr(shared_models, "SENT", 1)
-    assert shared_models.paths_on_nodes(str(tmp_path)) == (str(tmp_path),)
-    assert shared_models.paths_on_nodes("tiny-mamba") == shared_models.paths_on_nodes("package.module:make") == ()
-
-
-def test_more_workers_of_xdist_than_the_cluster_has_are_refused(project: pytest.Pytester, on_ray: RayEngine) -> None:
-    found = project.runpytest_subprocess("-n", "3", "--probe-engine", "ray", "--probe-ray-address", on_ray.address)
+def test_more_workers_of_xdist_than_the_cluster_has_are_refused(on_cluster: Run) -> None:
+    found = on_cluster(workers=3)
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines(["*-n 3 is more than the 2 workers that the cluster has room for*"])
+
+
+def test_other_versions_on_a_node_are_told_before_any_test(on_cluster: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "installed", lambda: {**installed(), "torch": "9.9"})
+    found = on_cluster()
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines(["*probe: node * runs other versions: torch *, here 9.9.*"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_node_does_not_have_is_told_before_any_test(
+    workers: int, on_cluster: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is gone when the nodes look for it. Under xdist the workers find out, while they collect."""
+    monkeypatch.setattr(RayEngine, "inspect", RayEngine.inspect)  # so that it is put back
+    write_gguf(pytester.path / "q8.gguf", Kind.Q8_0)
+    asked = {"model": '"tiny-llama"', "modes": '["checkpoint:./q8.gguf"]', "workers": workers}
+    found = on_cluster(**asked, hooks=GONE)
+    assert found.ret == pytest.ExitCode.INTERRUPTED
+    found.stdout.fnmatch_lines([f"*probe: node * has no {pytester.path}/q8.gguf. Put it on a disk that all nodes *"])
+    found.assert_outcomes(errors=1)

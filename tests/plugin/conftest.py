@@ -17,21 +17,6 @@ Run = Callable[..., pytest.RunResult]
 UNUSED = ("-p", "no:hypothesispytest", "-p", "no:anyio")
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Callable[[], Nursery]]:
-    """Where warm workers come from, started when the first is needed."""
-    started: list[Nursery] = []
-
-    def find() -> Nursery:
-        if not started:
-            started.append(Nursery())
-        return started[0]
-
-    yield find
-    for one in started:
-        one.close()
-
-
 @pytest.fixture
 def without() -> str | None:
     """What the project leaves out beside its layers; None in modules that are about these cases too."""

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,21 @@ def warm_workers(nursery: Nursery) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Popen2IOMaster, "__init__", start)
         yield
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Callable[[], Nursery]]:
+    """Where warm workers come from, started when the first is needed."""
+    started: list[Nursery] = []
+
+    def find() -> Nursery:
+        if not started:
+            started.append(Nursery())
+        return started[0]
+
+    yield find
+    for one in started:
+        one.close()
 
 
 def serve(connection: socket.socket) -> None:
