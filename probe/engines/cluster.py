@@ -120,8 +120,8 @@ class RayEngine(Engine):
         """Start workers and inspect their nodes; see `Engine.prepare`."""
         self._setup = setup
         nodes = [node for node in self.nodes() if self._slots(node)]
-        self._inspection.begin(nodes)
         self._start([node for node in nodes if _memory(node) >= EARLY_BYTES], self.workers, memory=EARLY_BYTES, gpus=0)
+        self._inspection.begin(nodes)  # after the workers, which take longer: a small node starts one process at a time
 
     def run(
         self,

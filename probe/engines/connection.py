@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import IO
 
-from probe.engines.work import reason_of
+from probe.engines.work import own_cpus, reason_of
 
 #: Seconds to wait for an answer of the cluster's address.
 REACHABLE = 5.0
@@ -44,9 +44,8 @@ def connect(ray: ModuleType, address: str | None) -> None:
     # what Ray says of lost nodes goes to stdout, whatever it was told; results are there, and the progress says as much
     vars(import_module("ray._private.worker"))["print_to_stdstream"] = lambda data, ignore_prefix: None
     if address is None:  # of this machine alone, and not to be reached from another
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         own = {"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {}
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **own, **quiet)
+        ray.init(address="local", num_cpus=own_cpus(), include_dashboard=False, **own, **quiet)
         return
     if address != "auto":
         _check_reachable(address)

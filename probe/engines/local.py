@@ -32,9 +32,11 @@ from probe.engines.work import (
     Unit,
     UnitFailedError,
     Workshop,
+    own_cpus,
     reason_of,
     set_up,
     silent,
+    use_threads,
 )
 from probe.files.atomic import write
 from probe.words import require_positive
@@ -211,7 +213,7 @@ class LocalEngine(Engine):
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None:
-            threads = max(1, (os.cpu_count() or 1) // self.workers)
+            threads = max(1, own_cpus() // self.workers)
             start = (Place.here(), threads, self._setup)
             context = get_context("spawn")
             self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_begin, initargs=start)
@@ -260,9 +262,8 @@ _workshop = Workshop()
 def _begin(place: Place, threads: int, setup: Setup | None) -> None:
     """Set up a worker process."""
     place.enter()
-    import torch
-
-    torch.set_num_threads(min(threads, torch.get_num_threads()))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    use_threads(min(threads, int(asked)) if asked.isdecimal() else threads)
     if setup is not None:
         set_up(setup)
 

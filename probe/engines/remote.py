@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from probe.engines.work import FOLDER, Job, Place, Setup, Workshop, installed, set_up
+from probe.engines.work import FOLDER, Job, Place, Setup, Workshop, installed, set_up, use_threads
 from probe.files.atomic import write
 from probe.files.paths import content_digest
 
@@ -24,9 +24,7 @@ class Actor:
 
     def __init__(self, threads: int) -> None:
         gc.disable()  # until a job is open: to look for garbage takes up to half of the time of imports
-        import torch
-
-        torch.set_num_threads(threads)
+        use_threads(threads)
         self._workshop = Workshop()
         self._jobs: tuple[str, Job[Any, Any] | None] = ("", None)
 

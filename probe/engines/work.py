@@ -210,6 +210,18 @@ def set_up(setup: Setup) -> None:
         setup()
 
 
+def own_cpus() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def use_threads(threads: int) -> None:
+    """Let torch use so many threads in this process; where it is not loaded yet, it reads the number when it is."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(threads)
+
+
 class Workshop:
     """A worker's side of an engine: opens the job that its next unit belongs to, and keeps what it opened last."""
 

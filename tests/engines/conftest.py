@@ -7,51 +7,42 @@ from typing import Any
 
 import pytest
 
+from probe.engines import cluster
 from probe.engines.cluster import RayEngine
 from probe.engines.connection import load_ray
 
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address of this machine in its network
-STORE = 100 * 2**20
-#: That a node is gone is known after a second or two; by default Ray takes half a minute.
-HEALTH = {"health_check_period_ms": 300, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3}
+NODE = {"node_ip_address": LOOPBACK, "object_store_memory": 100 * 2**20}
+SYSTEM = {
+    # that a node is gone is known after a second or two; by default Ray takes half a minute, and 10 s for what lay there
+    **{"health_check_period_ms": 300, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3},
+    "object_manager_pull_timeout_ms": 500,
+    # processes of tasks stay, as on nodes with more CPUs: a new one takes a second
+    **{"num_workers_soft_limit": 4, "idle_worker_killing_time_threshold_ms": 600_000},
+    "local_fs_capacity_threshold": 0.001,  # the disk is as full as it may be, so that nothing of the store goes there
+}
 
 
-def start_cluster(nodes: int, *, store: int = STORE, system: dict[str, Any] | None = None) -> Any:
+def start_cluster(nodes: int) -> Any:
     """A head without CPUs, so that it can stay while the others are killed, and so many nodes of one CPU."""
     load_ray()
     from ray.cluster_utils import Cluster
 
-    first = {
-        "num_cpus": 0,
-        "object_store_memory": store,
-        "node_ip_address": LOOPBACK,
-        "include_dashboard": False,
-        "_system_config": {**HEALTH, **(system or {})},
-    }
-    cluster = Cluster(initialize_head=True, head_node_args=first)
+    first = {"num_cpus": 0, "include_dashboard": False, "_system_config": SYSTEM, **NODE}
+    made = Cluster(initialize_head=True, head_node_args=first)
     for _ in range(nodes):
-        add_node(cluster, store=store)
-    return cluster
+        add_node(made)
+    return made
 
 
-def add_node(cluster: Any, *, store: int = STORE) -> None:
-    cluster.add_node(num_cpus=1, object_store_memory=store, node_ip_address=LOOPBACK)
-
-
-def connect(cluster: Any) -> None:
-    load_ray().init(address=cluster.address, log_to_driver=False, logging_level="ERROR", _node_ip_address=LOOPBACK)
-
-
-def disconnect(cluster: Any) -> None:
-    load_ray().shutdown()
-    cluster.shutdown()
+def add_node(to: Any) -> None:
+    to.add_node(num_cpus=1, **NODE)
 
 
 class Shared:
     """A cluster of two nodes, and an engine on it whose workers stay from test to test.
 
-    A process has one connection: a test with a cluster of its own takes it away for a while. A test that kills nodes
-    asks for as many as it needs; the next one finds two again.
+    A test that kills nodes asks for as many as it needs; the next one finds two again.
     """
 
     def __init__(self) -> None:
@@ -73,7 +64,8 @@ class Shared:
         while len(self.cluster.worker_nodes) < count:
             add_node(self.cluster)
         if not self._is_connected:
-            connect(self.cluster)
+            address, quiet = self.cluster.address, {"log_to_driver": False, "logging_level": "ERROR"}
+            load_ray().init(address=address, _node_ip_address=LOOPBACK, **quiet)
             self._is_connected = True
         wait_until(lambda: len([one for one in load_ray().nodes() if one["Alive"]]) == count + 1)
         return self.cluster
@@ -85,7 +77,7 @@ class Shared:
             self._engine = None
 
     def leave(self) -> None:
-        """Give up the connection too."""
+        """Give up the connection too, so that a command makes its own."""
         self.release()
         if self._is_connected:
             load_ray().shutdown()
@@ -113,24 +105,17 @@ def on_ray(shared: Shared, caches: Path) -> RayEngine:
     return shared.engine()
 
 
+@pytest.fixture
+def reused(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> RayEngine:
+    """The shared engine, which commands and the gate take for theirs: its workers have loaded the libraries."""
+    monkeypatch.setattr(cluster, "RayEngine", lambda address=None, **options: on_ray)
+    monkeypatch.setattr(on_ray, "prepare", lambda setup: None)
+    monkeypatch.setattr(on_ray, "close", lambda: None)
+    return on_ray
+
+
 @pytest.fixture(autouse=True)
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Journals of a test are its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     return tmp_path / "caches"
-
-
-@pytest.fixture
-def new_cluster(shared: Shared) -> Iterator[Callable[..., Any]]:
-    """Start a cluster that a test may damage, and connect to it."""
-    made: list[Any] = []
-
-    def start(nodes: int, **options: Any) -> Any:
-        shared.leave()
-        made.append(start_cluster(nodes, **options))
-        connect(made[-1])
-        return made[-1]
-
-    yield start
-    for cluster in made:
-        disconnect(cluster)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from probe.files.paths import content_digest, user_cache
 from tests.engines.conftest import Shared, add_node, wait_until
 from tests.engines.jobs import Sums, import_tabnanny
 from tests.engines.test_engines import units
-
-NewCluster = Callable[..., Any]
 
 
 def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +187,17 @@ def engine_kept_by_node(engine: RayEngine, job: Sums) -> list[Kept]:
     return kept
 
 
+def test_a_worker_has_the_threads_that_it_was_given_whether_torch_is_loaded_or_not() -> None:
+    """As an actor, in a process of its own; Ray itself would give it those of its CPUs."""
+    code = (
+        "import sys\nif len(sys.argv) > 1:\n    import torch\nfrom probe.engines.remote import Actor\n"
+        "Actor(1)\nimport torch\nprint(torch.get_num_threads())"
+    )
+    for more in ([], ["loaded"]):
+        found = subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True, check=True)
+        assert found.stdout == "1\n"
+
+
 def test_two_engines_divide_the_nodes_among_them(on_ray: RayEngine) -> None:
     with RayEngine(part=(0, 2)) as one, RayEngine(part=(1, 2)) as other:
         on_ray.stop()
@@ -223,6 +231,12 @@ def test_a_second_run_continues_after_a_failure_and_forgets_when_it_is_done(on_r
     assert not list((user_cache() / "runs").iterdir())
     list(on_ray.run(job, units(*works[:1])))
     assert len(files[0].read_bytes()) == 2
+
+
+def test_a_full_object_store_is_one_message(on_ray: RayEngine) -> None:
+    """As the disk is full too, Ray can put nothing there."""
+    with pytest.raises(UnitFailedError, match="the object store of the cluster is full"):
+        on_ray.keep(Sums("full"), [Unit(f"kept {n}", ("zeros", 50 * 2**20)) for n in range(6)])
 
 
 def test_another_job_has_another_journal_and_old_ones_are_deleted(caches: Path) -> None:
@@ -272,9 +286,9 @@ def test_a_command_that_was_interrupted_goes_on_and_loses_a_node_without_a_trace
     monkeypatch: pytest.MonkeyPatch,
     torch_threads: int,
 ) -> None:
-    """Ctrl-C in the second recipe; then the same command, one of whose nodes dies; the output is as without Ray."""
+    """Ctrl-C in the first recipe; then the same command, one of whose nodes dies; the output is as without Ray."""
     small = ["--samples", "32", "--seqlen", "64", "--batch-size", "4", "--calib-data-num", "2", "--calib-seqlen", "32"]
-    asked = ["errors", "--modes", "2-1", "3", "--formats", "int8", "fp8_e4m3", *small, "--shard-size", "8", "--json"]
+    asked = ["errors", "--modes", "2-1", "--formats", "int8", "fp8_e4m3", *small, "--shard-size", "8", "--json"]
     assert main(asked) == 0
     expected = capsys.readouterr().out
     made, runs, add = shared.nodes(2), caches / "probe" / "runs", Journal.add
@@ -285,11 +299,11 @@ def test_a_command_that_was_interrupted_goes_on_and_loses_a_node_without_a_trace
 
     def interrupt(journal: Journal, unit: Unit, answer: bytes) -> None:
         add(journal, unit, answer)
-        if finished() == 6:  # the calibration, and more than the four shards of a recipe
+        if finished() == 4:  # the calibration, and three of the four shards of a recipe
             signal.raise_signal(signal.SIGINT)
 
     def lose_a_node() -> None:
-        wait_until(lambda: finished() > 6)
+        wait_until(lambda: finished() > 4)
         made.remove_node(made.worker_nodes.copy().pop(), allow_graceful=False)
 
     with monkeypatch.context() as patch:
@@ -297,13 +311,13 @@ def test_a_command_that_was_interrupted_goes_on_and_loses_a_node_without_a_trace
         assert main(asked) == 130
     told = capsys.readouterr().err
     assert "probe: interrupted; finished units are kept. The same command goes on from there." in told
-    assert finished() == 6
+    assert finished() == 4
     killer = threading.Thread(target=lose_a_node)
     killer.start()
     assert main(asked) == 0
     killer.join()
     found = capsys.readouterr()
-    assert "5 known from the run before" in found.err
+    assert "3 known from the run before" in found.err
     assert "tried again" in found.err
     assert not list(runs.iterdir())
     assert found.out == expected
@@ -326,13 +340,6 @@ def test_a_node_that_comes_later_with_other_versions_gets_no_unit_and_without_an
         threading.Timer(0.5, made.remove_node, (old,), {"allow_graceful": False}).start()
         with pytest.raises(UnitFailedError, match=r"unit 32.*all workers died|unit 32: its worker died"):
             next(found)
-
-
-def test_a_full_object_store_is_one_message(new_cluster: NewCluster) -> None:
-    """With the disk as full as it may be, Ray can put nothing there."""
-    new_cluster(1, store=80 * 2**20, system={"local_fs_capacity_threshold": 0.001})
-    with RayEngine() as engine, pytest.raises(UnitFailedError, match="the object store of the cluster is full"):
-        engine.keep(Sums("full"), [Unit(f"kept {n}", ("zeros", 50 * 2**20)) for n in range(3)])
 
 
 def test_a_command_that_is_terminated_ends_as_by_ctrl_c_and_leaves_no_process(tmp_path: Path) -> None:

@@ -28,13 +28,13 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def elsewhere(on_ray: RayEngine) -> dict[str, list[str]]:
-    """The options of each engine; that of Ray uses the connection that there is."""
+def elsewhere(reused: RayEngine) -> dict[str, list[str]]:
+    """The options of each engine."""
     return {"processes": ["--jobs", "2"], "ray": ["--engine", "ray"]}
 
 
 @pytest.fixture
-def ray_only(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+def ray_only(reused: RayEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """As `elsewhere` without the processes, whose start would take longest; what pickle takes runs in them too."""
     send = RayEngine.job_reference
 
@@ -125,7 +125,7 @@ def test_scaling(run: Run, ray_only: dict[str, list[str]]) -> None:
 
 
 def test_a_tensor_of_which_a_node_has_another_copy_fails(
-    run: Run, on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, reused: RayEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("same", "other"):
         torch.save(torch.ones(4, 32), f"{name}.pt")
@@ -144,7 +144,7 @@ def test_an_option_of_the_other_engine_is_refused(run: Run) -> None:
 
 
 def test_a_failing_model_is_one_message_with_the_unit(
-    run: Run, on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, reused: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node finds other weights under the same name."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -163,7 +163,7 @@ def test_a_failing_model_is_one_message_with_the_unit(
     assert "reference 0: net:make on " in said
     assert "is another model than here (here -> there: weights " in said
     assert "Traceback" not in said
-    on_ray.stop()  # whose workers know this module
+    reused.stop()  # whose workers know this module
 
 
 def test_the_code_of_users_must_be_the_same_on_all_nodes(

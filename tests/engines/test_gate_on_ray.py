@@ -20,51 +20,44 @@ from tests.models.quantized_models import write_gguf
 from tests.plugin.conftest import Run, project as project, without as without
 from tests.plugin.test_lifecycle import snapshot
 
-#: The disk of this machine becomes that of a node, which lacks a file.
-GONE = """
-from pathlib import Path
-
+#: On the nodes the files have other names.
+ELSEWHERE = """
 from probe.engines.cluster import RayEngine
 
-inspect = RayEngine.inspect
-
-
-def look(engine, job):
-    Path("q8.gguf").unlink(missing_ok=True)
-    inspect(engine, job)
-
-
-RayEngine.inspect = look
+check_nodes = RayEngine.check_nodes
+RayEngine.check_nodes = lambda engine, paths: check_nodes(engine, {f"{path}.gz": "" for path in paths})
 """
 
 
 @pytest.fixture
-def on_cluster(shared: Shared, project: Run) -> Run:
+def on_cluster(on_ray: RayEngine, project: Run) -> Run:
     """`project`, on the cluster of the tests; the workers of other tests make room."""
 
     def run(*arguments: str, **changed: Any) -> pytest.RunResult:
-        shared.nodes(2)
-        return project("--probe-engine", "ray", "--probe-ray-address", shared.cluster.address, *arguments, **changed)
+        on_ray.stop()
+        return project("--probe-engine", "ray", "--probe-ray-address", on_ray.address, *arguments, **changed)
 
     return run
 
 
-def test_an_update_on_ray_is_that_of_this_process_and_a_failure_is_explained_as_ever(
-    project: Run, on_cluster: Run, pytester: pytest.Pytester, shared: Shared
-) -> None:
-    """With a mode of the project's, which nodes import; the failure is beside xdist."""
+def test_an_update_on_ray_is_that_of_this_process(project: Run, reused: RayEngine, pytester: pytest.Pytester) -> None:
+    """With a mode of the project's, which nodes import."""
     assert project("--update-baselines").ret == 0
     here = snapshot(pytester.path / "baselines")
     for file in here:
         (pytester.path / "baselines" / file).unlink()
-    on_cluster("--update-baselines").assert_outcomes(passed=8)
+    updated = project("--update-baselines", "--probe-engine", "ray")
+    updated.assert_outcomes(passed=8)
     assert snapshot(pytester.path / "baselines") == here
-    on_cluster().assert_outcomes(passed=8)
+
+
+def test_a_failure_beside_xdist_is_explained_as_ever(project: Run, on_cluster: Run, on_ray: RayEngine) -> None:
+    assert project("--update-baselines").ret == 0
     beside = on_cluster(workers=2, fault="scale")
     beside.assert_outcomes(passed=4, failed=2)  # and two more in the same recipes
     beside.stdout.fnmatch_lines_random(
         [
-            f"probe: cases run on the Ray cluster at {shared.cluster.address}; workers: 2, threads of each: 1",
+            f"probe: cases run on the Ray cluster at {on_ray.address}; workers: 2, threads of each: 1",
             "*coarse-layer_1-cpu-fp8_e4m3 drifted from its baseline",
             "*injected.mse*worse",
             "*8 of 8 stored cases compared*",
@@ -133,15 +126,15 @@ def test_other_versions_on_a_node_are_told_before_any_test(on_cluster: Run, monk
     found.stderr.fnmatch_lines(["*probe: node * runs other versions: torch *, here 9.9.*"])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "code"), [(0, 2), (2, 1)], ids=["alone", "beside xdist"])
 def test_what_a_node_does_not_have_is_told_before_any_test(
-    workers: int, on_cluster: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    workers: int, code: int, on_cluster: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that is gone when the nodes look for it. Under xdist the workers find out, while they collect."""
-    monkeypatch.setattr(RayEngine, "inspect", RayEngine.inspect)  # so that it is put back
+    """A checkpoint, while tests are collected; errors of that have code 1 under xdist."""
+    monkeypatch.setattr(RayEngine, "check_nodes", RayEngine.check_nodes)  # so that it is put back
     write_gguf(pytester.path / "q8.gguf", Kind.Q8_0)
     asked = {"model": '"tiny-llama"', "modes": '["checkpoint:./q8.gguf"]', "workers": workers}
-    found = on_cluster(**asked, hooks=GONE)
-    assert found.ret == pytest.ExitCode.INTERRUPTED
-    found.stdout.fnmatch_lines([f"*probe: node * has no {pytester.path}/q8.gguf. Put it on a disk that all nodes *"])
-    found.assert_outcomes(errors=1)
+    found = on_cluster(**asked, hooks=ELSEWHERE)
+    assert found.ret == code
+    found.stdout.fnmatch_lines([f"*probe: node * has no {pytester.path}/q8.gguf.gz. Put it on a disk that all nodes *"])
+    assert set(found.parseoutcomes()) == {"errors"}
