@@ -37,6 +37,7 @@ from probe.engines.work import (
     Workshop,
     silent,
 )
+from probe.files.atomic import make_folder
 from probe.words import first_few, format_bytes, require_positive
 
 #: The part of the cluster's object store that kept results may take; larger ones go to the shared folder, if any.
@@ -231,7 +232,10 @@ class RayEngine(Engine):
             return
         nodes = [node for node in self.nodes() if node["NodeID"] not in avoided and _memory(node) >= job.memory]
         self._start(
-            [node for node in nodes if self._inspection.is_fit(node, job.paths)], most, memory=job.memory, gpus=job.gpus
+            [node for node in nodes if self._inspection.is_fit(node, self._paths(job))],
+            most,
+            memory=job.memory,
+            gpus=job.gpus,
         )
 
     def _start(self, nodes: Sequence[dict[str, Any]], most: int, *, memory: int, gpus: int) -> None:
@@ -271,13 +275,17 @@ class RayEngine(Engine):
 
     def inspect(self, job: Job[Any, Any]) -> None:
         """Refuse a cluster whose nodes are not fit for a job, or too small; see `Engine.inspect`."""
-        self.check_nodes(job.paths)
+        self.check_nodes(self._paths(job))
         room = max((_memory(node) for node in self.nodes() if self._slots(node)), default=0)
         if room < job.memory:
             raise ValueError(
                 f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "
                 f"{format_bytes(room)}. Use larger nodes or a smaller model."
             )
+
+    def _paths(self, job: Job[Any, Any]) -> Mapping[str, str]:
+        """What every node must find: the files of the job, and the folder of this run in the shared one."""
+        return job.paths if self._shared is None else {**job.paths, str(self._shared): ""}
 
     def _check_connection(self, address: str | None) -> None:
         """Refuse another cluster than the one that this process is connected to already."""
@@ -305,7 +313,9 @@ def _shared_folder(shared: Path) -> Path:
     """A new folder of this run in the one that all nodes see."""
     if not shared.is_dir():
         raise ValueError(f"the shared folder {shared} does not exist. Name one that every node sees.")
-    return Path(os.path.abspath(shared)) / f"probe-{uuid4().hex[:12]}"
+    made = Path(os.path.abspath(shared)) / f"probe-{uuid4().hex[:12]}"
+    make_folder(made)
+    return made
 
 
 def _handle_termination(handler: Any) -> None:

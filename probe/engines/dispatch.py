@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 TICK = 1.0
 #: Seconds without any worker, after all were lost, until a run gives up.
 ABANDONED = 60.0
-GOES_ON = "What is done is kept: the same command goes on from there."
 #: Answers that may wait for their turn, for each worker.
 WAITING = 4
 #: Units that a worker has at a time: the one that it runs, and the next, so that it does not wait for this process.
@@ -142,6 +141,10 @@ class Dispatch:
         running = len({id(task.worker) for task in self._running.values()})
         self._progress(self._done, len(self._units), f"{running} in flight{more}{waiting}")
 
+    @property
+    def _keeps_what_is_done(self) -> str:
+        return "" if self._journal is None else " What is done is kept: the same command goes on from there."
+
     # ---------------------------------------------------------------------------------------------- handing out
 
     def _hand_out(self) -> None:
@@ -249,6 +252,12 @@ class Dispatch:
         kept = self._units[task.index].needs
         assert kept is not None
         self._tries[task.index] += 1
+        if self._tries[task.index] > RETRIES:
+            lost = (
+                f"{kept.unit.name}, which it needs, was lost {self._tries[task.index]} times, each time with its node"
+            )
+            self._answer(task, ([], UnitFailedError(f"{lost} or with the shared folder.{self._keeps_what_is_done}")))
+            return
         if kept.number not in self._waiting:
             self._waiting[kept.number] = []
             self._repairs.append(kept)
@@ -278,15 +287,12 @@ class Dispatch:
             self._again.append(task.index)
 
     def _try_again(self, task: _Task) -> None:
-        if task.repaired is not None:
-            self._put_back(task)
-            return
-        self._tries[task.index] += 1
-        if self._tries[task.index] > RETRIES:
-            died = f"its worker died {self._tries[task.index]} times, last on {task.worker.host}, {PERHAPS}"
+        known = task.index if task.repaired is None else -task.repaired.number  # numbers begin at 1
+        self._tries[known] += 1
+        if self._tries[known] > RETRIES:
+            died = f"its worker died {self._tries[known]} times, last on {task.worker.host}, {PERHAPS}"
             died += ". What Ray says of it: ray status, and /tmp/ray/session_latest/logs there"
-            died += "" if self._journal is None else f". {GOES_ON}"
-            self._answer(task, ([], UnitFailedError(died)))
+            self._answer(task, ([], UnitFailedError(f"{died}.{self._keeps_what_is_done}")))
         else:
             self._put_back(task)
 
@@ -302,8 +308,7 @@ class Dispatch:
     def _check_abandoned(self) -> None:
         if time.monotonic() - self._idle_since > ABANDONED:
             raise UnitFailedError(
-                f"no node is left to run {self._units[self._turn].name}: all workers died."
-                + ("" if self._journal is None else f" {GOES_ON}")
+                f"no node is left to run {self._units[self._turn].name}: all workers died.{self._keeps_what_is_done}"
             )
         time.sleep(TICK)
 

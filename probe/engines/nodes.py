@@ -7,7 +7,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from probe.engines.remote import Paths, look
-from probe.engines.work import FOLDER, USUAL, installed, reason_of
+from probe.engines.work import FOLDER, OPTIONAL, USUAL, installed, reason_of
 from probe.words import first_few
 
 #: A node as Ray describes it.
@@ -92,7 +92,8 @@ class Inspection:
 
 def _check_answer(host: str, answer: dict[str, Any]) -> None:
     there, here = answer["installed"], installed()
-    other = [f"{name} {there.get(name)}, here {here[name]}" for name in here if there.get(name) != here[name]]
+    asked = [name for name in here if name in there or name not in OPTIONAL]  # a mode without its package says so
+    other = [f"{name} {there.get(name)}, here {here[name]}" for name in asked if there.get(name) != here[name]]
     if other:
         where = ""
         if there.get("probe") != here["probe"] and answer["folder"] != FOLDER:

@@ -36,6 +36,8 @@ USUAL = (ValueError, TypeError, OSError, MemoryError)
 FOLDER = str(Path(__file__).parents[1])
 #: The packages whose versions the numbers depend on: they must be the same wherever units run.
 PACKAGES = ("torch", "numpy", "numba", "transformers", "safetensors")
+#: Packages that some modes call: theirs must be the same where they are installed.
+OPTIONAL = ("torchao", "compressed-tensors", "optimum-quanto", "gguf", "accelerate")
 
 
 def silent(done: int, total: int, what: str) -> None:
@@ -246,11 +248,12 @@ class Workshop:
 
 @cache
 def installed() -> dict[str, str]:
-    """The versions of what computes: Python, the packages, and a digest of the sources of this one."""
+    """The versions of what computes: Python, packages, also optional ones, and a digest of the sources of this one."""
     found = hashlib.sha256()
     for file in sorted(Path(FOLDER).rglob("*.py")):
         found.update(str(file.relative_to(FOLDER)).encode() + b"\0" + file.read_bytes() + b"\0")
-    versions = {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
+    there = [name for name in OPTIONAL if next(metadata.Distribution.discover(name=name), None)]
+    versions = {name: metadata.version(name).partition("+")[0] for name in (*PACKAGES, *there)}
     return {"probe": f"{VERSION} ({found.hexdigest()[:12]})", "python": platform.python_version(), **versions}
 
 

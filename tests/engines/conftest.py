@@ -14,7 +14,7 @@ from probe.engines.connection import load_ray
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address of this machine in its network
 NODE = {"node_ip_address": LOOPBACK, "object_store_memory": 100 * 2**20}
 SYSTEM = {
-    # that a node is gone is known after a second or two; by default Ray takes half a minute, and 10 s for what lay there
+    # that a node is gone is known after a second or two; by default Ray takes 30 s, and 10 s for the objects there
     **{"health_check_period_ms": 300, "health_check_timeout_ms": 500, "health_check_failure_threshold": 3},
     "object_manager_pull_timeout_ms": 500,
     # processes of tasks stay, as on nodes with more CPUs: a new one takes a second

@@ -50,6 +50,15 @@ class Sums(Job[list[int], Any]):
             if not Path(value).exists():
                 Path(value).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "die again":  # every time but for the first
+            if Path(value).exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            Path(value).touch()
+            return 1
+        elif what == "threads":
+            import torch
+
+            return torch.get_num_threads()
         elif what == "mark":  # value is a file: one more byte for every run
             with Path(value).open("ab") as file:
                 file.write(b".")

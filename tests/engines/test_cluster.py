@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,17 @@ def test_another_probe_on_a_node_is_named_by_its_folder(on_ray: RayEngine, monke
         on_ray.inspect(Sums("other folder", needed=((os.getcwd(), ""),)))
 
 
+@pytest.mark.parametrize(("package", "is_refused"), [("torchao", True), ("a package that nobody has", False)])
+def test_another_version_of_an_optional_package_is_refused_where_a_node_has_one(
+    package: str, is_refused: bool, on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = {**work.installed(), package: "9.9"}
+    monkeypatch.setattr(nodes, "installed", lambda: here)
+    monkeypatch.setattr(nodes, "OPTIONAL", (package,))
+    with pytest.raises(ValueError, match=r"torchao [\d.]+, here 9.9") if is_refused else nullcontext():
+        on_ray.inspect(Sums(package, needed=((str(tmp_path), ""),)))
+
+
 def test_another_source_of_the_same_version_is_another_version() -> None:
     assert re.fullmatch(r"[\d.]+ \([0-9a-f]{12}\)", work.installed()["probe"])
 
@@ -156,6 +168,48 @@ def test_more_cpus_than_a_node_has_are_refused(on_ray: RayEngine) -> None:
 def test_a_shared_folder_that_is_not_there_is_refused(on_ray: RayEngine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the shared folder .* does not exist"):
         RayEngine(shared=tmp_path / "nowhere")
+
+
+def test_a_shared_folder_that_a_node_does_not_see_is_refused(on_ray: RayEngine, tmp_path: Path) -> None:
+    with RayEngine(shared=tmp_path) as engine:
+        (folder,) = tmp_path.iterdir()
+        folder.rmdir()  # as on a node
+        with pytest.raises(ValueError, match=rf"node .* has no {folder}\. Put it on a disk that all nodes share"):
+            list(engine.run(Sums("unseen"), units(("plain", 1))))
+
+
+def test_what_is_lost_again_and_again_fails_the_unit_that_needs_it(
+    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the shared folder that no worker finds, as where every node has a folder of that name for itself."""
+    store = RayEngine.store
+    monkeypatch.setattr(
+        RayEngine, "store", lambda engine, job, kept, answer: store(engine, job, kept, (None, "/nowhere", answer[2]))
+    )
+    job = Sums("lost")
+    (kept,) = on_ray.keep(job, [Unit("kept", ("zeros", 10))])
+    with pytest.raises(UnitFailedError, match=r"^length: kept, which it needs, was lost 3 times"):
+        list(on_ray.run(job, [Unit("length", ("length", 0), kept)]))
+
+
+def test_what_kills_its_worker_when_it_is_made_again_fails(
+    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RayEngine.store
+    monkeypatch.setattr(
+        RayEngine, "store", lambda engine, job, kept, answer: store(engine, job, kept, (None, "/nowhere", answer[2]))
+    )
+    job = Sums("deadly")
+    (kept,) = on_ray.keep(job, [Unit("kept", ("die again", str(tmp_path / "made")))])
+    with pytest.raises(UnitFailedError, match=r"^kept: its worker died 3 times"):
+        list(on_ray.run(job, [Unit("length", ("length", 0), kept)]))
+
+
+def test_a_connection_to_another_cluster_is_not_used(on_ray: RayEngine) -> None:
+    with pytest.raises(
+        ValueError, match=rf"connected to the Ray cluster at {on_ray.address}, and the one at 10\.0\.0\.1:1"
+    ):
+        RayEngine("10.0.0.1:1")
 
 
 def test_workers_that_were_started_early_are_used_unless_the_job_needs_more(on_ray: RayEngine) -> None:

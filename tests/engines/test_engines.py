@@ -1,5 +1,6 @@
 """What every engine promises: order, what is emitted, what is kept, errors by name, retries."""
 
+import os
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from probe.engines import Engine, Unit, UnitFailedError
 from probe.engines.cluster import RayEngine
 from probe.engines.local import LocalEngine
+from probe.engines.work import own_cpus
 from tests.engines.conftest import Shared
 from tests.engines.jobs import Sums, import_tabnanny
 
@@ -155,6 +157,14 @@ def test_workers_import_ahead_of_their_units_what_is_there(other: Engine) -> Non
     works = [("wait", 0.3), ("wait", 0.3), ("imported", "tabnanny"), ("imported", "tabnanny")]
     assert list(other.run(Sums("ahead"), units(*works))) == [0.3, 0.3, True, True]
     end_workers()
+
+
+def test_workers_of_this_machine_divide_the_cpus_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with LocalEngine(2) as made:
+        assert list(made.run(Sums("threads"), units(("threads", 0)))) == [max(1, own_cpus() // 2)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
+    assert own_cpus() == 3
 
 
 @pytest.mark.parametrize("jobs", [0, -1])
