@@ -242,6 +242,11 @@ def _check_sides(side: Side, reference: Side, wanted: Sequence[str] | None) -> l
                 f"the {what} differs: {own} in {here.folder}, {other} in {there.folder}. Only recordings of one "
                 "model on the same tokens can be compared: record both on the same input."
             )
+    if other := b.other_configuration(a.configuration):
+        raise ValueError(
+            f"the configuration of the model differs ({there.folder} -> {here.folder}: {other}). Only recordings of "
+            "one model can be compared: record both with the same configuration."
+        )
     chosen, expected = pick_labels(side, wanted), pick_labels(reference, wanted)
     for label in sorted(set(chosen) ^ set(expected), key=natural_key):
         has, lacks = (side, reference) if label in chosen else (reference, side)

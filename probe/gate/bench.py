@@ -176,6 +176,7 @@ class Bench(Matrix):
                 reference,
                 model_fingerprint=self.loaded.fingerprint,
                 data_fingerprint=input_fingerprint(self.inputs.batches),
+                configuration=configuration_of(self.loaded.model),
                 declared=float_layers(self.loaded.model, find_mode(recipe.mode), reference.modules),
                 bytes_per_token=self.bytes_per_token,
             )

@@ -1,6 +1,7 @@
 """Observations of a recording that was made elsewhere: propagated figures only."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ def observe_recording(
     *,
     model_fingerprint: str,
     data_fingerprint: str,
+    configuration: Mapping[str, str] = MappingProxyType({}),
     declared: Collection[str] = (),
     bytes_per_token: float | None = 1.0,
 ) -> dict[str, Observation]:
@@ -30,6 +32,11 @@ def observe_recording(
     of other shapes is a RecordingError: there is nothing to compare. `declared` are the layers that stay float.
     """
     _check_same(recording, reference, model_fingerprint, data_fingerprint)
+    if other := recording.manifest.other_configuration(configuration):
+        raise RecordingError(
+            f"{recording.folder} was recorded of a model with another configuration ({other}): they cannot be "
+            "compared. Record this model, or take the configuration of the recording."
+        )
     key = str(recipe)
     _check_include(recording, recipe)
     has = ", ".join(recording.layers(key)) if key in recording.recipes else ", ".join(recording.recipes)

@@ -152,7 +152,8 @@ def configuration_of(model: nn.Module) -> dict[str, str]:
     """The configuration of a model of transformers, key by key, without versions and names; empty of other models."""
     read = getattr(getattr(model, "config", None), "to_diff_dict", None)
     stated: dict[str, Any] = read() if callable(read) else {}
-    return {key: str(value) for key, value in stated.items() if key not in NO_SETTINGS and not key.startswith("_")}
+    shown = {key: str(value) for key, value in stated.items() if key not in NO_SETTINGS and not key.startswith("_")}
+    return {key: text if text and text.isprintable() else repr(text) for key, text in shown.items()}
 
 
 def _finish(name: str, model: nn.Module, tokenizer: Tokenizer, notes: tuple[str, ...]) -> Loaded:

@@ -1,6 +1,7 @@
 """The manifest of a recording: a JSON file that states what ran. A manifest from elsewhere is checked key by key.
 
     {
+     "configuration": {"layer_norm_epsilon": "1e-05"},  the model's settings but for its defaults; {} if it is not known
      "device": "cuda NVIDIA L4",
      "files": {"mode_2_1-fp8_e4m3.safetensors": {"bytes": 4194816, "sha256": "9f86d0..."}},   all but the manifest
      "fingerprint": "be9b3c8fb9a0b5a1",                 of the float weights; null where it is not known
@@ -40,7 +41,7 @@ The first axis of every tensor is the samples; the second axis of the logits is 
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -49,8 +50,9 @@ from typing import Literal, cast
 from probe.files import atomic, defects
 from probe.files.checked_json import Node, document, repeated
 from probe.files.defects import DefectError
+from probe.running.environment import differences
 from probe.running.weights import Weights
-from probe.words import LOGITS, OUTPUT
+from probe.words import LOGITS, OUTPUT, first_few, single_line
 
 VERSION = 1
 Layout = Literal["safetensors", "npy", "npz", "pt"]
@@ -173,6 +175,12 @@ class Manifest:
     layout: Layout = "safetensors"
     files: dict[str, StoredFile] = field(default_factory=dict)
     unfinished: UnfinishedWork | None = None
+    configuration: dict[str, str] = field(default_factory=dict)
+
+    def other_configuration(self, configuration: Mapping[str, str]) -> str:
+        """How the model is set up otherwise, as `layer_norm_epsilon 1e-05 -> 0.001`; empty where one is not known."""
+        other = differences(self.configuration, configuration) if configuration else []
+        return first_few([single_line(one, most=120) for one in other])
 
 
 def manifest_to_json(manifest: Manifest) -> bytes:
@@ -182,7 +190,10 @@ def manifest_to_json(manifest: Manifest) -> bytes:
 
 def manifest_from_json(data: bytes) -> Manifest:
     """The inverse of manifest_to_json; anything wrong is a DefectError with its key."""
-    facts = document(data, version=VERSION).members("version", *(field.name for field in fields(Manifest)))
+    whole = document(data, version=VERSION)
+    if whole.value and isinstance(whole.value, dict):  # older recordings have none
+        whole = Node(whole.key, {"configuration": {}, **whole.value})
+    facts = whole.members("version", *(field.name for field in fields(Manifest)))
     work = partial(Node.as_dataclass, cls=UnfinishedWork, asked=_texts, missing=_list)
     unfinished = facts["unfinished"].or_null(work)
     files = {name: _file(name, node) for name, node in facts["files"].members(empty=True).items()}
@@ -201,6 +212,7 @@ def manifest_from_json(data: bytes) -> Manifest:
         cast(Layout, facts["layout"].one_of(LAYOUTS)),
         files,
         unfinished,
+        _texts(facts["configuration"]),
     )
 
 

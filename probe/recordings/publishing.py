@@ -110,6 +110,7 @@ def shared_facts(manifest: Manifest, layout: Layout) -> dict[str, str]:
         "device": manifest.device,
         "layout": layout,
         **comparable(manifest.versions),
+        **{f"config.{key}": value for key, value in manifest.configuration.items()},
     }
 
 
@@ -121,7 +122,8 @@ def existing_recording(
         return None
     existing = read_recording(folder, verify=False)
     there = existing.manifest
-    if other := differences(shared_facts(there, there.layout), shared_facts(begun, layout)):
+    known = there if there.configuration else replace(there, configuration=begun.configuration)
+    if other := differences(shared_facts(known, there.layout), shared_facts(begun, layout)):
         only_layout = there.layout != layout and len(other) == 1
         same = f"Record in that layout (--layout {there.layout}), or give" if only_layout else "Give"
         raise RecordingError(
@@ -343,6 +345,8 @@ def _build(export: Export, layout: Layout) -> Manifest:
     new = {recipe: replace(recorded, tensors=tensors[recipe]) for recipe, recorded in export.recipes.items()}
     recipes = {**export.staying, **new}
     manifest = replace(export.source.manifest, recipes=recipes, layout=layout, files={}, unfinished=None)
+    if export.staying and export.kept and not export.kept.manifest.configuration:
+        manifest = replace(manifest, configuration={})  # that of the older recipes is not known
     built = Recording(folder, manifest)
     figures: AllFigures = {}
     for recipe, _, name, tensor in export.tensors():

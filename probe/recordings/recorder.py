@@ -18,7 +18,6 @@ import torch
 
 from probe.data.calls import Batch, input_fingerprint
 from probe.engines import Engine, Unit
-from probe.engines.identity import identity_of
 from probe.engines.local import LocalEngine
 from probe.engines.work import Progress as UnitProgress, silent
 from probe.files.atomic import write
@@ -247,7 +246,8 @@ def _record(request: RecordRequest, progress: Progress, engine: Engine, units: U
     keys = tuple(map(str, recipes))
     tokens, weights = tokens_of(batches, request.source), model.loaded.fingerprint
     tokens = tokens if tokens.kind == "token ids" else replace(tokens, source=inputs.about)
-    begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment())
+    configuration = configuration_of(model.loaded.model)
+    begun = Manifest(model.loaded.name, weights, device, tokens, {}, environment(), configuration=configuration)
     asked = publishing.shared_facts(begun, layout) | _resume_facts(request, model, batches, recipes, calibration)
     if publishing.was_finished(folder, asked) and not request.overwrite:
         progress.line(f"{folder} was complete before the interruption")
@@ -277,9 +277,7 @@ def _resume_facts(
     """The facts, beside the shared ones, that must be the same to continue an interrupted recording."""
     modes = (find_mode(mode) for mode in dict.fromkeys(recipe.mode for recipe in recipes))
     declared = [mode for mode in modes if mode.keep_float]
-    configuration = configuration_of(model.loaded.model)
     return {
-        "configuration": identity_of(configuration) if configuration else "none",
         "recipes": " ".join(map(str, recipes)),
         "layers": " ".join(map(str, request.chosen_layers)),
         "taps": " ".join(request.chosen_taps) or "none",

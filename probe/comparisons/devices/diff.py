@@ -260,4 +260,6 @@ def _notes(pair: Pair, reference: Side | None) -> tuple[str, ...]:
             f"the weights differ: fingerprint {first.fingerprint} on A, {second.fingerprint} on B "
             "(of another dtype, or of another model)"
         )
+    if other := first.other_configuration(second.configuration):
+        notes.append(f"the configuration of the model differs (A -> B): {other}")
     return tuple(notes)
