@@ -98,8 +98,8 @@ def test_the_page_names_what_exists() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of probe/ that a test can change."""
-    shutil.copytree(ROOT / "probe", tmp_path / "probe", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of probe/ that a test can change, with the machine code of its kernels, which takes long to make."""
+    shutil.copytree(ROOT / "probe", tmp_path / "probe", ignore=shutil.ignore_patterns("*.pyc"))
     return tmp_path
 
 

@@ -6,8 +6,6 @@ clients: whoever can reach it can run code on it.
 
 import os
 import shutil
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from probe.engines.connection import connect, load_ray
+from probe.engines.connection import Connection, load_ray
 from probe.engines.dispatch import Dispatch, Worker
 from probe.engines.journal import Journal
 from probe.engines.nodes import Inspection, cpus_of, host_of, on_node
@@ -76,7 +74,7 @@ class RayEngine(Engine):
         require_positive("the CPUs of a worker", cpus)
         self.ray = load_ray()
         self.pool: list[Worker] = []
-        self._address, self._cpus, self._part = address, cpus, part
+        self._cpus, self._part = cpus, part
         self._shared = None if shared is None else _shared_folder(shared)
         self._numbers = count(1)
         self._jobs: dict[str, Any] = {}  # by key: the job in the object store
@@ -85,15 +83,11 @@ class RayEngine(Engine):
         self._kept: dict[int, tuple[Job[Any, Any], Unit, Stored]] = {}
         self._journals: list[Journal] = []
         self._workshop = Workshop()
-        self._is_own = not self.ray.is_initialized()
-        self._on_termination = signal.getsignal(signal.SIGTERM)
-        if not self._is_own:
-            self._check_connection(address)
-        else:
-            connect(self.ray, address)
-            # Ray's own handler prints where its code was. As Ctrl-C, a signal to end lets the cluster end in order.
-            is_plain = self._on_termination is signal.SIG_DFL
-            _handle_termination(signal.default_int_handler if is_plain else self._on_termination)
+        try:
+            self._connection = Connection(self.ray, address)
+        except BaseException:
+            self._delete_shared()
+            raise
         self.workers = self._own_slots().total()
         # the same on all nodes, of whatever size: sums on more threads are added in another order
         self._threads = cpus or min((cpus_of(node) for node in self.nodes() if self._slots(node)), default=1)
@@ -108,14 +102,12 @@ class RayEngine(Engine):
     @property
     def about(self) -> str:
         """The cluster and its workers."""
-        where = f"the Ray cluster at {self.address}" if self._address else "a Ray cluster of this machine"
-        return f"{where}; workers: {self.workers}, threads of each: {self._threads}"
+        return f"{self._connection}; workers: {self.workers}, threads of each: {self._threads}"
 
     @property
     def address(self) -> str:
         """Where other processes reach the cluster."""
-        found: str = self.ray.get_runtime_context().gcs_address
-        return found
+        return self._connection.address
 
     def prepare(self, setup: Setup) -> None:
         """Start workers and inspect their nodes; see `Engine.prepare`."""
@@ -188,11 +180,12 @@ class RayEngine(Engine):
         self.stop()
         self._kept.clear()
         self._jobs.clear()
+        self._delete_shared()
+        self._connection.close()
+
+    def _delete_shared(self) -> None:
         if self._shared is not None:
             shutil.rmtree(self._shared, ignore_errors=True)
-        if self._is_own:
-            self.ray.shutdown()
-            _handle_termination(self._on_termination)
 
     # -------------------------------------------------------------------------------------- for the dispatch of units
 
@@ -287,15 +280,6 @@ class RayEngine(Engine):
         """What every node must find: the files of the job, and the folder of this run in the shared one."""
         return job.paths if self._shared is None else {**job.paths, str(self._shared): ""}
 
-    def _check_connection(self, address: str | None) -> None:
-        """Refuse another cluster than the one that this process is connected to already."""
-        can_differ = address not in (None, "auto", self.address) and not str(address).startswith("ray://")
-        if can_differ:
-            raise ValueError(
-                f"this process is connected to the Ray cluster at {self.address}, and the one at {address} was asked "
-                "for. Leave the address out, or call ray.shutdown() first."
-            )
-
     def _slots(self, node: dict[str, Any]) -> int:
         """How many workers a node has room for."""
         return cpus_of(node) // self._cpus if self._cpus else min(1, cpus_of(node))
@@ -316,12 +300,6 @@ def _shared_folder(shared: Path) -> Path:
     made = Path(os.path.abspath(shared)) / f"probe-{uuid4().hex[:12]}"
     make_folder(made)
     return made
-
-
-def _handle_termination(handler: Any) -> None:
-    """Set what SIGTERM does; only the main thread can."""
-    if threading.current_thread() is threading.main_thread() and handler is not None:
-        signal.signal(signal.SIGTERM, handler)
 
 
 def _memory(node: dict[str, Any]) -> int:

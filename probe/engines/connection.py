@@ -1,14 +1,16 @@
 """The connection to a Ray cluster: one that is there, or a new one of this machine; and why there is none."""
 
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
-from typing import IO
+from typing import IO, Any
 
 from probe.engines.work import own_cpus, reason_of
 
@@ -38,7 +40,50 @@ def load_ray() -> ModuleType:
     return ray
 
 
-def connect(ray: ModuleType, address: str | None) -> None:
+class Connection:
+    """The connection of this process: the one that it has, or a new one, which `close` ends.
+
+    While there is a new one, a signal to end is taken as Ctrl-C, so that the cluster ends in order: the handler of Ray
+    prints where its code was.
+    """
+
+    def __init__(self, ray: ModuleType, address: str | None) -> None:
+        self._ray, self._named = ray, address
+        self._is_own = not ray.is_initialized()
+        self._on_termination = signal.getsignal(signal.SIGTERM)
+        if self._is_own:
+            _connect(ray, address)
+            is_plain = self._on_termination is signal.SIG_DFL
+            _handle_termination(signal.default_int_handler if is_plain else self._on_termination)
+        elif address not in (None, "auto", self.address) and not str(address).startswith("ray://"):
+            raise ValueError(
+                f"this process is connected to the Ray cluster at {self.address}, and the one at {address} was asked "
+                "for. Leave the address out, or call ray.shutdown() first."
+            )
+
+    @property
+    def address(self) -> str:
+        """Where other processes reach the cluster."""
+        found: str = self._ray.get_runtime_context().gcs_address
+        return found
+
+    def __str__(self) -> str:
+        return f"the Ray cluster at {self.address}" if self._named else "a Ray cluster of this machine"
+
+    def close(self) -> None:
+        """Leave the cluster; one that was started here ends."""
+        if self._is_own:
+            self._ray.shutdown()
+            _handle_termination(self._on_termination)
+
+
+def _handle_termination(handler: Any) -> None:
+    """Set what SIGTERM does; only the main thread can."""
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _connect(ray: ModuleType, address: str | None) -> None:
     """Connect this process; without an address, to a cluster that is started on this machine."""
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     # what Ray says of lost nodes goes to stdout, whatever it was told; results are there, and the progress says as much

@@ -252,7 +252,7 @@ def installed() -> dict[str, str]:
     found = hashlib.sha256()
     for file in sorted(Path(FOLDER).rglob("*.py")):
         found.update(str(file.relative_to(FOLDER)).encode() + b"\0" + file.read_bytes() + b"\0")
-    there = [name for name in OPTIONAL if next(metadata.Distribution.discover(name=name), None)]
+    there = [name for name in OPTIONAL if any(metadata.distributions(name=name))]
     versions = {name: metadata.version(name).partition("+")[0] for name in (*PACKAGES, *there)}
     return {"probe": f"{VERSION} ({found.hexdigest()[:12]})", "python": platform.python_version(), **versions}
 

@@ -170,6 +170,12 @@ def test_a_shared_folder_that_is_not_there_is_refused(on_ray: RayEngine, tmp_pat
         RayEngine(shared=tmp_path / "nowhere")
 
 
+def test_nothing_is_left_in_a_shared_folder_when_there_is_no_cluster(tmp_path: Path, on_ray: RayEngine) -> None:
+    with pytest.raises(ValueError, match="was asked for"):
+        RayEngine("10.0.0.1:1", shared=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_shared_folder_that_a_node_does_not_see_is_refused(on_ray: RayEngine, tmp_path: Path) -> None:
     with RayEngine(shared=tmp_path) as engine:
         (folder,) = tmp_path.iterdir()
