@@ -5,6 +5,7 @@ clients: whoever can reach it can run code on it.
 """
 
 import os
+import pickle
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,6 +117,15 @@ class RayEngine(Engine):
         self._start([node for node in nodes if _memory(node) >= EARLY_BYTES], self.workers, memory=EARLY_BYTES, gpus=0)
         self._inspection.begin(nodes)  # after the workers, which take longer: a small node starts one process at a time
 
+    def settle(self, job: Job[Any, Any], name: str, value: Any) -> Any:
+        """What the journal has of the run before, see `Engine.settle`."""
+        journal, unit = self._journal(job), Unit(name, None)
+        if journal is None:
+            return value
+        if unit not in journal:
+            journal.add(unit, pickle.dumps(value))
+        return pickle.loads(journal.read(unit))
+
     def run(
         self,
         job: Job[State, Result],
@@ -128,11 +138,7 @@ class RayEngine(Engine):
     ) -> Iterator[Any]:
         """The results of the units, in order; see `Engine.run`. `state` is of this process, so it is of no use here."""
         self.inspect(job)
-        journal = None
-        if job.is_journaled:  # sums on more threads are other results
-            journal = Journal(f"{job.key}-{self._threads}")
-            self._journals.append(journal)
-            self.resumes = True
+        journal = self._journal(job)
         for index, (items, answer) in Dispatch(self, job, units, progress=progress, journal=journal):
             if isinstance(answer, UnitFailedError):
                 answer = UnitFailedError(f"{units[index].name}: {answer}")
@@ -275,6 +281,15 @@ class RayEngine(Engine):
                 f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "
                 f"{format_bytes(room)}. Use larger nodes or a smaller model."
             )
+
+    def _journal(self, job: Job[Any, Any]) -> Journal | None:
+        """That of a job, if it has one."""
+        if not job.is_journaled:
+            return None
+        journal = Journal(f"{job.key}-{self._threads}")  # sums on more threads are other results
+        self._journals.append(journal)
+        self.resumes = True
+        return journal
 
     def _paths(self, job: Job[Any, Any]) -> Mapping[str, str]:
         """What every node must find: the files of the job, and the folder of this run in the shared one."""

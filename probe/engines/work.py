@@ -158,6 +158,13 @@ class Engine(ABC):
         """Refuse a job before any work if workers run other versions, or lack its files or memory for it."""
         return
 
+    def settle(self, job: Job[Any, Any], name: str, value: Any) -> Any:
+        """What was settled under this name by the run that this one goes on from; without one, `value`.
+
+        For what divides the work into units but depends on the workers: the other units would be unknown.
+        """
+        return value
+
     @abstractmethod
     def run(
         self,

@@ -184,7 +184,7 @@ class _Runs:
         """Batch by batch; in so many parts that every worker has some, where there are several."""
         bench, engine = self.bench, self.engine
         pairs = [(batch, name) for batch in range(len(bench.batches)) for name in bench.sides]
-        parts = 1 if engine.is_here else -(-PARTS * engine.workers // len(pairs))
+        parts = 1 if engine.is_here else engine.settle(self.job, "parts", -(-PARTS * engine.workers // len(pairs)))
         found = []
         for batch, name in pairs:
             count = min(parts, len(bench.sides[name].groups(bench.batches[batch], bench.units)))

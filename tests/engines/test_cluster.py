@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from probe.engines import Kept, Unit, UnitFailedError, connection, dispatch, nod
 from probe.engines.cluster import RayEngine
 from probe.engines.journal import KEPT_FOR, Journal
 from probe.files.paths import content_digest, user_cache
-from tests.engines.conftest import Shared, add_node, wait_until
+from tests.engines.conftest import LOOPBACK, Shared, add_node, wait_until
 from tests.engines.jobs import Sums, import_tabnanny
 from tests.engines.test_engines import units
 
@@ -85,6 +86,45 @@ def test_an_address_where_nobody_ever_answers_is_given_up(monkeypatch: pytest.Mo
         port = deaf.getsockname()[1]
         with pytest.raises(ValueError, match=f"nobody answers at 127.0.0.1:{port}"):
             RayEngine(f"127.0.0.1:{port}")
+
+
+@pytest.fixture
+def client_server(shared: Shared) -> Iterator[str]:
+    """What takes clients at ray://HOST:PORT, as on the head of a cluster that `ray start` started."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+    address = ["--address", shared.cluster.address, "--host", LOOPBACK, "--port", str(port)]
+    command = [sys.executable, "-m", "ray.util.client.server", "--mode", "specific-server", *address]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        yield f"ray://{LOOPBACK}:{port}"
+        running.kill()
+
+
+@pytest.mark.parametrize("is_client", [False, True], ids=["auto", "ray://"])
+def test_a_cluster_that_is_there_is_used_and_left_as_it_was(
+    is_client: bool, shared: Shared, client_server: str, caches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At ray:// through Ray's client: this process is no driver on a node then."""
+    monkeypatch.setenv("RAY_ADDRESS", shared.nodes(2).address)  # what auto takes
+    shared.leave()
+    wait_until(lambda: is_reachable(client_server))
+    with RayEngine(client_server if is_client else "auto") as engine:
+        assert engine.workers == 2
+        job = Sums("there")
+        (kept,) = engine.keep(job, [Unit("kept", ("plain", [4]))])
+        works = [*units(("wait", 0.3), ("die once", str(tmp_path / "died"))), Unit("plus", ("plus", 3), kept)]
+        assert list(engine.run(job, works)) == [0.3, str(tmp_path / "died"), 7]
+        assert int(engine.fetch(job, kept)[0]) == 4
+        with pytest.raises(UnitFailedError, match=r"^unit 0: there is no tensor"):
+            list(engine.run(job, units(("fail", "tensor"))))
+    assert not ray.is_initialized()
+    assert len(shared.nodes(2).worker_nodes) == 2
+
+
+def is_reachable(address: str) -> bool:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    with socket.socket() as one:
+        return one.connect_ex((host, int(port))) == 0
 
 
 def test_another_version_on_a_node_is_refused_before_any_work(

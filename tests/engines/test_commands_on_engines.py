@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from probe.commands import main
-from probe.engines import Job
+from probe.engines import Job, Unit
 from probe.engines.cluster import RayEngine
 from probe.engines.identity import identity_of
+from probe.engines.journal import Journal
 from probe.engines.local import LocalEngine
 from probe.files.paths import content_digest
 from probe.models.factories import loaded_code
@@ -88,6 +90,30 @@ def test_sensitivity(run: Run, ray_only: dict[str, list[str]]) -> None:
     here = run(*asked)
     for engine, options in ray_only.items():
         assert run(*asked, *options) == here, engine
+
+
+def test_sensitivity_that_was_interrupted_goes_on_with_fewer_workers(
+    run: Run, reused: RayEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The number of workers divides the work; on the one that is left the parts of two must be known."""
+    asked = ["sensitivity", "--mode", "2-1", "--format", "int8", *SMALL, "--seqlen", "128", "--json", "-"]
+    asked += ["--engine", "ray"]
+    whole, add, parts = run(*asked), Journal.add, list[str]()
+
+    def interrupt(journal: Journal, unit: Unit, answer: bytes) -> None:
+        add(journal, unit, answer)
+        parts.extend([unit.name] if unit.name.startswith("batch") else [])
+        if len(parts) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", interrupt)
+        run(*asked, code=130)
+    monkeypatch.setattr(reused, "workers", 1)
+    assert main(asked) == 0
+    found = capsys.readouterr()
+    assert f"{len(parts)} known from the run before" in found.err
+    assert found.out == whole
 
 
 def test_record(run: Run, elsewhere: dict[str, list[str]]) -> None:

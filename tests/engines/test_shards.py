@@ -1,10 +1,11 @@
 """Shards merge in their order: any cut, pickled on the way, gives the figures of the whole up to the order of sums."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import reduce
 from itertools import pairwise
+from typing import TypeVar
 
 import pytest
 import torch
@@ -21,12 +22,25 @@ from probe.running.recipes import Recipe
 from probe.running.weights import Weights
 
 BATCHES = 12
+Part = TypeVar("Part", Measuring, Comparison, Collected)
 SHARDS = st.lists(st.integers(1, BATCHES - 1), max_size=5, unique=True).map(sorted)
+#: Which two neighbours are merged first, which next, and so on.
+BRACKETS = st.lists(st.integers(0, BATCHES), min_size=5, max_size=5)
 
 
 def cut(places: list[int]) -> list[range]:
     ends = [0, *places, BATCHES]
     return [range(first, last) for first, last in pairwise(ends)]
+
+
+def bracketed(parts: Iterable[Part], brackets: list[int]) -> Part:
+    """The parts in their order, but merged two neighbours at a time, whichever they are."""
+    left = list(parts)
+    for place in brackets[: len(left) - 1]:
+        first = place % (len(left) - 1)
+        left[first].merge(left.pop(first + 1))
+    (whole,) = left
+    return whole
 
 
 def sides(batch: int, kind: OutputKind) -> tuple[Tensor, Tensor]:
@@ -61,11 +75,11 @@ def check_same(found: Mapping[str, object], whole: Mapping[str, object]) -> None
 
 
 @pytest.mark.parametrize("kind", OUTPUT_KINDS.values(), ids=str)
-@given(places=SHARDS)
-def test_measured_shards_are_the_whole(kind: OutputKind, places: list[int]) -> None:
+@given(places=SHARDS, brackets=BRACKETS)
+def test_measured_shards_are_the_whole(kind: OutputKind, places: list[int], brackets: list[int]) -> None:
     whole = flat(measured(range(BATCHES), kind).measured())
     parts = [pickle.loads(pickle.dumps(measured(part, kind))) for part in cut(places)]
-    check_same(flat(reduce(Measuring.merge, parts).measured()), whole)
+    check_same(flat(bracketed(parts, brackets).measured()), whole)
 
 
 @pytest.mark.parametrize("kind", OUTPUT_KINDS.values(), ids=str)
@@ -74,9 +88,11 @@ def test_shards_of_a_batch_each_are_the_whole_to_the_bit(kind: OutputKind) -> No
     assert flat(reduce(Measuring.merge, parts).measured()) == flat(measured(range(BATCHES), kind).measured())
 
 
-@given(places=SHARDS)
+@given(places=SHARDS, brackets=BRACKETS)
 @pytest.mark.parametrize("keep", [0, 500, 960, 10**6])
-def test_parts_that_know_the_length_of_the_stream_are_the_whole_to_the_bit(keep: int, places: list[int]) -> None:
+def test_parts_that_know_the_length_of_the_stream_are_the_whole_to_the_bit(
+    keep: int, places: list[int], brackets: list[int]
+) -> None:
     """960 values in all: those that cannot be kept in the end are counted before they are sent."""
     values = OUTPUT_KINDS["values"]
 
@@ -92,7 +108,7 @@ def test_parts_that_know_the_length_of_the_stream_are_the_whole_to_the_bit(keep:
     sent = [pickle.dumps(part) for part in parts]
     assert all(part.metrics().percentiles_exact == (keep >= 960) for part in parts)
     assert max(map(len, sent)) < 20_000  # not half a million buckets
-    merged, expected = reduce(Comparison.merge, map(pickle.loads, sent)).metrics(), whole.metrics()
+    merged, expected = bracketed(map(pickle.loads, sent), brackets).metrics(), whole.metrics()
     assert merged.percentiles_exact == (keep >= 960)
     assert [merged.p50, merged.p90, merged.p99] == [expected.p50, expected.p90, expected.p99]
     check_same(merged.as_dict(), expected.as_dict())
@@ -118,11 +134,10 @@ def collected(batches: range) -> Collected:
     return found
 
 
-@given(places=SHARDS)
-def test_collected_shards_are_the_whole(places: list[int]) -> None:
-    whole, found = collected(range(BATCHES)), Collected()
-    for part in cut(places):
-        found.merge(pickle.loads(pickle.dumps(collected(part))))
+@given(places=SHARDS, brackets=BRACKETS)
+def test_collected_shards_are_the_whole(places: list[int], brackets: list[int]) -> None:
+    whole = collected(range(BATCHES))
+    found = bracketed((pickle.loads(pickle.dumps(collected(part))) for part in cut(places)), brackets)
     mine, all_of_it = (one.statistics["m", "output"] for one in (found, whole))
     check_same(mine.figures(), all_of_it.figures())
     for table in ("buckets", "row_buckets", "block_buckets", "depths", "median_depths"):
