@@ -122,9 +122,10 @@ class RayEngine(Engine):
         journal, unit = self._journal(job), Unit(name, None)
         if journal is None:
             return value
-        if unit not in journal:
-            journal.add(unit, pickle.dumps(value))
-        return pickle.loads(journal.read(unit))
+        if (stored := journal.read(unit)) is not None:
+            return pickle.loads(stored)
+        journal.add(unit, pickle.dumps(value))
+        return value
 
     def run(
         self,

@@ -93,7 +93,8 @@ class Dispatch:
         self._engine, self._job, self._units, self._progress = engine, job, units, progress
         self._journal, self._keeps, self._ray = journal, keeps, engine.ray
         self._place, self._orders = Place.here(), count()
-        self._todo = deque(i for i, unit in enumerate(units) if journal is None or unit not in journal)
+        self._kept = set[int]() if journal is None else {i for i, unit in enumerate(units) if unit in journal}
+        self._todo = deque(i for i in range(len(units)) if i not in self._kept)
         self._again: deque[int] = deque()
         self._running: dict[Any, _Task] = {}
         self._answers: dict[int, Any] = {}
@@ -102,7 +103,7 @@ class Dispatch:
         self._repairs: deque[Kept] = deque()
         self._pings: dict[Any, str] = {}
         self._idle_since = time.monotonic()
-        self._done = self._known = len(units) - len(self._todo)
+        self._done = self._known = len(self._kept)
         self._turn = 0
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
@@ -125,14 +126,18 @@ class Dispatch:
     def _take_turn(self) -> Any:
         """The answer whose turn it is, if it is there."""
         index = self._turn
-        if index in self._answers:
-            self._turn += 1
-            return _opened(self._answers.pop(index))
-        unit = self._units[index]
-        if self._journal is not None and unit in self._journal:
-            self._turn += 1
-            return _opened(self._journal.read(unit))
-        return None
+        if self._journal is not None and index in self._kept:
+            self._kept.discard(index)
+            answer = self._journal.read(self._units[index])
+            if answer is None:
+                self._todo.appendleft(index)
+                self._done -= 1
+            else:
+                self._answers[index] = answer
+        if index not in self._answers:
+            return None
+        self._turn += 1
+        return _opened(self._answers.pop(index))
 
     def _report(self) -> None:
         more = f", {self._tries.total()} tried again" if self._tries else ""
@@ -242,10 +247,9 @@ class Dispatch:
             self._again.extend(self._waiting.pop(kept.number))
             return
         self._done += 1
+        self._answers[task.index] = answer
         if self._journal is not None and isinstance(answer, bytes):
-            self._journal.add(self._units[task.index], answer)  # and read when its turn comes
-        else:
-            self._answers[task.index] = answer
+            self._journal.add(self._units[task.index], answer)
 
     def _repair(self, task: _Task) -> None:
         """What the unit needs was lost: make it again, and then the unit."""
@@ -314,7 +318,7 @@ class Dispatch:
 
 
 def _opened(answer: Any) -> Any:
-    """An answer of a worker comes pickled, and waits so, in memory or in the journal."""
+    """An answer of a worker comes pickled, and waits so."""
     return pickle.loads(answer) if isinstance(answer, bytes) else answer
 
 

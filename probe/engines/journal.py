@@ -8,6 +8,7 @@ that only this user can have written, and only the same version of this package 
 import os
 import shutil
 import time
+from contextlib import suppress
 
 from probe.engines.work import Unit
 from probe.files.atomic import make_folder, write
@@ -38,13 +39,17 @@ class Journal:
     def __contains__(self, unit: Unit) -> bool:
         return (self.folder / unit.key).exists()
 
-    def read(self, unit: Unit) -> bytes:
-        """The answer of a finished unit."""
-        return (self.folder / unit.key).read_bytes()
+    def read(self, unit: Unit) -> bytes | None:
+        """The answer of a finished unit; None if it is gone: the same command, run beside this one, has ended well."""
+        try:
+            return (self.folder / unit.key).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def add(self, unit: Unit, answer: bytes) -> None:
         """Keep the answer of a unit, whole or not at all."""
-        write(self.folder / unit.key, answer)
+        with suppress(FileNotFoundError):  # the folder is gone
+            write(self.folder / unit.key, answer)
 
     def delete(self) -> None:
         """The run has ended well."""

@@ -333,6 +333,21 @@ def test_a_second_run_continues_after_a_failure_and_forgets_when_it_is_done(on_r
     assert len(files[0].read_bytes()) == 2
 
 
+def test_what_the_same_command_beside_this_one_deletes_is_computed_again(on_ray: RayEngine, tmp_path: Path) -> None:
+    """When it has ended well, it deletes the journal of both."""
+    job, files = Sums("beside", journaled=True), [tmp_path / f"{n}" for n in range(20)]
+    works = [("mark", str(file)) for file in files]
+    with pytest.raises(UnitFailedError):
+        list(on_ray.run(job, units(*works[:3], ("fail", "end"))))
+    found = on_ray.run(job, units(*works))
+    first = next(found)
+    (journal,) = (user_cache() / "runs").iterdir()
+    shutil.rmtree(journal)
+    assert [first, *found] == [str(file) for file in files]
+    assert [len(file.read_bytes()) for file in files] == [1, 2, 2] + [1] * 17
+    on_ray.finish()
+
+
 def test_a_full_object_store_is_one_message(on_ray: RayEngine) -> None:
     """As the disk is full too, Ray can put nothing there."""
     with pytest.raises(UnitFailedError, match="the object store of the cluster is full"):
