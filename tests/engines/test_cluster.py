@@ -333,6 +333,19 @@ def test_a_second_run_continues_after_a_failure_and_forgets_when_it_is_done(on_r
     assert len(files[0].read_bytes()) == 2
 
 
+def test_what_was_computed_on_another_number_of_threads_is_not_continued(
+    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sums are added in another order."""
+    job, mark = Sums("threads", journaled=True), ("mark", str(tmp_path / "ran"))
+    for threads, runs in ((1, 1), (1, 1), (2, 2), (1, 2)):
+        monkeypatch.setattr(on_ray, "_threads", threads)
+        with pytest.raises(UnitFailedError):
+            list(on_ray.run(job, units(mark, ("fail", "end"))))
+        assert len((tmp_path / "ran").read_bytes()) == runs
+    on_ray.finish()
+
+
 def test_what_the_same_command_beside_this_one_deletes_is_computed_again(on_ray: RayEngine, tmp_path: Path) -> None:
     """When it has ended well, it deletes the journal of both."""
     job, files = Sums("beside", journaled=True), [tmp_path / f"{n}" for n in range(20)]
