@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from probe.commands.output import echo
 from probe.formats import PERCENTILE
 from probe.models.factories import check_function
 from probe.words import INCLUDABLE
@@ -95,6 +96,7 @@ def make_engine(options: argparse.Namespace) -> "Engine":
     shared = None if options.ray_shared is None else Path(options.ray_shared)
     engine = RayEngine(options.ray_address, cpus=options.ray_cpus, shared=shared)
     options.made = engine
+    echo(f"[engine] {engine.about}", error=True)
     return engine
 
 

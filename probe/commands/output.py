@@ -133,8 +133,6 @@ class Progress:
 
     def units(self, engine: "Engine") -> "Callable[[int, int, str], object]":
         """What an engine tells of its units: shown where they run elsewhere, else the lines of the tool say it."""
-        if engine.about:
-            self.line(f"[engine] {engine.about}")
         return (lambda done, total, text: None) if engine.is_here else self.update
 
 

@@ -312,7 +312,8 @@ class RayEngine(Engine):
 def _shared_folder(shared: Path) -> Path:
     """A new folder of this run in the one that all nodes see."""
     if not shared.is_dir():
-        raise ValueError(f"the shared folder {shared} does not exist. Name one that every node sees.")
+        wrong = "is not a folder" if shared.exists() else "does not exist"
+        raise ValueError(f"the shared folder {shared} {wrong}. Name one that every node sees.")
     made = Path(os.path.abspath(shared)) / f"probe-{uuid4().hex[:12]}"
     make_folder(made)
     return made

@@ -1,6 +1,7 @@
 """The connection to a Ray cluster: one that is there, or a new one of this machine; and why there is none."""
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
@@ -20,7 +22,9 @@ REACHABLE = 5.0
 LOOPBACK = "127.0.0.2"
 #: What Ray prints, or raises, where the token of a cluster is missing or wrong. Of itself it sends the user's token to
 #: a cluster that it finds on this machine, but to no address.
-UNAUTHENTICATED = ("InvalidAuthToken", "Unauthenticated", "AuthenticationError")
+UNAUTHENTICATED = ("InvalidAuthToken", "Unauthenticated", "AuthenticationError", "authentication token")
+#: Variables that name a token; without them Ray takes the one of the user's file.
+TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN = (
     "To send it: export RAY_AUTH_MODE=token; the token is that of ~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or "
     "RAY_AUTH_TOKEN, and must be the one of the machine where the cluster was started"
@@ -30,6 +34,7 @@ TOKEN = (
 def load_ray() -> ModuleType:
     """Ray, or a message that says how to install it."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning with every actor without a GPU
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a cluster is started where the one in use was lost
     try:
         import ray
     except ImportError as problem:
@@ -90,6 +95,7 @@ def _connect(ray: ModuleType, address: str | None) -> None:
     vars(import_module("ray._private.worker"))["print_to_stdstream"] = lambda data, ignore_prefix: None
     if address is None:  # of this machine alone, and not to be reached from another
         own = {"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {}
+        _name_token()
         ray.init(address="local", num_cpus=own_cpus(), include_dashboard=False, **own, **quiet)
         return
     if address != "auto":
@@ -97,7 +103,7 @@ def _connect(ray: ModuleType, address: str | None) -> None:
     with _printed() as printed:
         try:
             ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as problem:
+        except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as problem:
             with suppress(Exception):
                 ray.shutdown()
             printed.seek(0)
@@ -106,11 +112,19 @@ def _connect(ray: ModuleType, address: str | None) -> None:
 
 def _no_connection(address: str, reason: str, printed: str) -> str:
     if any(word in reason + printed for word in UNAUTHENTICATED):
-        return f"the Ray cluster at {address} asks for its token, and got none or another. {TOKEN}."
+        return f"the Ray cluster at {address!r} asks for its token, and got none or another. {TOKEN}."
     start = "Start one with: ray start --head; or leave the address out, and one is started on this machine."
+    if address != "auto":
+        start += " HOST:PORT has the port of the cluster, usually 6379, ray://HOST:PORT that of its clients, 10001."
     if address.startswith("ray://"):  # Ray says no more than that nobody answered in time
         start += f" If there is one, perhaps it asks for its token. {TOKEN}."
-    return f"there is no Ray cluster to be used at {address!r}: {reason[:300]}. {start}"
+    return f"there is no Ray cluster to be used at {address!r}: {reason[:300].rstrip('.')}. {start}"
+
+
+def _name_token() -> None:
+    """A token for the cluster of this machine. Ray would write one to the user's file, which other clusters refuse."""
+    if not any(name in os.environ for name in TOKEN_VARIABLES) and not Path.home().joinpath(".ray/auth_token").exists():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 @contextmanager
@@ -130,11 +144,11 @@ def _printed() -> Iterator[IO[str]]:
 def _check_reachable(address: str) -> None:
     """Refuse an address that nobody answers at: Ray itself would try for a minute, and then end the process."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or "/" in host or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"the address of the cluster is {address!r}. Expected auto, HOST:PORT, or ray://HOST:PORT.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE).close()
-    except (OSError, OverflowError) as problem:
+    except OSError as problem:
         raise ValueError(
             f"nobody answers at {address}: {reason_of(problem)}. Look for the address with: ray status; or leave it "
             "out, and a cluster is started on this machine."

@@ -28,6 +28,12 @@ from probe.engines.work import (
 if TYPE_CHECKING:
     from probe.engines.cluster import RayEngine
 
+#: What Ray says of a worker that was never there, and a reason of which it says nothing.
+NEVER_RAN = "The actor never ran"
+REFUSED = (
+    "If this machine has a token (~/.ray/auth_token) and the cluster asks for none, Ray refuses it: export "
+    "RAY_AUTH_MODE=disabled"
+)
 #: Seconds between two looks at what is going on while nothing is finished.
 TICK = 1.0
 #: Seconds without any worker, after all were lost, until a run gives up.
@@ -119,6 +125,9 @@ class Dispatch:
                 elif self._turn < len(self._units) and not self._engine.pool:
                     self._check_abandoned()
             whole = True
+        except ConnectionError as problem:  # that of ray://
+            lost = f"the connection to the Ray cluster was lost: {reason_of(problem).rstrip('.')}"
+            raise UnitFailedError(f"{lost}.{self._keeps_what_is_done}") from None
         finally:
             if not whole:
                 self._engine.stop()
@@ -226,10 +235,10 @@ class Dispatch:
             answer = self._ray.get(reference)
         except errors.RayTaskError as problem:
             self._answer(task, ([], _failure(errors, problem)))
-        except errors.ObjectLostError:  # the answer was lost with its node
-            self._try_again(task)
-        except errors.RayError:
-            self._lost(task)
+        except errors.ObjectLostError as problem:  # the answer was lost with its node
+            self._try_again(task, problem)
+        except errors.RayError as problem:
+            self._lost(task, problem)
         else:
             if isinstance(answer, str) and answer == LOST:
                 self._repair(task)
@@ -267,7 +276,7 @@ class Dispatch:
             self._repairs.append(kept)
         self._waiting[kept.number].append(task.index)
 
-    def _lost(self, task: _Task) -> None:
+    def _lost(self, task: _Task, problem: Exception) -> None:
         """A worker died. Its node gets another one once it answers: it may be gone too."""
         worker = task.worker
         if worker in self._engine.pool:
@@ -281,7 +290,7 @@ class Dispatch:
         if min(beside, default=task.order) < task.order:  # this one had perhaps not begun either
             self._put_back(task)
         else:
-            self._try_again(task)
+            self._try_again(task, problem)
 
     def _put_back(self, task: _Task) -> None:
         """What a dead worker had besides, to be tried before all others."""
@@ -290,11 +299,13 @@ class Dispatch:
         else:
             self._again.append(task.index)
 
-    def _try_again(self, task: _Task) -> None:
+    def _try_again(self, task: _Task, problem: Exception) -> None:
         known = task.index if task.repaired is None else -task.repaired.number  # numbers begin at 1
         self._tries[known] += 1
         if self._tries[known] > RETRIES:
             died = f"its worker died {self._tries[known]} times, last on {task.worker.host}, {PERHAPS}"
+            if NEVER_RAN in str(problem):
+                died = f"its worker could not be started on {task.worker.host}. {REFUSED}"
             died += ". What Ray says of it: ray status, and /tmp/ray/session_latest/logs there"
             self._answer(task, ([], UnitFailedError(f"{died}.{self._keeps_what_is_done}")))
         else:

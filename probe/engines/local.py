@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -12,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -42,6 +43,8 @@ from probe.files.atomic import write
 from probe.words import require_positive
 
 Item = TypeVar("Item")
+#: Worker processes for each CPU that nobody has a use for more of.
+MOST = 8
 
 
 class LocalEngine(Engine):
@@ -53,6 +56,11 @@ class LocalEngine(Engine):
 
     def __init__(self, jobs: int = 1) -> None:
         require_positive("jobs", jobs)
+        if jobs > (most := MOST * own_cpus()):
+            raise ValueError(
+                f"jobs is {jobs}, and this process may use {own_cpus()} CPUs. Give {most} or less: more workers "
+                "take memory and are no faster."
+            )
         self.workers, self.is_here = jobs, jobs == 1
         self._numbers = count(1)
         self._folder: Path | None = None
@@ -68,8 +76,8 @@ class LocalEngine(Engine):
     def prepare(self, setup: Setup) -> None:
         """Start the worker processes; see `Engine.prepare`."""
         self._setup = setup
-        for _ in range(0 if self.is_here else self.workers):
-            self._call(_started)  # a process is started for each
+        for _ in range(0 if self.is_here else min(self.workers, own_cpus())):
+            self._call(_started)  # a process is started for each; others when there are units for them
 
     def run(
         self,
@@ -260,12 +268,20 @@ _workshop = Workshop()
 
 
 def _begin(place: Place, threads: int, setup: Setup | None) -> None:
-    """Set up a worker process."""
+    """Set up a worker process, which ends with the one that started it, however that ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     place.enter()
     asked = os.environ.get("OMP_NUM_THREADS", "")
     use_threads(min(threads, int(asked)) if asked.isdecimal() else threads)
     if setup is not None:
         set_up(setup)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _started() -> None:

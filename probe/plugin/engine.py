@@ -55,8 +55,8 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine 
         there = engine.workers
         engine.close()
         raise ValueError(
-            f"-n {count} is more than the {there} workers that the cluster has room for. Give -n {there} or less, none "
-            "at all, or --probe-ray-cpus 1 for more workers on a node."
+            f"-n {count} is more than the workers that the cluster has room for ({there}). Give -n {there} or less, "
+            "none at all, or --probe-ray-cpus 1 for more workers on a node."
         )
     if worker is None:
         try:

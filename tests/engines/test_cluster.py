@@ -40,7 +40,9 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.Monkey
         ("127.0.0.1:1", r"nobody answers at 127.0.0.1:1: .*refused.* Look for the address with: ray status"),
         ("ray://127.0.0.1:1", "nobody answers at ray://127.0.0.1:1"),
         ("somewhere", r"the address of the cluster is 'somewhere'. Expected auto, HOST:PORT, or ray://HOST:PORT"),
-        ("auto", "there is no Ray cluster to be used at 'auto'"),
+        ("http://127.0.0.1:8265", "the address of the cluster is 'http://127.0.0.1:8265'. Expected auto"),
+        ("127.0.0.1:99999", "the address of the cluster is '127.0.0.1:99999'. Expected auto"),
+        ("auto", "there is no Ray cluster to be used at 'auto': Could not find any running Ray instance. Start one"),
     ],
 )
 def test_a_cluster_that_is_not_there_is_one_message(
@@ -76,6 +78,68 @@ def test_a_cluster_that_asks_for_a_token_is_told_as_such(
         with pytest.raises(ValueError, match=r"asks for its token.*To send it: export RAY_AUTH_MODE=token"):
             RayEngine(address.format(server.getsockname()[1]))
         assert capfd.readouterr().err == ""
+
+
+def test_a_token_that_this_machine_lacks_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def init(**options: Any) -> None:
+        raise ray.exceptions.AuthenticationError(
+            "Token authentication is enabled but no authentication token was found"
+        )
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ValueError, match=r"the Ray cluster at 'auto' asks for its token, and got none or another"):
+        RayEngine("auto")
+
+
+@pytest.mark.parametrize("named", [None, *connection.TOKEN_VARIABLES, "file"])
+def test_a_cluster_of_this_machine_has_a_token_of_its_own_where_the_user_has_none(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would write one for the user, and then refuse a cluster that asks for none."""
+    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path), **({named: "x"} if named and named != "file" else {})})
+    if named == "file":
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").touch()
+    given: list[str | None] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def init(**options: Any) -> None:
+        given.append(os.environ.get("RAY_AUTH_TOKEN"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(KeyboardInterrupt):
+        RayEngine()
+    assert (len(given[0] or "") == 64) == (named is None)
+
+
+def test_a_connection_that_is_lost_is_one_message(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*arguments: Any) -> None:
+        raise ConnectionError("Failed to reconnect within the grace period.")
+
+    monkeypatch.setattr(on_ray, "fill", fill)
+    with pytest.raises(
+        UnitFailedError, match=r"^the connection to the Ray cluster was lost: Failed .* period\. What is done is kept"
+    ):
+        list(on_ray.run(Sums("connection", journaled=True), units(("plain", 1))))
+    on_ray.finish()
+
+
+def test_a_worker_that_ray_refuses_to_start_is_told_as_such(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where this machine has a token and the cluster asks for none: nothing died for want of memory."""
+    died = ray.exceptions.RayError("The actor never ran - it was cancelled before it started running.")
+    wait = dispatch.Dispatch._finish
+
+    def finish(self: dispatch.Dispatch, reference: Any, task: Any) -> None:
+        wait(self, reference, task) if task.index else self._lost(task, died)
+
+    monkeypatch.setattr(dispatch.Dispatch, "_finish", finish)
+    with pytest.raises(
+        UnitFailedError, match=r"^unit 0: its worker could not be started on .*export RAY_AUTH_MODE=disabled"
+    ):
+        list(on_ray.run(Sums("refused"), units(("plain", 1))))
 
 
 def test_an_address_where_nobody_ever_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +272,9 @@ def test_more_cpus_than_a_node_has_are_refused(on_ray: RayEngine) -> None:
 def test_a_shared_folder_that_is_not_there_is_refused(on_ray: RayEngine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the shared folder .* does not exist"):
         RayEngine(shared=tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"the shared folder .*/file is not a folder"):
+        RayEngine(shared=tmp_path / "file")
 
 
 def test_nothing_is_left_in_a_shared_folder_when_there_is_no_cluster(tmp_path: Path, on_ray: RayEngine) -> None:

@@ -1,18 +1,21 @@
 """What every engine promises: order, what is emitted, what is kept, errors by name, retries."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from probe.engines import Engine, Unit, UnitFailedError
 from probe.engines.cluster import RayEngine
 from probe.engines.local import LocalEngine
 from probe.engines.work import own_cpus
-from tests.engines.conftest import Shared
+from tests.engines.conftest import Shared, wait_until
 from tests.engines.jobs import Sums, import_tabnanny
 
 ENGINES = ("here", "processes", "ray")
@@ -165,6 +168,29 @@ def test_workers_of_this_machine_divide_the_cpus_that_it_may_use(monkeypatch: py
         assert list(made.run(Sums("threads"), units(("threads", 0)))) == [max(1, own_cpus() // 2)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
     assert own_cpus() == 3
+
+
+def test_more_workers_than_the_cpus_have_use_for_are_refused() -> None:
+    most = 8 * own_cpus()
+    assert LocalEngine(most).workers == most
+    with pytest.raises(ValueError, match=rf"jobs is 1000, and this process may use \d+ CPUs. Give {most} or less"):
+        LocalEngine(1000)
+
+
+def test_worker_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    """However it ends: by SIGKILL."""
+    code = (
+        "from probe.engines import Unit\nfrom probe.engines.local import LocalEngine\n"
+        "from tests.engines.jobs import Sums\n"
+        "print(*LocalEngine(2).run(Sums(), [Unit(f'{n}', ('wait', 60 * n)) for n in range(3)]))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as running:
+        started = psutil.Process(running.pid)
+        wait_until(lambda: len(started.children()) >= 2)
+        children = started.children()
+        time.sleep(0.5)
+        running.kill()
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in children))
 
 
 @pytest.mark.parametrize("jobs", [0, -1])
