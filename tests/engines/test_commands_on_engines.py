@@ -113,6 +113,7 @@ def test_sensitivity_that_was_interrupted_goes_on_with_fewer_workers(
     assert main(asked) == 0
     found = capsys.readouterr()
     assert f"{len(parts)} known from the run before" in found.err
+    assert f"[engine] {reused.about}" in found.err
     assert found.out == whole
 
 
