@@ -67,7 +67,8 @@ def timed(engine: str, samples: int) -> dict[str, Any]:
     words = engine.split()
     if words[0] == "here":
         torch.set_num_threads(int(words[1]))
-        seconds, found = errors(LocalEngine(), samples)
+        with LocalEngine() as local:
+            seconds, found = errors(local, samples)
     else:
         from probe.engines.cluster import RayEngine
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -141,12 +142,14 @@ class LocalEngine(Engine):
         if self._is_entered:
             gc.unfreeze()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._delete()
             self._folder = None
 
     def _file(self, number: int) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="probe-"))
+            # at the latest when the engine is gone: that of a library call is not closed
+            self._delete = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder / f"{number}"
 
     def _in_processes(

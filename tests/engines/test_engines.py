@@ -1,8 +1,10 @@
 """What every engine promises: order, what is emitted, what is kept, errors by name, retries."""
 
+import gc
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -168,6 +170,20 @@ def test_workers_of_this_machine_divide_the_cpus_that_it_may_use(monkeypatch: py
         assert list(made.run(Sums("threads"), units(("threads", 0)))) == [max(1, own_cpus() // 2)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
     assert own_cpus() == 3
+
+
+def test_what_is_kept_is_deleted_with_the_engine_closed_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = [Unit(f"{n}", ("zeros", 10)) for n in range(2)]
+    engine = LocalEngine()
+    engine.keep(Sums(), kept)
+    assert list(tmp_path.iterdir())
+    del engine
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    with LocalEngine() as closed:
+        closed.keep(Sums(), kept)
+    assert not list(tmp_path.iterdir())
 
 
 def test_more_workers_than_the_cpus_have_use_for_are_refused() -> None:
