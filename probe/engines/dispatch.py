@@ -99,8 +99,8 @@ class Dispatch:
         self._engine, self._job, self._units, self._progress = engine, job, units, progress
         self._journal, self._keeps, self._ray = journal, keeps, engine.ray
         self._place, self._orders = Place.here(), count()
-        self._kept = set[int]() if journal is None else {i for i, unit in enumerate(units) if unit in journal}
-        self._todo = deque(i for i in range(len(units)) if i not in self._kept)
+        self._on_disk = set[int]() if journal is None else {i for i, unit in enumerate(units) if unit in journal}
+        self._todo = deque(i for i in range(len(units)) if i not in self._on_disk)
         self._again: deque[int] = deque()
         self._running: dict[Any, _Task] = {}
         self._answers: dict[int, Any] = {}
@@ -109,7 +109,7 @@ class Dispatch:
         self._repairs: deque[Kept] = deque()
         self._pings: dict[Any, str] = {}
         self._idle_since = time.monotonic()
-        self._done = self._known = len(self._kept)
+        self._done = self._known = len(self._on_disk)
         self._turn = 0
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
@@ -135,8 +135,8 @@ class Dispatch:
     def _take_turn(self) -> Any:
         """The answer whose turn it is, if it is there."""
         index = self._turn
-        if self._journal is not None and index in self._kept:
-            self._kept.discard(index)
+        if self._journal is not None and index in self._on_disk:
+            self._on_disk.discard(index)
             answer = self._journal.read(self._units[index])
             if answer is None:
                 self._todo.appendleft(index)

@@ -44,7 +44,7 @@ from probe.files.atomic import write
 from probe.words import require_positive
 
 Item = TypeVar("Item")
-#: Worker processes for each CPU that nobody has a use for more of.
+#: The most worker processes for each CPU; more are no faster.
 MOST = 8
 
 

@@ -291,14 +291,16 @@ def test_a_shared_folder_that_a_node_does_not_see_is_refused(on_ray: RayEngine, 
             list(engine.run(Sums("unseen"), units(("plain", 1))))
 
 
-def test_what_is_lost_again_and_again_fails_the_unit_that_needs_it(
-    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file of the shared folder that no worker finds, as where every node has a folder of that name for itself."""
+@pytest.fixture
+def kept_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker finds the files of the shared folder, as where every node has a folder of that name for itself."""
     store = RayEngine.store
     monkeypatch.setattr(
         RayEngine, "store", lambda engine, job, kept, answer: store(engine, job, kept, (None, "/nowhere", answer[2]))
     )
+
+
+def test_what_is_lost_again_and_again_fails_the_unit_that_needs_it(on_ray: RayEngine, kept_nowhere: None) -> None:
     job = Sums("lost")
     (kept,) = on_ray.keep(job, [Unit("kept", ("zeros", 10))])
     with pytest.raises(UnitFailedError, match=r"^length: kept, which it needs, was lost 3 times"):
@@ -306,12 +308,8 @@ def test_what_is_lost_again_and_again_fails_the_unit_that_needs_it(
 
 
 def test_what_kills_its_worker_when_it_is_made_again_fails(
-    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_ray: RayEngine, kept_nowhere: None, tmp_path: Path
 ) -> None:
-    store = RayEngine.store
-    monkeypatch.setattr(
-        RayEngine, "store", lambda engine, job, kept, answer: store(engine, job, kept, (None, "/nowhere", answer[2]))
-    )
     job = Sums("deadly")
     (kept,) = on_ray.keep(job, [Unit("kept", ("die again", str(tmp_path / "made")))])
     with pytest.raises(UnitFailedError, match=r"^kept: its worker died 3 times"):
