@@ -42,7 +42,7 @@ COMMANDS = {
 def interrupted(arguments: list[str], at: str, folder: Path, send: Callable[[int, int], None] = os.kill) -> str:
     """What is on stderr from the line `at` on, at which the signal is sent. The command ends with its processes.
 
-    `probe scaling` tells its progress on stdout, all others on stderr.
+    Its work after that line must take seconds. `probe scaling` tells its progress on stdout, all others on stderr.
     """
     command = [sys.executable, "-m", "probe.commands", *arguments]
     running = subprocess.Popen(
@@ -56,7 +56,7 @@ def interrupted(arguments: list[str], at: str, folder: Path, send: Callable[[int
                 break
         else:
             pytest.fail(f"{command} ended without a line that begins with {at}")
-        time.sleep(0.3)
+        time.sleep(0.1)
         send(running.pid, signal.SIGINT)
         rest = running.communicate(timeout=60)[1]
         assert running.returncode == 130, rest
@@ -111,7 +111,7 @@ sys.exit(commands.main())
 
 
 def test_an_interrupted_recording_goes_on_with_the_same_command(folder: Path) -> None:
-    arguments = ["record", "--samples", "4", "--seqlen", "1024", "--modes", "fp32", "2-1", "--out", "r"]
+    arguments = ["record", "--samples", "64", "--seqlen", "1024", "--modes", "fp32", "2-1", "--out", "r"]
     arguments += ["--calib-data-num", "1", "--calib-seqlen", "16"]
     said = interrupted(arguments, "[2/2]", folder)
     assert said == "probe: interrupted; what is recorded is kept. The same command goes on from there.\n"
@@ -128,7 +128,8 @@ def test_an_interrupted_recording_goes_on_with_the_same_command(folder: Path) ->
 def test_an_interrupt_ends_the_workers_too_and_leaves_no_half_file(
     folder: Path, send: Callable[[int, int], None], at: str
 ) -> None:
-    arguments = ["scaling", *TENSORS, "--jobs", "2", "--elem-format", "fp8_e4m3", "int8", "--no-plots"]
+    formats = ["fp8_e4m3", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8"]
+    arguments = ["scaling", *TENSORS, "--jobs", "2", "--elem-format", *formats, "--no-plots"]
     rest = interrupted(arguments, at, folder, send)
     assert rest.startswith("probe: interrupted; the files of tensors that are done stay")
     assert rest.count("\n") == 1
