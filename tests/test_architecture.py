@@ -12,7 +12,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 #: Every package and top-level module of probe, from the bottom up. A row imports only from the rows above it: not from
 #: its own row, not from below. `probe/__init__.py` is the front door and only re-exports.
 LAYERS = (
-    ("version", "formats", "words"),
+    ("version", "formats", "words", "interrupts"),
     ("files", "settings"),
     ("numerics",),  # which keeps machine code on disk
     ("metrics", "engines"),
@@ -155,7 +155,10 @@ def test_a_read_is_not_a_write(code: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*(ROOT / f"{name}.py" for name in ("__init__", "formats", "words", "version")), *(ROOT / "commands").glob("*.py")],
+    [
+        *(ROOT / f"{name}.py" for name in ("__init__", "formats", "words", "version", "interrupts")),
+        *(ROOT / "commands").glob("*.py"),
+    ],
     ids=name_of,
 )
 def test_the_way_to_help_loads_nothing_heavy(path: Path) -> None:

@@ -8,12 +8,11 @@ Nothing heavy is imported before a command needs it.
 import argparse
 import atexit
 import gc
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 
 from probe.commands import analyze, check, compare, diff, formats, init, models, record, scaling, sensitivity
+from probe.interrupts import keep_interrupts
 from probe.version import VERSION
 from probe.words import printable
 
@@ -27,7 +26,7 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 on a user's mistake, 130 on Ctrl-C, both with one message."""
     if arguments is None:
-        _keep_interrupts()
+        keep_interrupts()
         atexit.register(gc.freeze)  # the process ends: to look for garbage in all of torch would take 0.8 s more
         if not sys.flags.safe_path and "" not in sys.path:
             sys.path.insert(0, "")  # the current folder, as under python -m: a model may be net:make with ./net.py
@@ -57,23 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _refused("the memory is not enough. Give fewer samples, layers or a smaller file; --debug shows where.")
-
-
-def _keep_interrupts() -> None:
-    """Send Ctrl-C again if it came while C code had called back, as numba's compiler does: Python drops it there."""
-    usual = sys.unraisablehook
-
-    def hook(problem: "sys.UnraisableHookArgs") -> None:
-        if problem.exc_type is not KeyboardInterrupt:
-            usual(problem)
-            return
-        main_thread = threading.main_thread().ident
-        again = threading.Timer(0.1, signal.pthread_kill, (main_thread, signal.SIGINT))
-        again.daemon = True
-        again.start()
-
-    if hasattr(signal, "pthread_kill"):
-        sys.unraisablehook = hook
 
 
 def _refused(problem: str) -> int:

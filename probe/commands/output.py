@@ -75,6 +75,7 @@ class Progress:
         self.lines: list[str] = []
         self._started = self._printed = 0.0
         self._first = 0
+        self._is_done = False
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -124,7 +125,8 @@ class Progress:
         if not total or not self._started:
             self._started, self._first = now, done  # what is known from an earlier run took no time
         finished = done >= total
-        if finished or now - self._printed >= LOG_INTERVAL:
+        told, self._is_done = self._is_done, finished and total > 0
+        if (finished and not told) or now - self._printed >= LOG_INTERVAL:
             self._printed = now
             made = done - self._first
             left = (now - self._started) * (total - done) / made if made else 0.0

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from probe.engines.work import own_cpus, reason_of
+from probe.interrupts import interrupt_later
 
 #: Seconds to wait for an answer of the cluster's address.
 REACHABLE = 5.0
@@ -57,7 +58,12 @@ class Connection:
         self._is_own = not ray.is_initialized()
         self._on_termination = signal.getsignal(signal.SIGTERM)
         if self._is_own:
-            _connect(ray, address)
+            try:
+                with interrupt_later():  # it would leave half a connection, with which Ray crashes
+                    _connect(ray, address)
+            except KeyboardInterrupt:
+                ray.shutdown()
+                raise
             is_plain = self._on_termination is signal.SIG_DFL
             _handle_termination(signal.default_int_handler if is_plain else self._on_termination)
         elif address not in (None, "auto", self.address) and not str(address).startswith("ray://"):

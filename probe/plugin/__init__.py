@@ -26,6 +26,7 @@ import pytest
 
 from probe.gate.accounting import Stage
 from probe.gate.configuration import AXES, has_settings, read_settings
+from probe.interrupts import keep_interrupts
 from probe.plugin.engine import add_options, open_engine, tell_worker
 from probe.plugin.selection import FIXTURES, LEFT_OUT, CaseFollower, plain_nodeid, request_of
 
@@ -208,10 +209,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """With an engine, the cases that will run are observed ahead of their tests; xdist decides late which those are.
 
     Where there are cases, what is loaded by now stays: collections of garbage that walk over it, and one at the end of
-    the process, take a tenth of the gate.
+    the process, take a tenth of the gate. Ctrl-C in a callback of C code would be a warning in some test.
     """
     ours = session.config.stash[SESSION]
     if ours.models:
+        keep_interrupts()  # until pytest puts back the hook of before
         gc.freeze()
         atexit.register(gc.freeze)
     if ours.engine is not None and not os.environ.get("PYTEST_XDIST_WORKER"):

@@ -22,12 +22,16 @@ def test_a_log_has_the_lines_the_first_update_one_every_5_s_and_the_last(
         for done in range(0, 101):
             progress.update(done, 100, f"unit {done}")
             now += LOG_INTERVAL / 40
+        progress.update(100, 100, "written")  # once is enough
+        progress.update(0, 4, "another run")
+        progress.update(4, 4, "done")
     assert capsys.readouterr().err.splitlines() == [
         "note: a",
         "calibration",
         "[ 40%] unit 40, 8 s left",
         "[ 80%] unit 80, 2 s left",
         "[100%] unit 100",
+        "[100%] done",
     ]
     assert progress.lines[0] == "note: a"
 

@@ -185,6 +185,25 @@ def test_a_cluster_that_is_there_is_used_and_left_as_it_was(
     assert len(shared.nodes(2).worker_nodes) == 2
 
 
+def test_an_interrupt_waits_until_ray_is_connected_and_ends_the_connection(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of its start, Ray would crash at the end of the process."""
+    address, init, connected = shared.cluster.address, ray.init, list[bool]()
+    shared.leave()
+
+    def interrupted(**options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        init(**options)
+        connected.append(ray.is_initialized())
+
+    monkeypatch.setattr(ray, "init", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RayEngine(address)
+    assert connected == [True]
+    assert not ray.is_initialized()
+
+
 def is_reachable(address: str) -> bool:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     with socket.socket() as one:
