@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 #: Exit statuses that a run with problems must not have.
 GREEN = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+#: Exit statuses of a run that did not reach its end, and why.
+ENDED_EARLY: dict[int, str] = {
+    pytest.ExitCode.INTERRUPTED: "interrupted",
+    pytest.ExitCode.INTERNAL_ERROR: "pytest had an internal error",
+}
 #: Options with which pytest shows something and is not asked to run tests.
 SHOWS_ONLY = ("collectonly", "showfixtures", "show_fixtures_per_test", "cacheshow")
 #: What pytest-html shows of a test that printed nothing.
@@ -213,10 +218,10 @@ def _counts(outcomes: list[Outcome]) -> list[str]:
 
 
 def _stopped(session: pytest.Session) -> str:
-    """Why the run ended before its end: -x, --maxfail, an interrupt; empty if it did not."""
-    interrupted = "interrupted" if session.exitstatus == pytest.ExitCode.INTERRUPTED else ""
+    """Why the run ended before its end: -x, --maxfail, an interrupt, a fault; empty if it did not."""
+    status = ENDED_EARLY.get(int(session.exitstatus), "")
     only_setup = next((option for name, option in SETUP_ONLY.items() if session.config.getoption(name, False)), "")
-    return str(session.shouldfail or session.shouldstop or interrupted or only_setup)
+    return str(session.shouldfail or session.shouldstop or status or only_setup)
 
 
 def _how_it_ended(report: pytest.TestReport) -> str:

@@ -99,6 +99,10 @@ def pytest_runtest_setup(item):
     if "layer_1" in item.nodeid:
         pytest.exit("that is enough", returncode=0)
 """
+RAISES = """
+def pytest_runtest_logstart(nodeid):
+    assert "layer_1" not in nodeid
+"""
 TWICE = """
 import pytest
 
@@ -290,6 +294,9 @@ CATALOGUE: dict[str, WrongPass] = {
     "conftest turns reports green": with_hooks(LIES, "* cases failed though their tests did not: *", fault="scale"),
     "conftest exits with 0": with_hooks(
         EXITS, "* not compared: the run ended early (that is enough)*", serial_only=True
+    ),
+    "conftest raises": with_hooks(
+        RAISES, "* not compared: the run ended early (pytest had an internal error)", exit_status=3, serial_only=True
     ),
     "conftest exits at the end": with_hooks(EXITS_AT_THE_END, NONE_OF_8 + "*does not exist", files=ELSEWHERE),
     "conftest sets the exit status": with_hooks(
