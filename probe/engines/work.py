@@ -150,6 +150,11 @@ class Engine(ABC):
         """Where units run, for people; empty for processes of this machine."""
         return ""
 
+    @property
+    def address(self) -> str:
+        """Where other processes reach the cluster; empty for processes of this machine."""
+        return ""
+
     def prepare(self, setup: Setup) -> None:
         """Start workers, which call `setup`, while this process does something else, such as loading a model."""
         return

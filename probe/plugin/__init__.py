@@ -26,7 +26,6 @@ import pytest
 
 from probe.gate.accounting import Stage
 from probe.gate.configuration import AXES, has_settings, read_settings
-from probe.interrupts import keep_interrupts
 from probe.plugin.engine import add_options, open_engine, tell_worker
 from probe.plugin.selection import FIXTURES, LEFT_OUT, CaseFollower, plain_nodeid, request_of
 
@@ -213,6 +212,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     ours = session.config.stash[SESSION]
     if ours.models:
+        from probe.interrupts import keep_interrupts
+
         keep_interrupts()  # until pytest puts back the hook of before
         gc.freeze()
         atexit.register(gc.freeze)

@@ -8,7 +8,6 @@ import pytest
 
 if TYPE_CHECKING:
     from probe.engines import Engine
-    from probe.engines.cluster import RayEngine
 
 #: Options, with the word for the value and the help of each.
 OPTIONS = {
@@ -74,5 +73,4 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine 
 def tell_worker(node: Any, engine: Engine | None) -> None:
     """Tell a worker of xdist where the cluster is."""
     if engine is not None:
-        held: RayEngine = engine  # type: ignore[assignment]
-        node.workerinput["probe_ray_address"] = node.config.getoption("--probe-ray-address") or held.address
+        node.workerinput["probe_ray_address"] = node.config.getoption("--probe-ray-address") or engine.address
