@@ -24,7 +24,7 @@ from probe.engines.work import Progress as UnitProgress, silent
 from probe.models.factories import check_function
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba_blocks import is_mamba
-from probe.models.offload import Room, place
+from probe.models.offload import Room, device_named, place
 from probe.models.outputs import real_tokens, target_tokens
 from probe.models.positions import position_notes
 from probe.running.inputs import input_batches, input_kind
@@ -175,7 +175,8 @@ def run(
         notes.append(placed.note)
         progress(f"note: {placed.note}")
     shared = SharedModel.of(settings.model.path, prepared.loaded, engine, **prepared.loading)
-    job = AnalysisJob(model=shared, settings=settings, batches=tuple(prepared.batches))
+    memory = replace(settings.memory, device=str(device_named(settings.memory.device)))  # auto: the same everywhere
+    job = AnalysisJob(model=shared, settings=replace(settings, memory=memory), batches=tuple(prepared.batches))
     weights = plan.measured("weight")
     works: list[Any] = [tuple(weights[first : first + WEIGHTS]) for first in range(0, len(weights), WEIGHTS)]
     works += range(len(prepared.batches)) if plan.hooked() else ()

@@ -63,8 +63,9 @@ def _analyze(options: argparse.Namespace) -> int:
     check_outputs(folders=[settings.visualization.save_dir])
     from probe.activations.job import AnalysisJob
     from probe.activations.run import prepare, run
+    from probe.engines.local import LocalEngine
 
-    with make_engine(options) as engine, Progress() as progress:
+    with LocalEngine() if options.dry_run else make_engine(options) as engine, Progress() as progress:
         if not options.dry_run:
             AnalysisJob.prepare(engine)
         prepared = prepare(settings, progress=progress.line, **model_arguments(options))

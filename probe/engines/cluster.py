@@ -7,9 +7,8 @@ clients: whoever can reach it can run code on it.
 import os
 import pickle
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -17,15 +16,13 @@ from typing import Any
 from uuid import uuid4
 
 from probe.engines.connection import Connection, load_ray
-from probe.engines.dispatch import Dispatch, Worker
+from probe.engines.dispatch import Dispatch
 from probe.engines.journal import Journal
-from probe.engines.nodes import Inspection, cpus_of, host_of, on_node
-from probe.engines.remote import Actor, look
+from probe.engines.nodes import Inspection, Node, cpus_of, gpus_of, host_of, is_head, memory_of
 from probe.engines.work import (
     Engine,
     Job,
     Kept,
-    Place,
     Progress,
     Result,
     Setup,
@@ -33,9 +30,10 @@ from probe.engines.work import (
     Take,
     Unit,
     UnitFailedError,
-    Workshop,
+    reason_of,
     silent,
 )
+from probe.engines.workers import Pool
 from probe.files.atomic import make_folder
 from probe.words import first_few, format_bytes, require_positive
 
@@ -74,24 +72,21 @@ class RayEngine(Engine):
     ) -> None:
         require_positive("the CPUs of a worker", cpus)
         self.ray = load_ray()
-        self.pool: list[Worker] = []
-        self._cpus, self._part = cpus, part
+        self.pool = Pool(self.ray, self.nodes, cpus, part)
         self._shared = None if shared is None else _shared_folder(shared)
         self._numbers = count(1)
         self._jobs: dict[str, Any] = {}  # by key: the job in the object store
         self._inspection = Inspection(self.ray, self.nodes)
-        self._setup: Setup | None = None
         self._kept: dict[int, tuple[Job[Any, Any], Unit, Stored]] = {}
         self._journals: list[Journal] = []
-        self._workshop = Workshop()
         try:
             self._connection = Connection(self.ray, address)
         except BaseException:
             self._delete_shared()
             raise
-        self.workers = self._own_slots().total()
+        self.workers = self.pool.share().total()
         # the same on all nodes, of whatever size: sums on more threads are added in another order
-        self._threads = cpus or min((cpus_of(node) for node in self.nodes() if self._slots(node)), default=1)
+        self.pool.threads = cpus or min((cpus_of(node) for node in self.nodes() if self.pool.room(node)), default=1)
         if not self.workers:
             have = first_few([f"{host_of(node)} {cpus_of(node)}" for node in self.nodes()])
             self.close()
@@ -103,7 +98,7 @@ class RayEngine(Engine):
     @property
     def about(self) -> str:
         """The cluster and its workers."""
-        return f"{self._connection}; workers: {self.workers}, threads of each: {self._threads}"
+        return f"{self._connection}; workers: {self.workers}, threads of each: {self.pool.threads}"
 
     @property
     def address(self) -> str:
@@ -112,13 +107,19 @@ class RayEngine(Engine):
 
     def prepare(self, setup: Setup) -> None:
         """Start workers and inspect their nodes; see `Engine.prepare`."""
-        self._setup = setup
-        nodes = [node for node in self.nodes() if self._slots(node)]
-        self._start([node for node in nodes if _memory(node) >= EARLY_BYTES], self.workers, memory=EARLY_BYTES, gpus=0)
+        self.pool.setup = setup
+        nodes = [node for node in self.nodes() if self.pool.room(node)]
+        with self._without_probe():
+            self.pool.fill(
+                [node for node in nodes if self.pool.room(node, EARLY_BYTES)],
+                self.pool.share(EARLY_BYTES).total(),
+                EARLY_BYTES,
+                0,
+            )
         self._inspection.begin(nodes)  # after the workers, which take longer: a small node starts one process at a time
 
-    def settle(self, job: Job[Any, Any], name: str, value: Any) -> Any:
-        """What the journal has of the run before, see `Engine.settle`."""
+    def remember(self, job: Job[Any, Any], name: str, value: Any) -> Any:
+        """What the journal has of the interrupted run, see `Engine.remember`."""
         journal, unit = self._journal(job), Unit(name, None)
         if journal is None:
             return value
@@ -126,6 +127,11 @@ class RayEngine(Engine):
             return pickle.loads(stored)
         journal.add(unit, pickle.dumps(value))
         return value
+
+    def discard(self, job: Job[Any, Any], unit: Unit) -> None:
+        """Delete a finished unit from the journal; see `Engine.discard`."""
+        if (journal := self._journal(job)) is not None:
+            journal.remove(unit)
 
     def run(
         self,
@@ -163,20 +169,6 @@ class RayEngine(Engine):
             self.store(job, found[-1], answer)
         return found
 
-    def fetch(self, job: Job[State, Any], kept: Kept) -> Any:
-        """A kept result, in this process; one that was lost with its node is made again."""
-
-        def data() -> Any:
-            try:
-                return self._data(self.stored(kept))
-            except self.ray.exceptions.ObjectLostError:
-                owner, unit, _ = self._kept[kept.number]
-                for _, (_, answer) in Dispatch(self, owner, [unit], keeps=1):
-                    self.store(owner, kept, answer)
-                return self._data(self.stored(kept))
-
-        return self._workshop.given(job.key, job, kept.number, data)
-
     def finish(self) -> None:
         """Delete the journals of all jobs so far."""
         while self._journals:
@@ -184,7 +176,7 @@ class RayEngine(Engine):
 
     def close(self) -> None:
         """Kill the workers, which ends what they do, and leave the cluster; one that was started here ends."""
-        self.stop()
+        self.pool.stop()
         self._kept.clear()
         self._jobs.clear()
         self._delete_shared()
@@ -220,74 +212,78 @@ class RayEngine(Engine):
         total = sum(int(node["Resources"].get("object_store_memory", 0)) for node in self.nodes())
         return int(STORE_SHARE * total / max(1, count)), None if self._shared is None else str(self._shared)
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> list[Node]:
         """The nodes that are alive."""
         return [node for node in self.ray.nodes() if node["Alive"]]
 
-    def fill(self, job: Job[Any, Any], most: int, avoided: set[str]) -> None:
-        """Start a worker in every free slot of the nodes, but for those to be avoided and no more than `most`."""
-        for worker in [one for one in self.pool if one.memory < job.memory or one.gpus != job.gpus]:
-            self._kill(worker)
-        if len(self.pool) >= most:
+    def fill(self, job: Job[Any, Any], most: int) -> None:
+        """Start workers for a job, up to `most`, on all nodes that are fit for it."""
+        if self.pool.is_full(most, job.memory, job.gpus):
             return
-        nodes = [node for node in self.nodes() if node["NodeID"] not in avoided and _memory(node) >= job.memory]
-        self._start(
-            [node for node in nodes if self._inspection.is_fit(node, self._paths(job))],
-            most,
-            memory=job.memory,
-            gpus=job.gpus,
-        )
-
-    def _start(self, nodes: Sequence[dict[str, Any]], most: int, *, memory: int, gpus: int) -> None:
-        taken, own = Counter(worker.node for worker in self.pool), self._own_slots()
-        for node in nodes:
-            name = node["NodeID"]
-            for _ in range(own[name] - taken[name]):
-                if len(self.pool) >= most:
-                    return
-                wanted = {"num_cpus": self._cpus or cpus_of(node), "num_gpus": gpus, "memory": memory or None}
-                actor = on_node(self.ray.remote(Actor), name, **wanted, max_restarts=0)
-                worker = Worker(name, host_of(node), actor.remote(self._threads), memory, gpus)
-                worker.enter(Place.here())
-                if self._setup is not None:
-                    worker.actor.set_up.remote(self._setup)
-                self.pool.append(worker)
-
-    def ping(self, node: str) -> Any:
-        """A reference that is there once the node answers."""
-        return on_node(self.ray.remote(look), node, num_cpus=0).remote(())
-
-    def stop(self) -> None:
-        """Kill all workers."""
-        while self.pool:
-            self._kill(self.pool[-1])
-
-    def _kill(self, worker: Worker) -> None:
-        self.pool.remove(worker)
-        with suppress(Exception):  # it may be dead already, or the cluster gone
-            self.ray.kill(worker.actor)
+        nodes = [node for node in self.nodes() if self.pool.room(node, job.memory, job.gpus)]
+        nodes = [node for node in nodes if self._inspection.is_fit(node, self._paths(job))]
+        self.pool.fill(nodes, most, job.memory, job.gpus)
+        self.pool.check_startable(nodes)
 
     # -------------------------------------------------------------------------------------------- before any work
 
     def check_nodes(self, paths: Mapping[str, str]) -> None:
         """Refuse a cluster whose nodes run other versions, or lack files; see `Job.paths`."""
-        self._inspection.check([node for node in self.nodes() if self._slots(node)], paths)
+        nodes = [node for node in self.nodes() if self.pool.room(node)]
+        if self._connection.is_client:  # what goes to and from the workers is unpickled there
+            nodes += [node for node in self.nodes() if is_head(node) and node not in nodes]
+        with self._without_probe():
+            self._inspection.check(nodes, paths)
 
     def inspect(self, job: Job[Any, Any]) -> None:
         """Refuse a cluster whose nodes are not fit for a job, or too small; see `Engine.inspect`."""
         self.check_nodes(self._paths(job))
-        room = max((_memory(node) for node in self.nodes() if self._slots(node)), default=0)
-        if room < job.memory:
-            raise ValueError(
+        workers = self.pool.share(job.memory, job.gpus).total()
+        if not workers:
+            raise ValueError(self._no_room(job))
+        self.workers = workers
+
+    def _no_room(self, job: Job[Any, Any]) -> str:
+        """Why no worker of this engine fits on the cluster."""
+        nodes = [node for node in self.nodes() if self.pool.room(node)]
+        memory = max(map(memory_of, nodes), default=0)
+        if memory < job.memory:
+            return (
                 f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "
-                f"{format_bytes(room)}. Use larger nodes or a smaller model."
+                f"{format_bytes(memory)}. Use larger nodes or a smaller model."
             )
+        if max(map(gpus_of, nodes), default=0) < job.gpus:
+            return (
+                f"a worker needs {job.gpus} GPU, and no node of the cluster offers one. Start nodes that have one with "
+                "ray start --num-gpus, or name another device."
+            )
+        count, own = sum(self.pool.room(node, job.memory, job.gpus) for node in nodes), self.pool.part[1]
+        needs = format_bytes(job.memory) + (f" and {job.gpus} GPU" if job.gpus else "")
+        if not count:
+            return f"a worker needs {needs}, and no node of the cluster offers all of it. Add one that does."
+        return (
+            f"a worker needs {needs}, and the cluster has room for {count} of them, but -n asks for {own}. Give a "
+            "smaller -n, or add nodes."
+        )
+
+    @contextmanager
+    def _without_probe(self) -> Iterator[None]:
+        """Through ray:// the head itself loads what is sent; where it cannot, that is one message."""
+        try:
+            yield
+        except (ImportError, AttributeError) as problem:
+            if not self._connection.is_client:
+                raise
+            raise ValueError(
+                f"the head of the cluster cannot run probe: {reason_of(problem)[:300].rstrip('.')}. Install the same "
+                "version as here on the head too."
+            ) from None
 
     def _journal(self, job: Job[Any, Any]) -> Journal | None:
         """That of a job, if it has one."""
         if not job.is_journaled:
             return None
-        journal = Journal(f"{job.key}-{self._threads}")  # sums on more threads are other results
+        journal = Journal(f"{job.key}-{self.pool.threads}")  # sums on more threads are other results
         self._journals.append(journal)
         self.resumes = True
         return journal
@@ -295,18 +291,6 @@ class RayEngine(Engine):
     def _paths(self, job: Job[Any, Any]) -> Mapping[str, str]:
         """What every node must find: the files of the job, and the folder of this run in the shared one."""
         return job.paths if self._shared is None else {**job.paths, str(self._shared): ""}
-
-    def _slots(self, node: dict[str, Any]) -> int:
-        """How many workers a node has room for."""
-        return cpus_of(node) // self._cpus if self._cpus else min(1, cpus_of(node))
-
-    def _own_slots(self) -> Counter[str]:
-        """By node: how many of its workers belong to this part."""
-        every = [node["NodeID"] for node in self.nodes() for _ in range(self._slots(node))]
-        return Counter(sorted(every)[self._part[0] :: self._part[1]])
-
-    def _data(self, stored: Stored) -> Any:
-        return stored.file if stored.file is not None else self.ray.get(stored.reference)
 
 
 def _shared_folder(shared: Path) -> Path:
@@ -317,7 +301,3 @@ def _shared_folder(shared: Path) -> Path:
     made = Path(os.path.abspath(shared)) / f"probe-{uuid4().hex[:12]}"
     make_folder(made)
     return made
-
-
-def _memory(node: dict[str, Any]) -> int:
-    return int(node["Resources"].get("memory", 0))

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from probe.engines.work import own_cpus, reason_of
+from probe.engines.work import reason_of
+from probe.engines.worker import own_cpus
 from probe.interrupts import interrupt_later
 
 #: Seconds to wait for an answer of the cluster's address.
-REACHABLE = 5.0
+CONNECT_TIMEOUT = 5.0
 #: The address of a cluster of this machine alone. Ray takes 127.0.0.1 for that of the machine in its network.
 LOOPBACK = "127.0.0.2"
 #: What Ray prints, or raises, where the token of a cluster is missing or wrong. Of itself it sends the user's token to
@@ -78,6 +79,11 @@ class Connection:
         found: str = self._ray.get_runtime_context().gcs_address
         return found
 
+    @property
+    def is_client(self) -> bool:
+        """Whether it goes through the client server of the head, which loads all that passes."""
+        return bool(self._ray.util.client.ray.is_connected())
+
     def __str__(self) -> str:
         return f"the Ray cluster at {self.address}" if self._named else "a Ray cluster of this machine"
 
@@ -96,27 +102,30 @@ def _handle_termination(handler: Any) -> None:
 
 def _connect(ray: ModuleType, address: str | None) -> None:
     """Connect this process; without an address, to a cluster that is started on this machine."""
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     # what Ray says of lost nodes goes to stdout, whatever it was told; results are there, and the progress says as much
     vars(import_module("ray._private.worker"))["print_to_stdstream"] = lambda data, ignore_prefix: None
     if address is None:  # of this machine alone, and not to be reached from another
-        own = {"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {}
+        options: dict[str, Any] = {"address": "local", "num_cpus": own_cpus(), "include_dashboard": False}
+        options |= {"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {}
         _name_token()
-        ray.init(address="local", num_cpus=own_cpus(), include_dashboard=False, **own, **quiet)
-        return
-    if address != "auto":
-        _check_reachable(address)
+    else:
+        options = {"address": address}
+        if address != "auto":
+            _check_reachable(address)
     with _printed() as printed:
         try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as problem:
+            ray.init(**options, log_to_driver=False, logging_level="ERROR")
+        except Exception as problem:  # Ray raises bare ones too
             with suppress(Exception):
                 ray.shutdown()
             printed.seek(0)
             raise ValueError(_no_connection(address, reason_of(problem), printed.read())) from None
 
 
-def _no_connection(address: str, reason: str, printed: str) -> str:
+def _no_connection(address: str | None, reason: str, printed: str) -> str:
+    reason = reason[:300].rstrip(".")
+    if address is None:
+        return f"Ray could not be started on this machine: {reason}. /tmp/ray/session_latest/logs says more."
     if any(word in reason + printed for word in UNAUTHENTICATED):
         return f"the Ray cluster at {address!r} asks for its token, and got none or another. {TOKEN}."
     start = "Start one with: ray start --head; or leave the address out, and one is started on this machine."
@@ -124,7 +133,7 @@ def _no_connection(address: str, reason: str, printed: str) -> str:
         start += " HOST:PORT has the port of the cluster, usually 6379, ray://HOST:PORT that of its clients, 10001."
     if address.startswith("ray://"):  # Ray says no more than that nobody answered in time
         start += f" If there is one, perhaps it asks for its token. {TOKEN}."
-    return f"there is no Ray cluster to be used at {address!r}: {reason[:300].rstrip('.')}. {start}"
+    return f"there is no Ray cluster to be used at {address!r}: {reason}. {start}"
 
 
 def _name_token() -> None:
@@ -153,7 +162,7 @@ def _check_reachable(address: str) -> None:
     if not host or "/" in host or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"the address of the cluster is {address!r}. Expected auto, HOST:PORT, or ray://HOST:PORT.")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
     except OSError as problem:
         raise ValueError(
             f"nobody answers at {address}: {reason_of(problem)}. Look for the address with: ray status; or leave it "

@@ -12,27 +12,26 @@ from uuid import uuid4
 from probe.engines.journal import Journal
 from probe.engines.remote import LOST
 from probe.engines.work import (
-    PERHAPS,
+    INPUT_ERRORS,
+    MEMORY,
     RETRIES,
-    USUAL,
     Job,
     Kept,
-    Place,
     Progress,
     Unit,
     UnitFailedError,
     reason_of,
     silent,
 )
+from probe.engines.worker import ProjectFolder
+from probe.engines.workers import LOGS, Worker
 
 if TYPE_CHECKING:
-    from probe.engines.cluster import RayEngine
+    from probe.engines.cluster import RayEngine, Stored
 
-#: What Ray says of a worker that was never there, and a reason of which it says nothing.
-NEVER_RAN = "The actor never ran"
-REFUSED = (
-    "If this machine has a token (~/.ray/auth_token) and the cluster asks for none, Ray refuses it: export "
-    "RAY_AUTH_MODE=disabled"
+STORE_FULL = (
+    "the object store of the cluster is full, and its disk too. Give smaller shards, or a folder that all nodes see "
+    "for what they share."
 )
 #: Seconds between two looks at what is going on while nothing is finished.
 TICK = 1.0
@@ -42,24 +41,6 @@ ABANDONED = 60.0
 WAITING = 4
 #: Units that a worker has at a time: the one that it runs, and the next, so that it does not wait for this process.
 QUEUED = 2
-
-
-@dataclass(eq=False)
-class Worker:
-    """An actor on a node, with the memory and the accelerators that it asked for."""
-
-    node: str
-    host: str
-    actor: Any
-    memory: int = 0
-    gpus: int = 0
-    place: Place | None = None  # where it works
-
-    def enter(self, place: Place) -> None:
-        """Let it work there from its next call on."""
-        if self.place != place:
-            self.place = place
-            self.actor.enter.remote(place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +55,7 @@ class _Task:
     index: int
     order: int
     is_alone: bool = False
+    needs: "Stored | None" = None  # the kept result that it was sent with
     repaired: Kept | None = None
     made: Any = None  # the reference of a kept result
 
@@ -82,8 +64,8 @@ class Dispatch:
     """An iterator over (index, (what the unit emitted, its result)). The result of a kept one: (reference, file, node).
 
     A worker runs one unit at a time, in the order in which it got them: the first without an answer is the one that
-    killed it. What is tried again is the only unit of its worker. A unit that failed has a UnitFailedError as its
-    result. Whatever ends the iteration early kills the workers.
+    killed it. What is tried again is the only unit of its worker, on another node than before if there is one. A unit
+    that failed has a UnitFailedError as its result. Whatever ends the iteration early kills the workers.
     """
 
     def __init__(
@@ -97,40 +79,48 @@ class Dispatch:
         keeps: int = 0,
     ) -> None:
         self._engine, self._job, self._units, self._progress = engine, job, units, progress
-        self._journal, self._keeps, self._ray = journal, keeps, engine.ray
-        self._place, self._orders = Place.here(), count()
+        self._journal, self._keeps, self._ray, self._pool = journal, keeps, engine.ray, engine.pool
+        self._folder, self._orders = ProjectFolder.here(), count()
         self._on_disk = set[int]() if journal is None else {i for i, unit in enumerate(units) if unit in journal}
         self._todo = deque(i for i in range(len(units)) if i not in self._on_disk)
         self._again: deque[int] = deque()
         self._running: dict[Any, _Task] = {}
         self._answers: dict[int, Any] = {}
-        self._tries: Counter[int] = Counter()
+        self._deaths: Counter[int] = Counter()  # by unit, or minus the number of a kept result
+        self._died_on: dict[int, str] = {}  # likewise: the node of the last death
+        self._losses: Counter[int] = Counter()  # by unit: how often what it needs was lost
         self._waiting: dict[int, list[int]] = {}  # by the number of what was lost: the units that need it
         self._repairs: deque[Kept] = deque()
-        self._pings: dict[Any, str] = {}
         self._idle_since = time.monotonic()
         self._done = self._known = len(self._on_disk)
         self._turn = 0
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        whole = False
+        errors, whole = self._ray.exceptions, False
         try:
             while self._turn < len(self._units):
                 self._hand_out()
                 while self._turn < len(self._units) and (answer := self._take_turn()) is not None:
                     yield self._turn - 1, answer
                 self._report()
-                if self._running or self._pings:
+                if self._running or self._pool.pending:
                     self._wait()
-                elif self._turn < len(self._units) and not self._engine.pool:
+                if self._turn < len(self._units):
                     self._check_abandoned()
             whole = True
+        except BrokenPipeError:  # whoever reads the progress has gone
+            raise
         except ConnectionError as problem:  # that of ray://
-            lost = f"the connection to the Ray cluster was lost: {reason_of(problem).rstrip('.')}"
-            raise UnitFailedError(f"{lost}.{self._keeps_what_is_done}") from None
+            raise self._given_up(f"the connection to the Ray cluster was lost: {reason_of(problem)}") from None
+        except (errors.ObjectStoreFullError, errors.OutOfDiskError):
+            raise self._given_up(STORE_FULL) from None
+        except errors.RayTaskError:  # a bug in a unit
+            raise
+        except errors.RayError as problem:
+            raise self._given_up(f"the Ray cluster failed: {reason_of(problem)}") from None
         finally:
             if not whole:
-                self._engine.stop()
+                self._pool.stop()
 
     def _take_turn(self) -> Any:
         """The answer whose turn it is, if it is there."""
@@ -149,38 +139,53 @@ class Dispatch:
         return _opened(self._answers.pop(index))
 
     def _report(self) -> None:
-        more = f", {self._tries.total()} tried again" if self._tries else ""
+        retried = self._deaths.total() + self._losses.total()
+        more = f", {retried} tried again" if retried else ""
         more += f", {self._known} known from the run before" if self._known else ""
-        waiting = "" if self._engine.pool else ", waiting for a worker"
+        if not self._pool.ready:
+            taken = ", whose CPUs or memory may be taken" if self._pool.is_starting else ""
+            more += f", waiting for a worker{taken}"
         running = len({id(task.worker) for task in self._running.values()})
-        self._progress(self._done, len(self._units), f"{running} in flight{more}{waiting}")
+        self._progress(self._done, len(self._units), f"{running} in flight{more}")
 
-    @property
-    def _keeps_what_is_done(self) -> str:
-        return "" if self._journal is None else " What is done is kept: the same command goes on from there."
+    def _given_up(self, why: str) -> UnitFailedError:
+        kept = "" if self._journal is None else " What is done is kept: the same command goes on from there."
+        return UnitFailedError(f"{why.rstrip('.')}.{kept}")
 
     # ---------------------------------------------------------------------------------------------- handing out
 
     def _hand_out(self) -> None:
         """Give every free worker a unit, those that were lost first; then, while there are many, a second one."""
+        load = Counter(id(task.worker) for task in self._running.values())
         left = len(self._todo) + len(self._again) + len(self._repairs) + len(self._running)
-        self._engine.fill(self._job, min(self._engine.workers, left), set(self._pings.values()))
+        self._engine.fill(self._job, min(self._engine.workers, left))
+        most = self._turn + WAITING * max(1, self._engine.workers)
+        for worker in [one for one in self._pool.ready if not load[id(one)]]:
+            if not self._begin_again(worker) and self._todo and self._todo[0] < most:
+                self._begin(worker, self._take_near(worker, most))
+        if self._again or self._repairs:  # a worker becomes free for them sooner so
+            return
         load = Counter(id(task.worker) for task in self._running.values())
         alone = {id(task.worker) for task in self._running.values() if task.is_alone}
-        most = self._turn + WAITING * max(1, self._engine.workers)
-        for queued in range(QUEUED):
-            for worker in [one for one in self._engine.pool if load[id(one)] == queued and id(one) not in alone]:
-                if not queued and (self._repairs or self._again):
-                    alone.add(id(worker))
-                    if self._repairs:
-                        self._begin_keeping(worker, -1, self._repairs.popleft(), is_alone=True)
-                    else:
-                        self._begin(worker, self._again.popleft(), is_alone=True)
-                elif self._todo and self._todo[0] < most and (not queued or len(self._todo) > self._engine.workers):
-                    self._begin(worker, self._take_near(worker, most))
-                else:
-                    return
-                load[id(worker)] += 1
+        for worker in [one for one in self._pool.ready if load[id(one)] < QUEUED and id(one) not in alone]:
+            if len(self._todo) > self._engine.workers and self._todo[0] < most:
+                self._begin(worker, self._take_near(worker, most))
+
+    def _begin_again(self, worker: Worker) -> bool:
+        """Give a worker something that was lost or died before, but not on its node if others are there."""
+        elsewhere = any(one.node != worker.node for one in self._pool.ready)
+        avoided = {key for key, node in self._died_on.items() if elsewhere and node == worker.node}
+        for kept in self._repairs:
+            if -kept.number not in avoided:
+                self._repairs.remove(kept)
+                self._begin_keeping(worker, -1, kept, is_alone=True)
+                return True
+        for index in self._again:
+            if index not in avoided:
+                self._again.remove(index)
+                self._begin(worker, index, is_alone=True)
+                return True
+        return False
 
     def _take_near(self, worker: Worker, most: int) -> int:
         """The first unit below `most` whose needs lie on the worker's node; without one, the first of all."""
@@ -196,38 +201,38 @@ class Dispatch:
         if self._keeps:
             self._begin_keeping(worker, index, None, is_alone=is_alone)
             return
-        needs = None
+        stored = needs = None
         if unit.needs is not None:
             if unit.needs.number in self._waiting:
                 self._waiting[unit.needs.number].append(index)
                 return
             stored = self._engine.stored(unit.needs)
-            file = None if stored.file is None else str(stored.file)
-            needs = (unit.needs.number, [stored.reference], file)
-        worker.enter(self._place)
+            needs = (unit.needs.number, [stored.reference], None if stored.file is None else str(stored.file))
+        worker.enter(self._folder)
         job = [self._engine.job_reference(self._job)]
         reference = worker.actor.run.remote(self._job.key, job, unit.work, needs)
-        self._running[reference] = _Task(worker, index, next(self._orders), is_alone)
+        self._running[reference] = _Task(worker, index, next(self._orders), is_alone, stored)
 
     def _begin_keeping(self, worker: Worker, index: int, repaired: Kept | None, *, is_alone: bool) -> None:
         unit = self._units[index] if repaired is None else repaired.unit
         job = self._job if repaired is None else self._engine.owner(repaired)
         file = (*self._engine.store_limit(max(1, self._keeps)), uuid4().hex)
-        worker.enter(self._place)
+        worker.enter(self._folder)
         call = worker.actor.keep.options(num_returns=2)
         made, facts = call.remote(job.key, [self._engine.job_reference(job)], unit.work, file)
-        self._running[facts] = _Task(worker, index, next(self._orders), is_alone, repaired, made)
+        self._running[facts] = _Task(worker, index, next(self._orders), is_alone, None, repaired, made)
 
     # -------------------------------------------------------------------------------------------------- answers
 
     def _wait(self) -> None:
         """Until something is finished, or a second is over."""
-        done, _ = self._ray.wait([*self._running, *self._pings], num_returns=1, timeout=TICK, fetch_local=False)
+        waited = [*self._running, *self._pool.pending]
+        done, _ = self._ray.wait(waited, num_returns=1, timeout=TICK, fetch_local=False)
         for reference in done:
-            if reference in self._pings:
-                self._pinged(reference)
-            else:
+            if reference in self._running:
                 self._finish(reference, self._running.pop(reference))
+            else:
+                self._pool.settle(reference)
 
     def _finish(self, reference: Any, task: _Task) -> None:
         errors = self._ray.exceptions
@@ -237,6 +242,8 @@ class Dispatch:
             self._answer(task, ([], _failure(errors, problem)))
         except errors.ObjectLostError as problem:  # the answer was lost with its node
             self._try_again(task, problem)
+        except (errors.ObjectStoreFullError, errors.OutOfDiskError):  # of this machine
+            raise
         except errors.RayError as problem:
             self._lost(task, problem)
         else:
@@ -264,12 +271,14 @@ class Dispatch:
         """What the unit needs was lost: make it again, and then the unit."""
         kept = self._units[task.index].needs
         assert kept is not None
-        self._tries[task.index] += 1
-        if self._tries[task.index] > RETRIES:
-            lost = (
-                f"{kept.unit.name}, which it needs, was lost {self._tries[task.index]} times, each time with its node"
-            )
-            self._answer(task, ([], UnitFailedError(f"{lost} or with the shared folder.{self._keeps_what_is_done}")))
+        if self._engine.stored(kept) is not task.needs:  # made again since the unit was sent
+            self._again.append(task.index)
+            return
+        self._losses[task.index] += 1
+        if self._losses[task.index] > RETRIES:
+            times = self._losses[task.index]
+            lost = f"{kept.unit.name}, which it needs, was lost {times} times, each time with its node or with the"
+            self._answer(task, ([], self._given_up(f"{lost} shared folder")))
             return
         if kept.number not in self._waiting:
             self._waiting[kept.number] = []
@@ -277,13 +286,10 @@ class Dispatch:
         self._waiting[kept.number].append(task.index)
 
     def _lost(self, task: _Task, problem: Exception) -> None:
-        """A worker died. Its node gets another one once it answers: it may be gone too."""
-        worker = task.worker
-        if worker in self._engine.pool:
-            self._engine.pool.remove(worker)
-            self._pings[self._engine.ping(worker.node)] = worker.node
+        """A worker died, or cannot be reached, with all that it had."""
+        self._pool.lose(task.worker)
         self._idle_since = time.monotonic()
-        beside = {other.order: reference for reference, other in self._running.items() if other.worker is worker}
+        beside = {other.order: reference for reference, other in self._running.items() if other.worker is task.worker}
         for order, reference in beside.items():
             if order > task.order:  # it had not begun
                 self._put_back(self._running.pop(reference))
@@ -300,32 +306,23 @@ class Dispatch:
             self._again.append(task.index)
 
     def _try_again(self, task: _Task, problem: Exception) -> None:
-        known = task.index if task.repaired is None else -task.repaired.number  # numbers begin at 1
-        self._tries[known] += 1
-        if self._tries[known] > RETRIES:
-            died = f"its worker died {self._tries[known]} times, last on {task.worker.host}, {PERHAPS}"
-            if NEVER_RAN in str(problem):
-                died = f"its worker could not be started on {task.worker.host}. {REFUSED}"
-            died += ". What Ray says of it: ray status, and /tmp/ray/session_latest/logs there"
-            self._answer(task, ([], UnitFailedError(f"{died}.{self._keeps_what_is_done}")))
+        key = task.index if task.repaired is None else -task.repaired.number  # numbers begin at 1
+        self._deaths[key] += 1
+        self._died_on[key] = task.worker.node
+        if self._deaths[key] > RETRIES:
+            died = f"its worker died {self._deaths[key]} times, last on {task.worker.host}, {MEMORY}. {LOGS}"
+            self._answer(task, ([], self._given_up(died)))
         else:
             self._put_back(task)
 
-    def _pinged(self, reference: Any) -> None:
-        node = self._pings.pop(reference)
-        try:
-            self._ray.get(reference)
-        except self._ray.exceptions.RayError:
-            if any(one["NodeID"] == node for one in self._engine.nodes()):  # not known to be gone yet
-                time.sleep(TICK)
-                self._pings[self._engine.ping(node)] = node
-
     def _check_abandoned(self) -> None:
-        if time.monotonic() - self._idle_since > ABANDONED:
-            raise UnitFailedError(
-                f"no node is left to run {self._units[self._turn].name}: all workers died.{self._keeps_what_is_done}"
-            )
-        time.sleep(TICK)
+        """End a run for which no worker is there or to come."""
+        if self._running or self._pool.ready or self._pool.is_starting:
+            self._idle_since = time.monotonic()
+        elif time.monotonic() - self._idle_since > ABANDONED:
+            raise self._given_up(f"no node is left to run {self._units[self._turn].name}: all workers died")
+        elif not self._pool.pending:
+            time.sleep(TICK)
 
 
 def _opened(answer: Any) -> Any:
@@ -337,10 +334,7 @@ def _failure(errors: Any, problem: Any) -> UnitFailedError:
     """An exception of a unit; one that is not about its input is a bug, and is raised with its traceback."""
     cause = getattr(problem, "cause", None) or problem
     if isinstance(cause, (errors.ObjectStoreFullError, errors.OutOfDiskError)):
-        return UnitFailedError(
-            "the object store of the cluster is full, and its disk too. Give smaller shards, or a folder that all "
-            "nodes see for what they share."
-        )
-    if not isinstance(cause, USUAL):
+        return UnitFailedError(STORE_FULL)
+    if not isinstance(cause, INPUT_ERRORS):
         raise problem
     return UnitFailedError(reason_of(cause))

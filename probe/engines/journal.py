@@ -14,8 +14,8 @@ from probe.engines.work import Unit
 from probe.files.atomic import make_folder, write
 from probe.files.paths import is_private, user_cache
 
-#: Seconds after which a journal that nobody continued is deleted.
-KEPT_FOR = 7 * 24 * 3600
+#: Seconds after which a journal that no run continued is deleted.
+MAX_AGE = 7 * 24 * 3600
 
 
 class Journal:
@@ -33,7 +33,7 @@ class Journal:
             )
         os.utime(self.folder)
         for other in runs.iterdir():
-            if other != self.folder and time.time() - other.stat().st_mtime > KEPT_FOR:
+            if other != self.folder and time.time() - other.stat().st_mtime > MAX_AGE:
                 shutil.rmtree(other, ignore_errors=True)
 
     def __contains__(self, unit: Unit) -> bool:
@@ -50,6 +50,10 @@ class Journal:
         """Keep the answer of a unit, whole or not at all."""
         with suppress(FileNotFoundError):  # the folder is gone
             write(self.folder / unit.key, answer)
+
+    def remove(self, unit: Unit) -> None:
+        """Forget a finished unit."""
+        (self.folder / unit.key).unlink(missing_ok=True)
 
     def delete(self) -> None:
         """The run has ended well."""

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from probe.engines.work import (
-    PERHAPS,
+    INPUT_ERRORS,
+    MEMORY,
     RETRIES,
-    USUAL,
     Engine,
     Job,
     Kept,
-    Place,
     Progress,
     Result,
     Setup,
@@ -33,19 +32,16 @@ from probe.engines.work import (
     Take,
     Unit,
     UnitFailedError,
-    Workshop,
-    own_cpus,
     reason_of,
-    set_up,
     silent,
-    use_threads,
 )
+from probe.engines.worker import OpenJob, ProjectFolder, own_cpus, set_up, use_threads
 from probe.files.atomic import write
 from probe.words import require_positive
 
 Item = TypeVar("Item")
 #: The most worker processes for each CPU; more are no faster.
-MOST = 8
+MAX_PER_CPU = 8
 
 
 class LocalEngine(Engine):
@@ -57,7 +53,7 @@ class LocalEngine(Engine):
 
     def __init__(self, jobs: int = 1) -> None:
         require_positive("jobs", jobs)
-        if jobs > (most := MOST * own_cpus()):
+        if jobs > (most := MAX_PER_CPU * own_cpus()):
             raise ValueError(
                 f"jobs is {jobs}, and this process may use {own_cpus()} CPUs. Give {most} or less: more workers "
                 "take memory and are no faster."
@@ -67,7 +63,7 @@ class LocalEngine(Engine):
         self._folder: Path | None = None
         self._pool: ProcessPoolExecutor | None = None
         self._setup: Setup | None = None
-        self._workshop = Workshop()
+        self._open_job = OpenJob()
         self._is_entered = False
 
     def __enter__(self) -> Self:
@@ -95,15 +91,15 @@ class LocalEngine(Engine):
             yield from self._in_processes(job, units, take, progress, keep_going)
             return
         if state is None:
-            state = self._workshop.open(job.key, job)
+            state = self._open_job.state(job.key, job)
         if self._is_entered:
             gc.freeze()  # libraries and the model: collections that walk over them take a tenth of the time
         for index, unit in enumerate(units):
             progress(index, len(units), unit.name)
-            given = None if unit.needs is None else self.fetch(job, unit.needs)
+            given = None if unit.needs is None else self._value(job, unit.needs)
             try:
                 yield job.run(state, unit.work, given, partial(take, index) if take else _forget)
-            except USUAL as problem:
+            except INPUT_ERRORS as problem:
                 if not keep_going:
                     raise
                 yield UnitFailedError(reason_of(problem))
@@ -130,11 +126,11 @@ class LocalEngine(Engine):
             found.append(Kept(number, unit, place))
         return found
 
-    def fetch(self, job: Job[State, Any], kept: Kept) -> Any:
+    def _value(self, job: Job[State, Any], kept: Kept) -> Any:
         """A kept result."""
         if not isinstance(kept.place, Path):
             return kept.place
-        return self._workshop.given(job.key, job, kept.number, lambda: kept.place)
+        return self._open_job.kept(job.key, job, kept.number, lambda: kept.place)
 
     def close(self) -> None:
         """Kill the worker processes, and delete what was kept."""
@@ -191,7 +187,7 @@ class LocalEngine(Engine):
                         if tries[index] > RETRIES:
                             found[index] = (
                                 [],
-                                UnitFailedError(f"its process was killed {tries[index]} times, {PERHAPS}"),
+                                UnitFailedError(f"its process was killed {tries[index]} times, {MEMORY}"),
                             )
                         else:
                             alone.append(index)
@@ -225,7 +221,7 @@ class LocalEngine(Engine):
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self._pool is None:
             threads = max(1, own_cpus() // self.workers)
-            start = (Place.here(), threads, self._setup)
+            start = (ProjectFolder.here(), threads, self._setup)
             context = get_context("spawn")
             self._pool = ProcessPoolExecutor(self.workers, mp_context=context, initializer=_begin, initargs=start)
         with _no_interrupt():  # workers inherit the mask from their first moment on
@@ -255,7 +251,7 @@ def _answer(future: "Future[Any]") -> tuple[list[Any], Any]:
     if problem is None:
         answer: tuple[list[Any], Any] = future.result()
         return answer
-    if not isinstance(problem, USUAL):
+    if not isinstance(problem, INPUT_ERRORS):
         raise problem
     return [], UnitFailedError(reason_of(problem))
 
@@ -267,13 +263,13 @@ class _Keeping:
         self.work, self.file = work, file
 
 
-_workshop = Workshop()
+_open_job = OpenJob()
 
 
-def _begin(place: Place, threads: int, setup: Setup | None) -> None:
+def _begin(folder: ProjectFolder, threads: int, setup: Setup | None) -> None:
     """Set up a worker process, which ends with the one that started it, however that ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    place.enter()
+    folder.enter()
     asked = os.environ.get("OMP_NUM_THREADS", "")
     use_threads(min(threads, int(asked)) if asked.isdecimal() else threads)
     if setup is not None:
@@ -293,8 +289,8 @@ def _started() -> None:
 
 def _run(key: str, job: Job[Any, Any], work: Any, needs: tuple[int, Path] | None) -> tuple[list[Any], Any]:
     """One unit, in a worker process: what it emitted, and its result."""
-    state = _workshop.open(key, job)
-    given = None if needs is None else _workshop.given(key, job, needs[0], lambda: needs[1])
+    state = _open_job.state(key, job)
+    given = None if needs is None else _open_job.kept(key, job, needs[0], lambda: needs[1])
     items: list[Any] = []
     if isinstance(work, _Keeping):
         write(work.file, job.pack(job.run(state, work.work, given, items.append)))

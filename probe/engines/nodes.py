@@ -7,7 +7,8 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from probe.engines.remote import Paths, look
-from probe.engines.work import FOLDER, OPTIONAL, USUAL, installed, reason_of
+from probe.engines.versions import FOLDER, OPTIONAL, installed
+from probe.engines.work import INPUT_ERRORS, reason_of
 from probe.words import first_few
 
 #: A node as Ray describes it.
@@ -15,10 +16,10 @@ Node = dict[str, Any]
 #: No files.
 NONE: Mapping[str, str] = MappingProxyType({})
 
-#: Seconds to wait for a node to be inspected.
-INSPECTED = 120.0
-#: Seconds that Ray may take to find out that a node is gone.
-FOUND_OUT = 40
+#: Seconds to wait for the answer of a node.
+INSPECTION_TIMEOUT = 120.0
+#: Seconds that Ray may take to notice that a node is gone.
+NOTICED_AFTER = 40
 
 
 class Inspection:
@@ -46,10 +47,12 @@ class Inspection:
         self._checked.add(wanted)
 
     def is_fit(self, node: Node, paths: Mapping[str, str]) -> bool:
-        """Whether a node may run units. One that came later is inspected now."""
+        """Whether a node may run units. One that came later is inspected now, and is not fit until it has answered."""
         wanted = _absolute(paths)
         key = (node["NodeID"], wanted)
         if key not in self._fit:
+            if not self._ray.wait([self._ask(node, wanted)], timeout=0, fetch_local=False)[0]:
+                return False
             try:
                 self._fit[key] = self._is_there(node, wanted)
             except ValueError:
@@ -66,12 +69,12 @@ class Inspection:
         """Whether a node answers; one that does, but is not fit, is a ValueError."""
         errors = self._ray.exceptions
         try:
-            answer = self._ray.get(self._ask(node, paths), timeout=INSPECTED)
+            answer = self._ray.get(self._ask(node, paths), timeout=INSPECTION_TIMEOUT)
         except errors.GetTimeoutError:
             raise ValueError(
-                f"node {host_of(node)} did not answer within {INSPECTED:g} s. Look at it with: ray status"
+                f"node {host_of(node)} did not answer within {INSPECTION_TIMEOUT:g} s. Look at it with: ray status"
             ) from None
-        except (errors.RayError, *USUAL) as problem:
+        except (errors.RayError, *INPUT_ERRORS) as problem:
             if not isinstance(problem, errors.RayTaskError) and self._is_gone(node):
                 return False
             cause = getattr(problem, "cause", None) or problem
@@ -83,7 +86,7 @@ class Inspection:
 
     def _is_gone(self, node: Node) -> bool:
         """Whether a node that does not answer is lost; Ray takes a moment to find out."""
-        for _ in range(FOUND_OUT):
+        for _ in range(NOTICED_AFTER):
             if all(one["NodeID"] != node["NodeID"] for one in self._alive()):
                 return True
             time.sleep(1.0)
@@ -123,6 +126,21 @@ def on_node(remote: Any, node: str, **options: Any) -> Any:
 def cpus_of(node: Node) -> int:
     """The CPUs that a node offers."""
     return int(node["Resources"].get("CPU", 0))
+
+
+def memory_of(node: Node) -> int:
+    """The bytes of memory that a node offers."""
+    return int(node["Resources"].get("memory", 0))
+
+
+def gpus_of(node: Node) -> int:
+    """The accelerators that a node offers."""
+    return int(node["Resources"].get("GPU", 0))
+
+
+def is_head(node: Node) -> bool:
+    """Whether it is the node that the cluster was started on."""
+    return "node:__internal_head__" in node["Resources"]
 
 
 def host_of(node: Node) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from probe.engines.work import FOLDER, Job, Place, Setup, Workshop, installed, set_up, use_threads
+from probe.engines.versions import FOLDER, installed
+from probe.engines.work import Job, Setup
+from probe.engines.worker import OpenJob, ProjectFolder, set_up, use_threads
 from probe.files.atomic import write
 from probe.files.paths import content_digest
 
@@ -25,26 +27,27 @@ class Actor:
     def __init__(self, threads: int) -> None:
         gc.disable()  # until a job is open: to look for garbage takes up to half of the time of imports
         use_threads(threads)
-        self._workshop = Workshop()
+        self._open_job = OpenJob()
         self._jobs: tuple[str, Job[Any, Any] | None] = ("", None)
 
-    def enter(self, place: Place) -> None:
-        """Work where the project lies. Ray runs the calls of an actor in their order."""
-        place.enter()
+    def enter(self, folder: ProjectFolder) -> None:
+        """Work where the project lies."""
+        folder.enter()
 
     def set_up(self, setup: Setup) -> None:
         """Import what units will need. A call of its own: `setup` may be of a module that is found after `enter`."""
         set_up(setup)
 
     def run(self, key: str, job: list[Any], work: Any, needs: Any) -> Any:
-        """(what the unit emitted, its result), pickled; LOST if what it needs is gone."""
+        """(what the unit emitted, its result), pickled if it may go on disk; LOST if what it needs is gone."""
         known, state, items = *self._open(key, job), list[Any]()
         try:
-            given = None if needs is None else self._workshop.given(key, known, needs[0], _reader(*needs[1:]))
+            given = None if needs is None else self._open_job.kept(key, known, needs[0], _reader(*needs[1:]))
         except _lost_errors():
             return LOST
         result = known.run(state, work, given, items.append)
-        return pickle.dumps((items, result), protocol=pickle.HIGHEST_PROTOCOL)
+        answer = items, result
+        return pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL) if known.is_final(result) else answer
 
     def keep(self, key: str, job: list[Any], work: Any, file: tuple[int, str | None, str]) -> tuple[Any, str | None]:
         """The packed result, which stays in the object store, and the file that it went to instead, if any."""
@@ -64,7 +67,7 @@ class Actor:
             self._jobs = (key, ray.get(reference[0]))
         job = self._jobs[1]
         assert job is not None
-        state = self._workshop.open(key, job)
+        state = self._open_job.state(key, job)
         if not gc.isenabled():
             gc.freeze()
             gc.enable()

@@ -1,43 +1,30 @@
 """What an engine runs: a job, which every worker opens once, and its units, whose results come back in order."""
 
-import hashlib
-import os
-import platform
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib import metadata
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from probe.engines.identity import identity_of
-from probe.version import VERSION
+from probe.engines.versions import installed
 
 State = TypeVar("State")
 Result = TypeVar("Result")
-#: Called with the units that are done, how many there are, and what else is going on.
+#: Called with the number of finished units, the number of all units, and a text.
 Progress = Callable[[int, int, str], Any]
 #: Called with the index of a unit and something that it emitted while it ran.
 Take = Callable[[int, Any], None]
 Emit = Callable[[Any], None]
-#: Imports what units will need; a function of a module, which workers import.
+#: Imports what units will need; a function of a module that workers can import.
 Setup = Callable[[], None]
 
-#: Times that a unit is tried again after its worker died, on another worker if there is one.
+#: How often a unit is tried again after its worker died, on another worker if there is one.
 RETRIES = 2
-#: Why processes are killed, as far as anybody can tell.
-PERHAPS = "perhaps for want of memory"
-#: Errors that are about the input; any other one is a bug, and its traceback is worth having.
-USUAL = (ValueError, TypeError, OSError, MemoryError)
-#: Where the sources of this package are.
-FOLDER = str(Path(__file__).parents[1])
-#: The packages whose versions the numbers depend on: they must be the same wherever units run.
-PACKAGES = ("torch", "numpy", "numba", "transformers", "safetensors")
-#: Packages that some modes call: theirs must be the same where they are installed.
-OPTIONAL = ("torchao", "compressed-tensors", "optimum-quanto", "gguf", "accelerate")
+#: The likely reason why a process was killed; nobody says so for certain.
+MEMORY = "perhaps because memory ran out"
+#: Errors about the input; any other one is a bug, whose traceback is worth having.
+INPUT_ERRORS = (ValueError, TypeError, OSError, MemoryError)
 
 
 def silent(done: int, total: int, what: str) -> None:
@@ -45,17 +32,17 @@ def silent(done: int, total: int, what: str) -> None:
 
 
 def reason_of(problem: BaseException) -> str:
-    """What an error says, on one line."""
+    """The message of an error, on one line."""
     return " ".join(str(problem).split()) or type(problem).__name__
 
 
 class UnitFailedError(ValueError):
-    """A unit that failed, by its name; on another worker it would fail again, or it did."""
+    """A unit that failed, by its name. Trying it again would not help, or did not."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """The result of a unit that stays where units can read it; `place` is known to the engine that made it."""
+    """The result of a unit that stays where other units can read it; only its engine understands `place`."""
 
     number: int
     unit: "Unit"
@@ -72,25 +59,29 @@ class Unit:
 
     @cached_property
     def key(self) -> str:
-        """What tells the units of a job apart."""
+        """What distinguishes the units of a job."""
         return identity_of(self.name, self.work)
 
 
 class Job(ABC, Generic[State, Result]):
     """What the units of a run share. It is pickled to every worker, so it holds plain values and no model.
 
-    open      what a worker makes once for all units of the job: the loaded model, for one
-    run       one unit; `given` is what its `needs` kept, and `emit` hands on what should not wait for the result
+    open      what a worker makes once for all units of the job, such as the loaded model
+    run       one unit; `given` is the kept result that it `needs`, and `emit` hands on what should not wait for the end
     pack      a kept result as bytes, and `unpack`, its inverse, of bytes in memory or of a file
 
     A job is a frozen dataclass. Its `key` is a digest of all its fields: a job with the same key continues one that
-    failed, so what its results depend on must be in a field, and what must not change is.
+    was interrupted. So everything that its results depend on must be a field.
     """
 
     @property
     def is_journaled(self) -> bool:
         """Whether finished units are kept on disk until the run has ended: only if the fields say all of the job."""
         return False
+
+    def is_final(self, result: Result) -> bool:
+        """Whether a second run may use this result; False for a failure whose cause may be gone by then."""
+        return True
 
     @property
     def memory(self) -> int:
@@ -125,24 +116,24 @@ class Job(ABC, Generic[State, Result]):
 
     @cached_property
     def key(self) -> str:
-        """A digest of the job and of what runs here."""
+        """A digest of the job and of the installed versions."""
         return identity_of(self, installed())
 
 
 class Engine(ABC):
-    """Runs the units of jobs. Results are those of the units in their order, whatever worker finishes first.
+    """Runs the units of jobs. Results are in the order of the units, whatever worker finishes first.
 
-    A unit whose worker dies is tried again, RETRIES times; then it is a UnitFailedError that names it. A unit that
-    raises is not tried again. A closed engine has stopped all that it began.
+    A unit whose worker dies is tried again, RETRIES times; then it is a UnitFailedError with its name. A unit that
+    raises is not tried again. A closed engine has stopped everything that it began.
     """
 
     #: How many units run at a time.
     workers: int = 1
-    #: Whether units run in this process, and what they emit is taken at once.
+    #: Whether units run in this process, which then takes what they emit at once.
     is_here: bool = False
     #: Whether every worker sees the files of this machine.
     shares_disk: bool = True
-    #: Whether the same run, begun again, goes on from what is done by now.
+    #: Whether the same run, begun again, continues from what is done by now.
     resumes: bool = False
 
     @property
@@ -160,15 +151,20 @@ class Engine(ABC):
         return
 
     def inspect(self, job: Job[Any, Any]) -> None:
-        """Refuse a job before any work if workers run other versions, or lack its files or memory for it."""
+        """Refuse a job before any work if workers run other versions, or lack its files, memory or accelerators."""
         return
 
-    def settle(self, job: Job[Any, Any], name: str, value: Any) -> Any:
-        """What was settled under this name by the run that this one goes on from; without one, `value`.
+    def remember(self, job: Job[Any, Any], name: str, value: Any) -> Any:
+        """The value that the interrupted run stored under this name; in a new run, `value`, which is stored.
 
-        For what divides the work into units but depends on the workers: the other units would be unknown.
+        For a number that depends on the workers and divides the work: with another division into units, none of the
+        finished ones would be found.
         """
         return value
+
+    def discard(self, job: Job[Any, Any], unit: Unit) -> None:
+        """Let a second run compute a finished unit again: its result is not to be used."""
+        return
 
     @abstractmethod
     def run(
@@ -181,7 +177,7 @@ class Engine(ABC):
         progress: Progress = silent,
         keep_going: bool = False,
     ) -> Iterator[Any]:
-        """The results of the units. No more of them are held at a time than a few for each worker.
+        """The results of the units. Only a few for each worker are in memory at a time.
 
         state        what `job.open` would return, where this process has it already
         take         receives what units emit: that of a unit all at once or as it runs, before its result
@@ -197,14 +193,10 @@ class Engine(ABC):
         state: State | None = None,
         progress: Progress = silent,
     ) -> list[Kept]:
-        """Run units whose results are for other units, and leave those where units can read them."""
-
-    @abstractmethod
-    def fetch(self, job: Job[State, Any], kept: Kept) -> Any:
-        """A kept result, in this process."""
+        """Run units whose results are for other units, and leave the results where those can read them."""
 
     def finish(self) -> None:
-        """The results of all jobs so far are safe: forget what a second run would have continued."""
+        """Delete what a second run would continue from: the results of all jobs so far are safe."""
         return
 
     def close(self) -> None:
@@ -216,73 +208,3 @@ class Engine(ABC):
 
     def __exit__(self, *problem: object) -> None:
         self.close()
-
-
-def set_up(setup: Setup) -> None:
-    """What a worker does before its first unit; a library that is missing is told by the unit that needs it."""
-    with suppress(ImportError):
-        setup()
-
-
-def own_cpus() -> int:
-    """The CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def use_threads(threads: int) -> None:
-    """Let torch use so many threads in this process; where it is not loaded yet, it reads the number when it is."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(threads)
-
-
-class Workshop:
-    """A worker's side of an engine: opens the job that its next unit belongs to, and keeps what it opened last."""
-
-    def __init__(self) -> None:
-        self._opened: tuple[str, Any] = ("", None)
-        self._unpacked: tuple[tuple[str, int], Any] = (("", 0), None)
-
-    def open(self, key: str, job: Job[Any, Any]) -> Any:
-        """The state of a job, opened once."""
-        if self._opened[0] != key:
-            self._opened = ("", None)  # the old one goes before the new one comes
-            self._opened = (key, job.open())
-        return self._opened[1]
-
-    def given(self, key: str, job: Job[Any, Any], number: int, data: Callable[[], Any]) -> Any:
-        """What a unit needs, unpacked once for units in a row that need the same."""
-        if self._unpacked[0] != (key, number):
-            self._unpacked = (("", 0), None)
-            self._unpacked = ((key, number), job.unpack(data()))
-        return self._unpacked[1]
-
-
-@cache
-def installed() -> dict[str, str]:
-    """The versions of what computes: Python, packages, also optional ones, and a digest of the sources of this one."""
-    found = hashlib.sha256()
-    for file in sorted(Path(FOLDER).rglob("*.py")):
-        found.update(str(file.relative_to(FOLDER)).encode() + b"\0" + file.read_bytes() + b"\0")
-    there = [name for name in OPTIONAL if any(metadata.distributions(name=name))]
-    versions = {name: metadata.version(name).partition("+")[0] for name in (*PACKAGES, *there)}
-    return {"probe": f"{VERSION} ({found.hexdigest()[:12]})", "python": platform.python_version(), **versions}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the project of a run lies: workers import its modules and read its relative paths from there."""
-
-    folder: str
-    search: tuple[str, ...]
-
-    @classmethod
-    def here(cls) -> Self:
-        """That of this process."""
-        return cls(os.getcwd(), tuple(os.path.abspath(path) for path in sys.path))
-
-    def enter(self) -> None:
-        """Make it that of a worker, where it exists on this machine."""
-        if os.path.isdir(self.folder):
-            os.chdir(self.folder)
-        sys.path += [path for path in self.search if path not in sys.path and os.path.isdir(path)]

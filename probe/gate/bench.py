@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from probe.data.calls import input_fingerprint, split_rows
-from probe.engines import Engine, Unit
+from probe.engines import Engine, Unit, UnitFailedError
 from probe.files.atomic import locked
 from probe.gate.baselines.format import BaselineError
 from probe.gate.configuration import Settings
@@ -61,8 +61,8 @@ class Bench(Matrix):
         super().__init__(settings, root=root)
         self._engine = engine
         self._job: ObservationJob | None = None
-        self._ahead: Iterator[tuple[str, dict[str, Observation]]] = iter(())
-        self._observed: dict[str, dict[str, Observation]] = {}
+        self._ahead: Iterator[tuple[str, dict[str, Observation] | UnitFailedError]] = iter(())
+        self._observed: dict[str, dict[str, Observation] | UnitFailedError] = {}
         self.expected: list[tuple[Recipe, str]] = []  # recipes and devices that the run will ask for, in its order
         self.anchors: Anchors | None = None
         self._folder = folder
@@ -201,7 +201,10 @@ class Bench(Matrix):
         return ObservedRecipe(recipe, device, variation, tuple(self._paths(recipe)), self.bytes_per_token)
 
     def _observe_elsewhere(self, engine: Engine, work: ObservedRecipe) -> dict[str, Observation]:
-        """The observation of a unit; all that the run will ask for are made in this order, ahead of the tests."""
+        """The observation of a unit; all that the run will ask for are made in this order, ahead of the tests.
+
+        One that failed fails the tests of its own recipe only, all of them.
+        """
         if self.expected:
             expected, self.expected = self.expected, []
             works = [self._unit(recipe, device, work.variation) for recipe, device in expected]
@@ -212,15 +215,19 @@ class Bench(Matrix):
                 self._ahead = self._observations(engine, [work])
             else:
                 self._observed[found[0]] = found[1]
-        return self._observed.pop(work.name)
+        seen = self._observed[work.name]
+        if isinstance(seen, UnitFailedError):
+            raise seen
+        del self._observed[work.name]
+        return seen
 
     def _observations(
         self, engine: Engine, works: Sequence[ObservedRecipe]
-    ) -> Iterator[tuple[str, dict[str, Observation]]]:
+    ) -> Iterator[tuple[str, dict[str, Observation] | UnitFailedError]]:
         wanted = {work.variation for work in works}
         if self._job is None or not wanted <= set(self._job.references):
             self._job = self._with_references(wanted | set(self._job.references if self._job else ()))
-        results = engine.run(self._job, [Unit(work.name, work) for work in works])
+        results = engine.run(self._job, [Unit(work.name, work) for work in works], keep_going=True)
         for work, result in zip(works, results, strict=True):
             yield work.name, result
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
 FOLDER = pytest.StashKey[Path]()
+PARTS = pytest.StashKey[dict[str, int]]()  # of the cluster, by the worker of xdist
 CASE: pytest.StashKey[ProbeCase] = pytest.StashKey()
 
 MARKERS = (
@@ -155,7 +156,7 @@ def pytest_configure_node(node: Any) -> None:
     if FOLDER not in stash:
         stash[FOLDER] = Path(tempfile.mkdtemp(prefix="probe-"))
     node.workerinput["probe_folder"] = str(stash[FOLDER])
-    tell_worker(node, stash[SESSION].engine)
+    tell_worker(node, stash[SESSION].engine, stash.setdefault(PARTS, {}))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -299,7 +300,8 @@ def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Hook of xdist, in the controller: merge the cases that a worker knew when it ended."""
+    """Hook of xdist, in the controller: merge the cases that a worker knew when it ended; another may have its part."""
+    node.config.stash.get(PARTS, {}).pop(node.gateway.id, None)
     given = getattr(node, "workeroutput", {}).get("probe")
     if given:
         node.config.stash[SESSION].merge(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,7 +48,7 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine 
     address, part = config.getoption("--probe-ray-address"), (0, 1)
     if worker is not None:
         address = worker["probe_ray_address"]
-        part = int(worker["workerid"].removeprefix("gw")) % worker["workercount"], worker["workercount"]
+        part = worker["probe_ray_part"], worker["workercount"]
     engine = RayEngine(address, cpus=None if cpus is None else int(cpus), part=part)
     count = config.getoption("numprocesses", None) or 0
     if worker is None and isinstance(count, int) and count > engine.workers:
@@ -70,7 +71,9 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine 
     return engine
 
 
-def tell_worker(node: Any, engine: Engine | None) -> None:
-    """Tell a worker of xdist where the cluster is."""
+def tell_worker(node: Any, engine: Engine | None, parts: dict[str, int]) -> None:
+    """Tell a worker of xdist where the cluster is, and which part of it is its own: the first that no other one has."""
     if engine is not None:
+        parts[node.gateway.id] = next(part for part in count() if part not in parts.values())
+        node.workerinput["probe_ray_part"] = parts[node.gateway.id]
         node.workerinput["probe_ray_address"] = node.config.getoption("--probe-ray-address") or engine.address

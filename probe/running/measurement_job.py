@@ -145,7 +145,12 @@ def measure_all(
         injected=injected,
     )
     bench = _Bench(loaded)
-    kept = engine.keep(job, [Unit(f"reference {i}", i) for i in range(len(job.shards))], state=bench)
+    kept = engine.keep(
+        job,
+        [Unit(f"reference {i}", i) for i in range(len(job.shards))],
+        state=bench,
+        progress=lambda done, total, text: units(done, total, f"reference, {text}"),
+    )
     if scaling is not None:
         progress(f"[calibration] {scaling.about}")
         work = CalibrationRun(tuple(scaling.batches), percentile)

@@ -26,7 +26,7 @@ from probe.settings import FUNCTION
 from probe.words import first_few, format_bytes
 
 #: A model of at most so many bytes is sent to nodes that do not have its files.
-SENT = 2**26
+MAX_SENT_BYTES = 2**26
 #: What a worker takes beside weights: torch, transformers and the activations of small batches.
 WORKER_BYTES = 2**29
 #: Copies of the weights: the float model, its float copy and the quantized one.
@@ -198,8 +198,13 @@ class ModelJob(Job[State, Result]):
 
 
 def accelerators(*devices: str) -> int:
-    """The GPUs that a worker needs for these devices."""
-    return int(any(device.startswith("cuda") for device in devices))
+    """The GPUs that a worker needs for these devices; a number is refused, because a worker sees its own GPU only."""
+    numbered = [device for device in devices if device.startswith("cuda:")]
+    if numbered:
+        raise ValueError(
+            f"the device is {numbered[0]!r}, and the engine ray gives every worker a GPU of its own. Name it cuda."
+        )
+    return int("cuda" in devices)
 
 
 def _is_path(name: str) -> bool:
@@ -212,6 +217,6 @@ def _small_files(name: str) -> dict[str, bytes] | None:
         return None
     place = Path(os.path.expanduser(name))
     files = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else [place]
-    if sum(file.stat().st_size for file in files) > SENT:
+    if sum(file.stat().st_size for file in files) > MAX_SENT_BYTES:
         return None
     return {file.name: file.read_bytes() for file in files}

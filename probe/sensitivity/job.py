@@ -138,12 +138,16 @@ def _sides(twins: Twins, sample: Batch | None) -> tuple[Side, Side, list[str]]:
 
 @dataclass(frozen=True, eq=False)
 class SideRuns:
-    """A unit of work: the runs of one batch on one side, of every `step`-th group of units from the `first` on."""
+    """A unit of work: the runs of one batch on one side for the units of these names.
+
+    The names, not a rule that finds them: what runs share a forward is decided by each machine for itself.
+    """
 
     batch: int
     side: str
-    first: int = 0
-    step: int = 1
+    names: tuple[str, ...]
+    part: str  # for people: 1 of 4
+    is_first: bool  # the one that also gives the figures of everything quantized
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +192,10 @@ class SensitivityJob(ModelJob[Workbench, Any]):
         shared = state.whole_run(work.batch, work.side)
         emit((len(side.layers), work.side))
         expected = state.expected_output(work.batch)
-        if work.side == "without" and work.first == 0:
+        if work.side == "without" and work.is_first:
             found[None] = Tally(state.kind)
             found[None].update(shared.output, expected, batch)
-        groups = side.groups(batch, state.units)[work.first :: work.step]
+        groups = side.groups(batch, [unit for unit in state.units if unit.name in work.names])
         for unit, output, layers in side.outputs(shared, groups):
             found[unit.name] = Tally(state.kind)
             found[unit.name].update(output, expected, batch)

@@ -169,7 +169,7 @@ class _Runs:
     def measure(self) -> None:
         """Run one unit at a time, on both sides."""
         runs = self._side_runs()
-        units = [EngineUnit(f"batch {one.batch}, {one.side}, {one.first} of {one.step}", one) for one in runs]
+        units = [EngineUnit(f"batch {one.batch}, {one.side}, {one.part}", one) for one in runs]
         for run, found in zip(runs, self._run(units), strict=True):
             there = self.tallies[run.side]
             for unit, tally in found.items():
@@ -184,11 +184,14 @@ class _Runs:
         """Batch by batch; in so many parts that every worker has some, where there are several."""
         bench, engine = self.bench, self.engine
         pairs = [(batch, name) for batch in range(len(bench.batches)) for name in bench.sides]
-        parts = 1 if engine.is_here else engine.settle(self.job, "parts", -(-PARTS * engine.workers // len(pairs)))
+        parts = 1 if engine.is_here else engine.remember(self.job, "parts", -(-PARTS * engine.workers // len(pairs)))
         found = []
         for batch, name in pairs:
-            count = min(parts, len(bench.sides[name].groups(bench.batches[batch], bench.units)))
-            found += [SideRuns(batch, name, first, count) for first in range(count)]
+            groups = bench.sides[name].groups(bench.batches[batch], bench.units)
+            count = min(parts, len(groups))
+            for first in range(count):
+                names = tuple(unit.name for group in groups[first::count] for unit in group)
+                found.append(SideRuns(batch, name, names, part=f"{first + 1} of {count}", is_first=first == 0))
         return found
 
     def _run(self, units: Sequence[EngineUnit]) -> Iterator[Any]:

@@ -114,6 +114,13 @@ def reused(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> RayEngine:
     return on_ray
 
 
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process had no connection; what the other tests have stays."""
+    monkeypatch.setattr(load_ray(), "is_initialized", lambda: False)
+    monkeypatch.setattr(load_ray(), "shutdown", lambda: None)
+
+
 @pytest.fixture(autouse=True)
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Journals of a test are its own."""

@@ -30,6 +30,8 @@ class Sums(Job[list[int], Any]):
     journaled: bool = False
     needed: tuple[tuple[str, str], ...] = ()
     room: int = 0
+    accelerators: int = 0
+    ballast: bytes = b""
 
     def open(self) -> list[int]:
         return []
@@ -55,6 +57,19 @@ class Sums(Job[list[int], Any]):
                 os.kill(os.getpid(), signal.SIGKILL)
             Path(value).touch()
             return 1
+        elif what == "die here":  # on the node of the first try; value is a file with its name
+            import ray
+
+            node = ray.get_runtime_context().get_node_id()
+            if not Path(value).exists():
+                Path(value).write_text(node)
+            if Path(value).read_text() == node:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "die twice":  # value is a file: a byte for every try
+            if not Path(value).exists() or Path(value).stat().st_size < 2:
+                with Path(value).open("ab") as file:
+                    file.write(b".")
+                os.kill(os.getpid(), signal.SIGKILL)
         elif what == "threads":
             import torch
 
@@ -62,6 +77,10 @@ class Sums(Job[list[int], Any]):
         elif what == "mark":  # value is a file: one more byte for every run
             with Path(value).open("ab") as file:
                 file.write(b".")
+        elif what == "mark zeros":
+            with Path(value).open("ab") as file:
+                file.write(b".")
+            return np.zeros(10, np.uint8)
         elif what == "zeros":
             return np.zeros(value, np.uint8)
         elif what == "where":
@@ -86,6 +105,13 @@ class Sums(Job[list[int], Any]):
     @property
     def is_journaled(self) -> bool:
         return self.journaled
+
+    def is_final(self, result: Any) -> bool:
+        return bool(result is not None and str(result) != "failed")
+
+    @property
+    def gpus(self) -> int:
+        return self.accelerators
 
     @property
     def paths(self) -> dict[str, str]:

@@ -19,9 +19,9 @@ import pytest
 import ray
 
 from probe.commands import main
-from probe.engines import Kept, Unit, UnitFailedError, connection, dispatch, nodes, work
-from probe.engines.cluster import RayEngine
-from probe.engines.journal import KEPT_FOR, Journal
+from probe.engines import Kept, Unit, UnitFailedError, connection, dispatch, nodes, versions
+from probe.engines.cluster import EARLY_BYTES, RayEngine
+from probe.engines.journal import MAX_AGE, Journal
 from probe.files.paths import content_digest, user_cache
 from tests.engines.conftest import LOOPBACK, Shared, add_node, wait_until
 from tests.engines.jobs import Sums, import_tabnanny
@@ -34,6 +34,7 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.Monkey
         RayEngine()
 
 
+@pytest.mark.usefixtures("unconnected")
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -48,8 +49,7 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.Monkey
 def test_a_cluster_that_is_not_there_is_one_message(
     address: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(connection, "REACHABLE", 0.5)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.5)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def init(**options: Any) -> None:
@@ -60,12 +60,12 @@ def test_a_cluster_that_is_not_there_is_one_message(
         RayEngine(address)
 
 
+@pytest.mark.usefixtures("unconnected")
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
 def test_a_cluster_that_asks_for_a_token_is_told_as_such(
     address: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As Ray 2.60 does: C++ code prints the reason, and the exception has none."""
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
     def init(**options: Any) -> None:
         if address.startswith("ray://"):
@@ -80,8 +80,8 @@ def test_a_cluster_that_asks_for_a_token_is_told_as_such(
         assert capfd.readouterr().err == ""
 
 
+@pytest.mark.usefixtures("unconnected")
 def test_a_token_that_this_machine_lacks_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
     def init(**options: Any) -> None:
         raise ray.exceptions.AuthenticationError(
@@ -93,6 +93,7 @@ def test_a_token_that_this_machine_lacks_is_told_as_such(monkeypatch: pytest.Mon
         RayEngine("auto")
 
 
+@pytest.mark.usefixtures("unconnected")
 @pytest.mark.parametrize("named", [None, *connection.TOKEN_VARIABLES, "file"])
 def test_a_cluster_of_this_machine_has_a_token_of_its_own_where_the_user_has_none(
     named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +104,6 @@ def test_a_cluster_of_this_machine_has_a_token_of_its_own_where_the_user_has_non
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray" / "auth_token").touch()
     given: list[str | None] = []
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
     def init(**options: Any) -> None:
         given.append(os.environ.get("RAY_AUTH_TOKEN"))
@@ -127,24 +127,9 @@ def test_a_connection_that_is_lost_is_one_message(on_ray: RayEngine, monkeypatch
     on_ray.finish()
 
 
-def test_a_worker_that_ray_refuses_to_start_is_told_as_such(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where this machine has a token and the cluster asks for none: nothing died for want of memory."""
-    died = ray.exceptions.RayError("The actor never ran - it was cancelled before it started running.")
-    wait = dispatch.Dispatch._finish
-
-    def finish(self: dispatch.Dispatch, reference: Any, task: Any) -> None:
-        wait(self, reference, task) if task.index else self._lost(task, died)
-
-    monkeypatch.setattr(dispatch.Dispatch, "_finish", finish)
-    with pytest.raises(
-        UnitFailedError, match=r"^unit 0: its worker could not be started on .*export RAY_AUTH_MODE=disabled"
-    ):
-        list(on_ray.run(Sums("refused"), units(("plain", 1))))
-
-
+@pytest.mark.usefixtures("unconnected")
 def test_an_address_where_nobody_ever_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(connection, "REACHABLE", 0.3)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.3)
     with socket.socket() as deaf:  # bound, but not listening
         deaf.bind(("127.0.0.1", 0))
         port = deaf.getsockname()[1]
@@ -178,7 +163,6 @@ def test_a_cluster_that_is_there_is_used_and_left_as_it_was(
         (kept,) = engine.keep(job, [Unit("kept", ("plain", [4]))])
         works = [*units(("wait", 0.3), ("die once", str(tmp_path / "died"))), Unit("plus", ("plus", 3), kept)]
         assert list(engine.run(job, works)) == [0.3, str(tmp_path / "died"), 7]
-        assert int(engine.fetch(job, kept)[0]) == 4
         with pytest.raises(UnitFailedError, match=r"^unit 0: there is no tensor"):
             list(engine.run(job, units(("fail", "tensor"))))
     assert not ray.is_initialized()
@@ -213,7 +197,7 @@ def is_reachable(address: str) -> bool:
 def test_another_version_on_a_node_is_refused_before_any_work(
     on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    here = {**work.installed(), "torch": "9.9"}
+    here = {**versions.installed(), "torch": "9.9"}
     monkeypatch.setattr(nodes, "installed", lambda: here)
     with pytest.raises(ValueError, match=r"node .* runs other versions: torch 2\.\d+\.\d+, here 9.9. Numbers of two"):
         list(on_ray.run(Sums("other version", needed=((str(tmp_path), ""),)), units(("mark", str(tmp_path / "ran")))))
@@ -221,10 +205,10 @@ def test_another_version_on_a_node_is_refused_before_any_work(
 
 
 def test_another_probe_on_a_node_is_named_by_its_folder(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {**work.installed(), "probe": "0.1.0 (0123456789ab)"}
+    here = {**versions.installed(), "probe": "0.1.0 (0123456789ab)"}
     monkeypatch.setattr(nodes, "installed", lambda: here)
     monkeypatch.setattr(nodes, "FOLDER", "/elsewhere/probe")
-    with pytest.raises(ValueError, match=rf"Its probe is {work.FOLDER}, this one is /elsewhere/probe\."):
+    with pytest.raises(ValueError, match=rf"Its probe is {versions.FOLDER}, this one is /elsewhere/probe\."):
         on_ray.inspect(Sums("other folder", needed=((os.getcwd(), ""),)))
 
 
@@ -232,7 +216,7 @@ def test_another_probe_on_a_node_is_named_by_its_folder(on_ray: RayEngine, monke
 def test_another_version_of_an_optional_package_is_refused_where_a_node_has_one(
     package: str, is_refused: bool, on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    here = {**work.installed(), package: "9.9"}
+    here = {**versions.installed(), package: "9.9"}
     monkeypatch.setattr(nodes, "installed", lambda: here)
     monkeypatch.setattr(nodes, "OPTIONAL", (package,))
     with pytest.raises(ValueError, match=r"torchao [\d.]+, here 9.9") if is_refused else nullcontext():
@@ -240,7 +224,7 @@ def test_another_version_of_an_optional_package_is_refused_where_a_node_has_one(
 
 
 def test_another_source_of_the_same_version_is_another_version() -> None:
-    assert re.fullmatch(r"[\d.]+ \([0-9a-f]{12}\)", work.installed()["probe"])
+    assert re.fullmatch(r"[\d.]+ \([0-9a-f]{12}\)", versions.installed()["probe"])
 
 
 def test_a_file_that_a_node_does_not_have_is_named_before_any_work(on_ray: RayEngine, tmp_path: Path) -> None:
@@ -343,16 +327,17 @@ def test_a_connection_to_another_cluster_is_not_used(on_ray: RayEngine) -> None:
 
 
 def test_workers_that_were_started_early_are_used_unless_the_job_needs_more(on_ray: RayEngine) -> None:
-    on_ray.stop()
+    pool = on_ray.pool
+    pool.stop()
     on_ray.prepare(import_tabnanny)
-    early = list(on_ray.pool)
-    assert len(early) == 2
-    assert list(on_ray.run(Sums("small", room=2**29), units(("plain", 1), ("plain", 2)))) == [1, 2]
-    assert on_ray.pool == early
+    assert len(pool.pending) == 2
+    assert list(on_ray.run(Sums("small", room=2**29), units(("wait", 1), ("wait", 1)))) == [1, 1]
+    early = list(pool.ready)
+    assert [worker.memory for worker in early] == [EARLY_BYTES] * 2
     assert list(on_ray.run(Sums("large", room=2**31), units(("plain", 1)))) == [1]
-    assert len(on_ray.pool) == 1
-    assert on_ray.pool[0] not in early
-    on_ray.stop()
+    assert len(pool.ready) == 1
+    assert pool.ready[0] not in early
+    pool.stop()
 
 
 def test_a_unit_runs_on_the_node_that_holds_what_it_needs(on_ray: RayEngine) -> None:
@@ -366,6 +351,8 @@ def test_a_unit_runs_on_the_node_that_holds_what_it_needs(on_ray: RayEngine) -> 
 
 def engine_kept_by_node(engine: RayEngine, job: Sums) -> list[Kept]:
     """A kept result on each of two nodes."""
+    while len(engine.pool.ready) < 2:
+        list(engine.run(job, [Unit(f"{n}", ("wait", 0.2)) for n in range(2)]))
     kept = engine.keep(job, [Unit(f"kept {n}", ("wait", 0.3)) for n in range(2)])
     assert len({engine.stored(one).node for one in kept}) == 2
     return kept
@@ -384,7 +371,7 @@ def test_a_worker_has_the_threads_that_it_was_given_whether_torch_is_loaded_or_n
 
 def test_two_engines_divide_the_nodes_among_them(on_ray: RayEngine) -> None:
     with RayEngine(part=(0, 2)) as one, RayEngine(part=(1, 2)) as other:
-        on_ray.stop()
+        on_ray.pool.stop()
         first = next(iter(one.run(Sums("one"), units(("where", 0)))))
         second = next(iter(other.run(Sums("other"), units(("where", 0)))))
     assert first != second
@@ -392,7 +379,7 @@ def test_two_engines_divide_the_nodes_among_them(on_ray: RayEngine) -> None:
 
 
 def test_large_kept_results_go_to_the_shared_folder_and_are_deleted(on_ray: RayEngine, tmp_path: Path) -> None:
-    on_ray.stop()
+    on_ray.pool.stop()
     with RayEngine(shared=tmp_path) as engine:
         job = Sums("shared")
         small, large = engine.keep(job, [Unit("small", ("zeros", 10)), Unit("large", ("zeros", 40 * 2**20))])
@@ -423,7 +410,7 @@ def test_what_was_computed_on_another_number_of_threads_is_not_continued(
     """Their sums are added in another order."""
     job, mark = Sums("threads", journaled=True), ("mark", str(tmp_path / "ran"))
     for threads, runs in ((1, 1), (1, 1), (2, 2), (1, 2)):
-        monkeypatch.setattr(on_ray, "_threads", threads)
+        monkeypatch.setattr(on_ray.pool, "threads", threads)
         with pytest.raises(UnitFailedError):
             list(on_ray.run(job, units(mark, ("fail", "end"))))
         assert len((tmp_path / "ran").read_bytes()) == runs
@@ -457,7 +444,7 @@ def test_another_job_has_another_journal_and_old_ones_are_deleted(caches: Path) 
     assert unit in Journal("a")
     assert Journal("a").read(unit) == b"answer"
     assert unit not in Journal("b")
-    old = time.time() - KEPT_FOR - 10
+    old = time.time() - MAX_AGE - 10
     os.utime(first.folder, (old, old))
     Journal("b")
     assert not first.folder.exists()
@@ -486,7 +473,6 @@ def test_a_node_that_dies_in_the_middle_costs_only_time(shared: Shared, caches: 
         found = list(engine.run(job, [*waits, *works]))
         killer.join()
         assert found == [0.4] * 6 + [2**20] * 12
-        assert len(engine.fetch(job, kept)) == 2**20
         assert len(engine.nodes()) == 3  # with the head
 
 
@@ -545,7 +531,7 @@ def test_a_node_that_comes_later_with_other_versions_gets_no_unit_and_without_an
         works = [("where", 0), ("wait", 1.0), *[("where", 0)] * 30, ("wait", 30)]
         found = engine.run(Sums("later"), units(*works))
         first = next(found)
-        monkeypatch.setattr(nodes, "installed", lambda: {**work.installed(), "torch": "9.9"})
+        monkeypatch.setattr(nodes, "installed", lambda: {**versions.installed(), "torch": "9.9"})
         (old,) = list(made.worker_nodes)
         add_node(made)
         assert {next(found) for _ in works[1:-1]} == {first, 1.0}

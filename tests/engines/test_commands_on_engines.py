@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from probe.commands import main
+from probe.activations.run import analyze
+from probe.activations.settings import read_configuration
+from probe.commands import main, scaling_batch
 from probe.engines import Job, Unit
 from probe.engines.cluster import RayEngine
 from probe.engines.identity import identity_of
@@ -21,9 +23,11 @@ from probe.engines.local import LocalEngine
 from probe.files.paths import content_digest
 from probe.models.factories import loaded_code
 from probe.models.loading import EMBEDDED, load_model, weight_fingerprint
-from probe.recordings.tensor_sources import TensorSource
+from probe.models.offload import device_named
+from probe.recordings.tensor_sources import TensorSource, tensor_sources
 from probe.running import shared_models
-from probe.running.shared_models import SharedModel
+from probe.running.measurement_job import measure_all
+from probe.running.shared_models import SharedModel, accelerators
 
 SMALL = ["--samples", "4", "--seqlen", "32", "--batch-size", "2", "--calib-data-num", "2", "--calib-seqlen", "32"]
 Run = Callable[..., str]
@@ -71,6 +75,47 @@ def test_errors(run: Run, elsewhere: dict[str, list[str]]) -> None:
         assert run(*asked, *options) == here, engine
 
 
+def test_the_references_have_a_progress_of_their_own(reused: RayEngine) -> None:
+    told: list[str] = []
+    few = ("calibration", 1, 16, 1)
+    asked: dict[str, Any] = {"modes": ["fp16"], "data": ("evaluation", 4, 16, 2), "calibration_data": few}
+    measure_all(
+        "tiny-mamba",
+        **asked,
+        shard_size=2,
+        engine=reused,
+        units=lambda done, total, text: told.append(f"{total} {text}"),
+    )
+    assert told[0].startswith("2 reference, ")
+    assert told[-1].startswith("2 0 in flight")
+
+
+def test_a_dry_run_starts_no_cluster(run: Run) -> None:
+    assert "Nothing was run" in run("analyze", "--dry-run", "--engine", "ray", "--ray-address", "127.0.0.1:1")
+
+
+def test_every_worker_analyzes_on_the_device_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on what `auto` would be on its node."""
+    jobs: list[Any] = []
+    run = LocalEngine.run
+
+    def listen(engine: LocalEngine, job: Any, *arguments: Any, **options: Any) -> Any:
+        jobs.append(job)
+        return run(engine, job, *arguments, **options)
+
+    monkeypatch.setattr(LocalEngine, "run", listen)
+    settings = read_configuration(None, [("data.num_samples", "1"), ("data.seq_len", "16")])
+    analyze(settings, progress=lambda text: None)
+    assert settings.memory.device == "auto"
+    assert jobs[0].settings.memory.device == str(device_named("auto"))
+
+
+def test_a_gpu_with_a_number_is_refused_where_workers_have_one_of_their_own() -> None:
+    assert [accelerators("cpu"), accelerators("cpu", "cuda")] == [0, 1]
+    with pytest.raises(ValueError, match=r"the device is 'cuda:1', and the engine ray gives every worker a GPU of its"):
+        accelerators("cpu", "cuda:1")
+
+
 def test_shards_differ_by_the_order_of_sums_only(run: Run) -> None:
     asked = ["errors", "--modes", "2-1", "--formats", "int8", *SMALL, "--json"]
     whole, halves = (json.loads(run(*asked, *more)) for more in ([], ["--shard-size", "2"]))
@@ -109,11 +154,13 @@ def test_sensitivity_that_was_interrupted_goes_on_with_fewer_workers(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", interrupt)
         run(*asked, code=130)
-    monkeypatch.setattr(reused, "workers", 1)
+    monkeypatch.setattr(reused.pool, "part", (0, 2))
+    about = reused.about
     assert main(asked) == 0
+    assert reused.workers == 1
     found = capsys.readouterr()
     assert f"{len(parts)} known from the run before" in found.err
-    assert f"[engine] {reused.about}" in found.err
+    assert f"[engine] {about}" in found.err
     assert found.out == whole
 
 
@@ -152,16 +199,29 @@ def test_scaling(run: Run, ray_only: dict[str, list[str]]) -> None:
 
 
 def test_a_tensor_of_which_a_node_has_another_copy_fails(
-    run: Run, reused: RayEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, reused: RayEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caches: Path
 ) -> None:
     for name in ("same", "other"):
         torch.save(torch.ones(4, 32), f"{name}.pt")
     load = TensorSource.load
     monkeypatch.setattr(TensorSource, "load", lambda source: load(source) * (2 if source.name == "other" else 1))
+    monkeypatch.setattr(reused, "finish", lambda: None)  # as if it was interrupted before the end
     asked = ["--elem-format", "int8", "--num-levels", "5", "--no-plots", "--output-dir", "out", "--engine", "ray"]
     assert main(["scaling", "same.pt", "other.pt", *asked]) == 1
     assert "other.pt: a node read other values from it than this machine has." in capsys.readouterr().out
     assert len(list(Path("out").rglob("mxfp_scaling_results_*.json"))) == 1
+    (journal,) = (caches / "probe" / "runs").iterdir()
+    assert len(list(journal.iterdir())) == 1, "the other one is to be read again"
+
+
+def test_a_tensor_asks_for_memory_by_its_size(tmp_path: Path) -> None:
+    sources = []
+    for size in (2**10, 2**20):
+        torch.save(torch.ones(size), file := tmp_path / f"{size}.pt")
+        sources += tensor_sources([str(file)])
+    stamps = tuple(scaling_batch._stamp(source.path) for source in sources)
+    job = scaling_batch.ScalingJob(tuple(sources), scaling_batch.Request(), stamps, is_elsewhere=True)
+    assert 2**29 + 4 * 2**22 <= job.memory < 2**29 + 5 * 2**22
 
 
 def test_an_option_of_the_other_engine_is_refused(run: Run) -> None:
@@ -190,7 +250,7 @@ def test_a_failing_model_is_one_message_with_the_unit(
     assert "reference 0: net:make on " in said
     assert "is another model than here (here -> there: weights " in said
     assert "Traceback" not in said
-    reused.stop()  # whose workers know this module
+    reused.pool.stop()  # whose workers know this module
 
 
 def test_the_code_of_users_must_be_the_same_on_all_nodes(
@@ -220,7 +280,7 @@ def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(
     shared = SharedModel.of(name, load_model(name), on_ray)
     assert shared.paths == {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_models, "SENT", 1)
+        patch.setattr(shared_models, "MAX_SENT_BYTES", 1)
         assert SharedModel.of(name, load_model(name), on_ray).paths == {name: ""}  # too large to be sent
     shutil.rmtree(name)  # as on a node
     (tmp_path / "temporary").mkdir()

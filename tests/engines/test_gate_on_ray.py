@@ -1,6 +1,7 @@
 """The gate with `--probe-engine ray`: the same figures, alone and beside xdist; the controller alone writes."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +9,15 @@ from gguf import GGMLQuantizationType as Kind
 
 from probe.engines import nodes
 from probe.engines.cluster import RayEngine
-from probe.engines.work import installed
+from probe.engines.local import LocalEngine
+from probe.engines.versions import installed
+from probe.gate import observation_job
 from probe.gate.bench import Bench
 from probe.gate.configuration import Settings
+from probe.gate.measured_layers import Observation
 from probe.gate.observation_job import ObservationJob
+from probe.plugin import PARTS, pytest_testnodedown
+from probe.plugin.engine import tell_worker
 from probe.running.calibration import Calibration
 from probe.running.recipes import Recipe
 from probe.running.shared_models import SharedModel
@@ -34,7 +40,7 @@ def on_cluster(on_ray: RayEngine, project: Run) -> Run:
     """`project`, on the cluster of the tests; the workers of other tests make room."""
 
     def run(*arguments: str, **changed: Any) -> pytest.RunResult:
-        on_ray.stop()
+        on_ray.pool.stop()
         return project("--probe-engine", "ray", "--probe-ray-address", on_ray.address, *arguments, **changed)
 
     return run
@@ -75,6 +81,47 @@ def test_figures_are_the_same_to_the_bit(on_ray: RayEngine) -> None:
     assert found.keys() == expected.keys()
     for label, one in expected.items():
         assert found[label].figures == one.figures, label
+
+
+def test_a_recipe_that_fails_fails_its_own_tests_only_and_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test that came to it first was another one's: recipes are observed ahead of their tests."""
+    settings = dataclasses.replace(
+        Settings(model="tiny-mamba", samples=1, seqlen=16), modes=("2-1", "2-4", "0"), formats=("int8",)
+    )
+    first, failing, last = (Recipe(mode, "int8") for mode in settings.modes)
+    seen: list[Recipe] = []
+
+    def observe(model: Any, recipe: Recipe, *arguments: Any, **options: Any) -> dict[str, Observation]:
+        seen.append(recipe)
+        if recipe == failing:
+            raise ValueError("no such thing")
+        return {"layer_0": Observation({}, {}, {})}
+
+    monkeypatch.setattr(observation_job, "observe", observe)
+    bench = Bench(settings, engine=LocalEngine())
+    bench.expected = [(recipe, "cpu") for recipe in (first, failing, last)]
+    assert bench.observe(first, "cpu")
+    assert bench.observe(last, "cpu")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such thing"):
+            bench.observe(failing, "cpu")
+    assert seen == [first, failing, last]
+
+
+def test_every_worker_of_xdist_has_a_part_of_the_cluster_also_one_that_replaces_another(on_ray: RayEngine) -> None:
+    parts: dict[str, int] = {}
+
+    def told(name: str) -> dict[str, Any]:
+        config, given = SimpleNamespace(getoption=lambda option: None), dict[str, Any]()
+        tell_worker(SimpleNamespace(gateway=SimpleNamespace(id=name), workerinput=given, config=config), on_ray, parts)
+        return given
+
+    assert [told(name)["probe_ray_part"] for name in ("gw0", "gw1", "gw2")] == [0, 1, 2]
+    stash = pytest.Stash()
+    stash[PARTS] = parts
+    crashed = SimpleNamespace(gateway=SimpleNamespace(id="gw1"), config=SimpleNamespace(stash=stash))
+    pytest_testnodedown(crashed, "crashed")
+    assert told("gw3") == {"probe_ray_part": 1, "probe_ray_address": on_ray.address}
 
 
 def test_workers_tell_jobs_apart_by_their_references() -> None:

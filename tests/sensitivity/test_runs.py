@@ -9,7 +9,9 @@ from torch import Tensor
 from probe.models.loading import Loaded
 from probe.running.calibration import Calibration
 from probe.running.recipes import Recipe
+from probe.running.shared_models import SharedModel
 from probe.sensitivity import rank_layers
+from probe.sensitivity.job import Options, SensitivityJob, SideRuns, make_workbench
 from probe.sensitivity.runs import at_once, restart_plan
 from tests.sensitivity.models import Stack, assert_same, batches_of, random_batch
 
@@ -176,3 +178,19 @@ def test_forwards_run_at_the_same_time_and_in_the_order_given() -> None:
         assert threads == [6, 6], "here, and in threads to come"
     finally:
         torch.set_num_threads(own)
+
+
+@pytest.mark.parametrize("together", [1, 2, 100])
+def test_a_part_of_the_runs_is_its_units_whatever_a_worker_puts_together(
+    llama: tuple[Loaded, Calibration], together: int
+) -> None:
+    """The driver divided them by groups of its own; no unit may be in two parts, or in none."""
+    loaded, calibration = llama
+    recipe, batches, options = Recipe("linear_wa", "int8"), tuple(batches_of(loaded)), Options(together=together)
+    bench = make_workbench(loaded.model, recipe, batches, calibration, options)
+    names = [unit.name for unit in bench.units]
+    here = SharedModel.here("llama", "fingerprint")
+    job = SensitivityJob(model=here, recipe=recipe, batches=batches, calibration=calibration, options=options)
+    parts = [SideRuns(0, "alone", tuple(some), "", is_first=False) for some in (names[:1], names[1:])]
+    found = [job.run(bench, part, None, lambda item: None) for part in parts]
+    assert [name for part in found for name in part] == names
