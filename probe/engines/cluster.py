@@ -18,7 +18,7 @@ from uuid import uuid4
 from probe.engines.connection import Connection, load_ray
 from probe.engines.dispatch import Dispatch
 from probe.engines.journal import Journal
-from probe.engines.nodes import Inspection, Node, cpus_of, gpus_of, host_of, is_head, memory_of
+from probe.engines.nodes import Inspection, Node, cpus_of, error_in, gpus_of, host_of, is_head, memory_of
 from probe.engines.work import (
     Engine,
     Job,
@@ -30,7 +30,6 @@ from probe.engines.work import (
     Take,
     Unit,
     UnitFailedError,
-    reason_of,
     silent,
 )
 from probe.engines.workers import Pool
@@ -275,7 +274,7 @@ class RayEngine(Engine):
             if not self._connection.is_client:
                 raise
             raise ValueError(
-                f"the head of the cluster cannot run probe: {reason_of(problem)[:300].rstrip('.')}. Install the same "
+                f"the head of the cluster cannot run probe: {error_in(problem)}. Install the same "
                 "version as here on the head too."
             ) from None
 

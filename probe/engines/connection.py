@@ -1,5 +1,6 @@
 """The connection to a Ray cluster: one that is there, or a new one of this machine; and why there is none."""
 
+import logging
 import os
 import secrets
 import signal
@@ -112,6 +113,7 @@ def _connect(ray: ModuleType, address: str | None) -> None:
         options = {"address": address}
         if address != "auto":
             _check_reachable(address)
+    logging.getLogger("ray.util.client.logsclient").disabled = True  # what fails on the head is raised here as well
     with _printed() as printed:
         try:
             ray.init(**options, log_to_driver=False, logging_level="ERROR")

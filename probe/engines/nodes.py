@@ -1,6 +1,7 @@
 """The nodes of a cluster before any work: does each run the same versions as this process, and find the files."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
@@ -8,11 +9,13 @@ from typing import Any
 
 from probe.engines.remote import Paths, look
 from probe.engines.versions import FOLDER, OPTIONAL, installed
-from probe.engines.work import INPUT_ERRORS, reason_of
+from probe.engines.work import INPUT_ERRORS
 from probe.words import first_few
 
 #: A node as Ray describes it.
 Node = dict[str, Any]
+#: What terminals take for a change of colour.
+COLOUR = re.compile("\x1b\\[[0-9;]*m")
 #: No files.
 NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -77,9 +80,8 @@ class Inspection:
         except (errors.RayError, *INPUT_ERRORS) as problem:
             if not isinstance(problem, errors.RayTaskError) and self._is_gone(node):
                 return False
-            cause = getattr(problem, "cause", None) or problem
             raise ValueError(
-                f"node {host_of(node)} cannot run probe: {reason_of(cause)[:300]}. Install the same version as here."
+                f"node {host_of(node)} cannot run probe: {error_in(problem)}. Install the same version as here."
             ) from None
         _check_answer(host_of(node), answer)
         return True
@@ -114,6 +116,13 @@ def _check_answer(host: str, answer: dict[str, Any]) -> None:
         raise ValueError(
             f"node {host} has another {first_few(answer['other'])} than this machine. Put the same on all nodes."
         )
+
+
+def error_in(problem: BaseException) -> str:
+    """The message of an error of Ray's; where it quotes a traceback, the last line of that, without colours."""
+    lines = [line for line in COLOUR.sub("", str(problem)).splitlines() if line.strip()]
+    text = lines[-1] if any(line.startswith('  File "') for line in lines) else " ".join(lines)
+    return " ".join(text.split())[:300].rstrip(".") or type(problem).__name__
 
 
 def on_node(remote: Any, node: str, **options: Any) -> Any:

@@ -1,6 +1,5 @@
 """The workers of a Ray engine: actors that are started where nodes have room, and started again when they die."""
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from probe.engines.nodes import Node, cpus_of, gpus_of, host_of, memory_of, on_node
+from probe.engines.nodes import Node, cpus_of, error_in, gpus_of, host_of, memory_of, on_node
 from probe.engines.remote import Actor, look
 from probe.engines.work import RETRIES, Setup, UnitFailedError
 from probe.engines.worker import ProjectFolder
@@ -20,8 +19,6 @@ TOKEN_REFUSED = (
     "If this machine has a token (~/.ray/auth_token) and the cluster asks for none, Ray refuses it: export "
     "RAY_AUTH_MODE=disabled"
 )
-#: What terminals take for a change of colour.
-COLOUR = re.compile("\x1b\\[[0-9;]*m")
 #: Where to look for what Ray knows of a dead worker.
 LOGS = "On that node, ray status and /tmp/ray/session_latest/logs say more"
 
@@ -143,7 +140,7 @@ class Pool:
             self.ray.get(reference)
         except self.ray.exceptions.RayError as problem:
             failures = self._failures.setdefault(worker.node, _Failures())
-            failures.count, failures.reason = failures.count + 1, _why(problem)
+            failures.count, failures.reason = failures.count + 1, error_in(problem)
             self._end(worker)
             self._ping(worker.node)
         else:
@@ -214,10 +211,3 @@ class Pool:
             f"no worker could be started on {hosts.get(node, node)}: {self._failures[node].reason}. {TOKEN_REFUSED}. "
             f"{LOGS}"
         )
-
-
-def _why(problem: Exception) -> str:
-    """Why an actor did not start: its own error is the last line of a traceback, which Ray prints in colours."""
-    lines = [line for line in COLOUR.sub("", str(problem)).splitlines() if line.strip()]
-    text = lines[-1] if lines and "creation task" in lines[0] else " ".join(lines)
-    return " ".join(text.split())[:300].rstrip(".") or type(problem).__name__
