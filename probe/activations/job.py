@@ -15,7 +15,7 @@ from probe.activations.statistics import LayerStatistics, measure
 from probe.data.calls import as_call
 from probe.data.library_logs import quietly
 from probe.data.samples import TokenBatch
-from probe.engines.work import Emit
+from probe.engines.interface import Emit
 from probe.models.forward import call_model
 from probe.models.linear_grids import put_expert_sites
 from probe.models.loading import Loaded

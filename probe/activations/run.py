@@ -19,8 +19,8 @@ from probe.data.media import is_folder
 from probe.data.samples import TextSamples, TokenBatch, batches_of, samples_of
 from probe.data.sources import Documents, documents_of
 from probe.engines import Engine, Unit
+from probe.engines.interface import Progress as UnitProgress, silent
 from probe.engines.local import LocalEngine
-from probe.engines.work import Progress as UnitProgress, silent
 from probe.models.factories import check_function
 from probe.models.loading import Loaded, load_model
 from probe.models.mamba_blocks import is_mamba

@@ -65,7 +65,8 @@ def _analyze(options: argparse.Namespace) -> int:
     from probe.activations.run import prepare, run
     from probe.engines.local import LocalEngine
 
-    with LocalEngine() if options.dry_run else make_engine(options) as engine, Progress() as progress:
+    starts_nothing = options.dry_run and options.engine == "ray"
+    with LocalEngine() if starts_nothing else make_engine(options) as engine, Progress() as progress:
         if not options.dry_run:
             AnalysisJob.prepare(engine)
         prepared = prepare(settings, progress=progress.line, **model_arguments(options))

@@ -74,7 +74,7 @@ class Progress:
         self.bar: Any = None  # tqdm has no types
         self.lines: list[str] = []
         self._started = self._printed = 0.0
-        self._first = 0
+        self._first = self._total = 0
         self._is_done = False
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -122,8 +122,8 @@ class Progress:
             self.bar.update(done - self.bar.n)
             return
         now = time.monotonic()
-        if not total or not self._started:
-            self._started, self._first = now, done  # what is known from an earlier run took no time
+        if not total or total != self._total:
+            self._started, self._first, self._total = now, done, total  # what an earlier run made took no time
         finished = done >= total
         told, self._is_done = self._is_done, finished and total > 0
         if (finished and not told) or now - self._printed >= LOG_INTERVAL:

@@ -7,6 +7,7 @@ clients: whoever can reach it can run code on it.
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,7 @@ from uuid import uuid4
 
 from probe.engines.connection import Connection, load_ray
 from probe.engines.dispatch import Dispatch
-from probe.engines.journal import Journal
-from probe.engines.nodes import Inspection, Node, cpus_of, error_in, gpus_of, host_of, is_head, memory_of
-from probe.engines.work import (
+from probe.engines.interface import (
     Engine,
     Job,
     Kept,
@@ -32,14 +31,18 @@ from probe.engines.work import (
     UnitFailedError,
     silent,
 )
-from probe.engines.workers import Pool
+from probe.engines.journal import Journal
+from probe.engines.nodes import Inspection, Node, cpus_of, error_in, gpus_of, host_of, is_head, memory_of
+from probe.engines.pool import Needs, Pool
 from probe.files.atomic import make_folder
 from probe.words import first_few, format_bytes, require_positive
 
 #: The part of the cluster's object store that kept results may take; larger ones go to the shared folder, if any.
 STORE_SHARE = 0.25
-#: The memory of a worker that is started before its job is known. A job that needs more gets another worker.
-EARLY_BYTES = 2**30
+#: The memory that a worker asks for at least, so that one that is started before its job is known fits most of them.
+LEAST_BYTES = 2**30
+#: Seconds between two looks at which nodes there are, where some are missing and where not.
+LOOK, LOOK_WHEN_FULL = 1.0, 5.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,21 +74,22 @@ class RayEngine(Engine):
     ) -> None:
         require_positive("the CPUs of a worker", cpus)
         self.ray = load_ray()
-        self.pool = Pool(self.ray, self.nodes, cpus, part)
+        self.pool = Pool(self.ray, cpus, part)
         self._shared = None if shared is None else _shared_folder(shared)
         self._numbers = count(1)
         self._jobs: dict[str, Any] = {}  # by key: the job in the object store
         self._inspection = Inspection(self.ray, self.nodes)
         self._kept: dict[int, tuple[Job[Any, Any], Unit, Stored]] = {}
         self._journals: list[Journal] = []
+        self._looked = 0.0
         try:
             self._connection = Connection(self.ray, address)
         except BaseException:
             self._delete_shared()
             raise
-        self.workers = self.pool.share().total()
+        self.workers = self.pool.share(self.nodes(), Needs()).total()
         # the same on all nodes, of whatever size: sums on more threads are added in another order
-        self.pool.threads = cpus or min((cpus_of(node) for node in self.nodes() if self.pool.room(node)), default=1)
+        self.pool.threads = cpus or min(map(cpus_of, self._nodes_with_cpus()), default=1)
         if not self.workers:
             have = first_few([f"{host_of(node)} {cpus_of(node)}" for node in self.nodes()])
             self.close()
@@ -107,14 +111,9 @@ class RayEngine(Engine):
     def prepare(self, setup: Setup) -> None:
         """Start workers and inspect their nodes; see `Engine.prepare`."""
         self.pool.setup = setup
-        nodes = [node for node in self.nodes() if self.pool.room(node)]
-        with self._without_probe():
-            self.pool.fill(
-                [node for node in nodes if self.pool.room(node, EARLY_BYTES)],
-                self.pool.share(EARLY_BYTES).total(),
-                EARLY_BYTES,
-                0,
-            )
+        nodes, needs = self._nodes_with_cpus(), Needs(LEAST_BYTES)
+        with self._explaining_missing_probe():
+            self.pool.fill(nodes, self.pool.share(nodes, needs), self.workers, needs)
         self._inspection.begin(nodes)  # after the workers, which take longer: a small node starts one process at a time
 
     def remember(self, job: Job[Any, Any], name: str, value: Any) -> Any:
@@ -147,9 +146,9 @@ class RayEngine(Engine):
         journal = self._journal(job)
         for index, (items, answer) in Dispatch(self, job, units, progress=progress, journal=journal):
             if isinstance(answer, UnitFailedError):
-                answer = UnitFailedError(f"{units[index].name}: {answer}")
+                answer = answer.of(units[index].name)
                 if not keep_going:
-                    raise answer
+                    raise answer.bug or answer
             for item in items:
                 if take is not None:
                     take(index, item)
@@ -163,7 +162,7 @@ class RayEngine(Engine):
         found = []
         for index, (_, answer) in Dispatch(self, job, units, progress=progress, keeps=len(units)):
             if isinstance(answer, UnitFailedError):
-                raise UnitFailedError(f"{units[index].name}: {answer}")
+                raise answer.bug or answer.of(units[index].name)
             found.append(Kept(next(self._numbers), units[index], None))
             self.store(job, found[-1], answer)
         return found
@@ -215,58 +214,67 @@ class RayEngine(Engine):
         """The nodes that are alive."""
         return [node for node in self.ray.nodes() if node["Alive"]]
 
+    def _nodes_with_cpus(self) -> list[Node]:
+        return [node for node in self.nodes() if self.pool.room(node, Needs())]
+
     def fill(self, job: Job[Any, Any], most: int) -> None:
-        """Start workers for a job, up to `most`, on all nodes that are fit for it."""
-        if self.pool.is_full(most, job.memory, job.gpus):
+        """Start workers for a job on all nodes that are fit for it, unless `most` are ready; now and then."""
+        needs, now = _needs(job), time.monotonic()
+        is_full = self.pool.suits(needs) and len(self.pool.ready) >= min(most, self.workers)
+        if not self.pool.changed and now < self._looked + (LOOK_WHEN_FULL if is_full else LOOK):
             return
-        nodes = [node for node in self.nodes() if self.pool.room(node, job.memory, job.gpus)]
-        nodes = [node for node in nodes if self._inspection.is_fit(node, self._paths(job))]
-        self.pool.fill(nodes, most, job.memory, job.gpus)
-        self.pool.check_startable(nodes)
+        self.pool.changed, self._looked = False, now
+        nodes, paths = [node for node in self.nodes() if self.pool.room(node, needs)], self._paths(job)
+        nodes = [node for node in nodes if self._inspection.is_fit(node, paths)]
+        share = self.pool.share(nodes, needs)
+        self.workers = share.total() or self.workers
+        self.pool.fill(nodes, share, most, needs)
 
     # -------------------------------------------------------------------------------------------- before any work
 
     def check_nodes(self, paths: Mapping[str, str]) -> None:
         """Refuse a cluster whose nodes run other versions, or lack files; see `Job.paths`."""
-        nodes = [node for node in self.nodes() if self.pool.room(node)]
+        nodes = self._nodes_with_cpus()
         if self._connection.is_client:  # what goes to and from the workers is unpickled there
             nodes += [node for node in self.nodes() if is_head(node) and node not in nodes]
-        with self._without_probe():
+        with self._explaining_missing_probe():
             self._inspection.check(nodes, paths)
 
     def inspect(self, job: Job[Any, Any]) -> None:
         """Refuse a cluster whose nodes are not fit for a job, or too small; see `Engine.inspect`."""
         self.check_nodes(self._paths(job))
-        workers = self.pool.share(job.memory, job.gpus).total()
-        if not workers:
-            raise ValueError(self._no_room(job))
-        self.workers = workers
+        self.pool.forget_failures()
+        nodes, needs = self._nodes_with_cpus(), _needs(job)
+        if not nodes:  # all were lost: others may come
+            return
+        self.workers = self.pool.share(nodes, needs).total()
+        if not self.workers:
+            raise ValueError(self._no_room(nodes, needs))
 
-    def _no_room(self, job: Job[Any, Any]) -> str:
+    def _no_room(self, nodes: Sequence[Node], needs: Needs) -> str:
         """Why no worker of this engine fits on the cluster."""
-        nodes = [node for node in self.nodes() if self.pool.room(node)]
-        memory = max(map(memory_of, nodes), default=0)
-        if memory < job.memory:
+        memory = max(map(memory_of, nodes))
+        if memory < needs.memory:
             return (
-                f"a worker needs {format_bytes(job.memory)} of memory, and the largest node offers "
-                f"{format_bytes(memory)}. Use larger nodes or a smaller model."
+                f"a worker needs {format_bytes(needs.memory)} of memory, and the largest node offers "
+                f"{format_bytes(memory)}. Use larger nodes, or a smaller model or tensor."
             )
-        if max(map(gpus_of, nodes), default=0) < job.gpus:
+        if max(map(gpus_of, nodes)) < needs.gpus:
             return (
-                f"a worker needs {job.gpus} GPU, and no node of the cluster offers one. Start nodes that have one with "
-                "ray start --num-gpus, or name another device."
+                f"a worker needs {needs.gpus} GPU, and no node of the cluster offers one. Start nodes that have one "
+                "with ray start --num-gpus, or name another device."
             )
-        count, own = sum(self.pool.room(node, job.memory, job.gpus) for node in nodes), self.pool.part[1]
-        needs = format_bytes(job.memory) + (f" and {job.gpus} GPU" if job.gpus else "")
+        count, own = sum(self.pool.room(node, needs) for node in nodes), self.pool.part[1]
+        wanted = format_bytes(needs.memory) + (f" and {needs.gpus} GPU" if needs.gpus else "")
         if not count:
-            return f"a worker needs {needs}, and no node of the cluster offers all of it. Add one that does."
+            return f"a worker needs {wanted}, and no node of the cluster offers all of it. Add one that does."
         return (
-            f"a worker needs {needs}, and the cluster has room for {count} of them, but -n asks for {own}. Give a "
+            f"a worker needs {wanted}, and the cluster has room for {count} of them, but -n asks for {own}. Give a "
             "smaller -n, or add nodes."
         )
 
     @contextmanager
-    def _without_probe(self) -> Iterator[None]:
+    def _explaining_missing_probe(self) -> Iterator[None]:
         """Through ray:// the head itself loads what is sent; where it cannot, that is one message."""
         try:
             yield
@@ -300,3 +308,7 @@ def _shared_folder(shared: Path) -> Path:
     made = Path(os.path.abspath(shared)) / f"probe-{uuid4().hex[:12]}"
     make_folder(made)
     return made
+
+
+def _needs(job: Job[Any, Any]) -> Needs:
+    return Needs(max(job.memory, LEAST_BYTES), job.gpus)

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from probe.engines.work import reason_of
-from probe.engines.worker import own_cpus
+from probe.engines.interface import reason_of
+from probe.engines.process import own_cpus
 from probe.interrupts import interrupt_later
 
 #: Seconds to wait for an answer of the cluster's address.

@@ -1,4 +1,4 @@
-"""Hands the units of a job to the workers of a cluster, and their answers on in the order of the units."""
+"""Gives units to the workers of a cluster, and yields their answers in the order of the units."""
 
 import pickle
 import time
@@ -9,22 +9,22 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from probe.engines.journal import Journal
-from probe.engines.remote import LOST
-from probe.engines.work import (
-    INPUT_ERRORS,
-    MEMORY,
+from probe.engines.actor import LOST
+from probe.engines.interface import (
+    LIKELY_CAUSE,
     RETRIES,
     Job,
     Kept,
     Progress,
     Unit,
     UnitFailedError,
+    failure,
     reason_of,
     silent,
 )
-from probe.engines.worker import ProjectFolder
-from probe.engines.workers import LOGS, Worker
+from probe.engines.journal import Journal
+from probe.engines.pool import LOGS, Worker
+from probe.engines.process import ProjectFolder
 
 if TYPE_CHECKING:
     from probe.engines.cluster import RayEngine, Stored
@@ -37,6 +37,8 @@ STORE_FULL = (
 TICK = 1.0
 #: Seconds without any worker, after all were lost, until a run gives up.
 ABANDONED = 60.0
+#: Seconds of waiting for a first worker until that is mentioned where there is no progress.
+NOTICE = 20.0
 #: Answers that may wait for their turn, for each worker.
 WAITING = 4
 #: Units that a worker has at a time: the one that it runs, and the next, so that it does not wait for this process.
@@ -45,7 +47,7 @@ QUEUED = 2
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """A unit on a worker, or the making again of what units need.
+    """A unit on a worker, or the recomputation of a lost result.
 
     order      that in which tasks were begun
     is_alone   nothing else is given to its worker meanwhile
@@ -83,7 +85,7 @@ class Dispatch:
         self._folder, self._orders = ProjectFolder.here(), count()
         self._on_disk = set[int]() if journal is None else {i for i, unit in enumerate(units) if unit in journal}
         self._todo = deque(i for i in range(len(units)) if i not in self._on_disk)
-        self._again: deque[int] = deque()
+        self._retries: deque[int] = deque()
         self._running: dict[Any, _Task] = {}
         self._answers: dict[int, Any] = {}
         self._deaths: Counter[int] = Counter()  # by unit, or minus the number of a kept result
@@ -91,7 +93,7 @@ class Dispatch:
         self._losses: Counter[int] = Counter()  # by unit: how often what it needs was lost
         self._waiting: dict[int, list[int]] = {}  # by the number of what was lost: the units that need it
         self._repairs: deque[Kept] = deque()
-        self._idle_since = time.monotonic()
+        self._idle_since, self._is_noticed = time.monotonic(), False
         self._done = self._known = len(self._on_disk)
         self._turn = 0
 
@@ -103,21 +105,18 @@ class Dispatch:
                 while self._turn < len(self._units) and (answer := self._take_turn()) is not None:
                     yield self._turn - 1, answer
                 self._report()
-                if self._running or self._pool.pending:
-                    self._wait()
                 if self._turn < len(self._units):
+                    self._wait()
                     self._check_abandoned()
             whole = True
         except BrokenPipeError:  # whoever reads the progress has gone
             raise
         except ConnectionError as problem:  # that of ray://
-            raise self._given_up(f"the connection to the Ray cluster was lost: {reason_of(problem)}") from None
+            raise self._run_failed(f"the connection to the Ray cluster was lost: {reason_of(problem)}") from None
         except (errors.ObjectStoreFullError, errors.OutOfDiskError):
-            raise self._given_up(STORE_FULL) from None
-        except errors.RayTaskError:  # a bug in a unit
-            raise
+            raise self._run_failed(STORE_FULL) from None
         except errors.RayError as problem:
-            raise self._given_up(f"the Ray cluster failed: {reason_of(problem)}") from None
+            raise self._run_failed(f"the Ray cluster failed: {reason_of(problem)}") from None
         finally:
             if not whole:
                 self._pool.stop()
@@ -136,19 +135,23 @@ class Dispatch:
         if index not in self._answers:
             return None
         self._turn += 1
-        return _opened(self._answers.pop(index))
+        return _unpickled(self._answers.pop(index))
 
     def _report(self) -> None:
         retried = self._deaths.total() + self._losses.total()
         more = f", {retried} tried again" if retried else ""
         more += f", {self._known} known from the run before" if self._known else ""
-        if not self._pool.ready:
-            taken = ", whose CPUs or memory may be taken" if self._pool.is_starting else ""
-            more += f", waiting for a worker{taken}"
+        if not self._pool.ready and self._done < len(self._units):
+            more += f", {self._waiting_for_workers}"
         running = len({id(task.worker) for task in self._running.values()})
         self._progress(self._done, len(self._units), f"{running} in flight{more}")
 
-    def _given_up(self, why: str) -> UnitFailedError:
+    @property
+    def _waiting_for_workers(self) -> str:
+        taken = ", whose CPUs or memory may be taken" if self._pool.is_starting else ""
+        return f"waiting for a worker{taken}"
+
+    def _run_failed(self, why: str) -> UnitFailedError:
         kept = "" if self._journal is None else " What is done is kept: the same command goes on from there."
         return UnitFailedError(f"{why.rstrip('.')}.{kept}")
 
@@ -157,13 +160,13 @@ class Dispatch:
     def _hand_out(self) -> None:
         """Give every free worker a unit, those that were lost first; then, while there are many, a second one."""
         load = Counter(id(task.worker) for task in self._running.values())
-        left = len(self._todo) + len(self._again) + len(self._repairs) + len(self._running)
-        self._engine.fill(self._job, min(self._engine.workers, left))
+        left = len(self._todo) + len(self._retries) + len(self._repairs) + len(self._running)
+        self._engine.fill(self._job, left)
         most = self._turn + WAITING * max(1, self._engine.workers)
         for worker in [one for one in self._pool.ready if not load[id(one)]]:
-            if not self._begin_again(worker) and self._todo and self._todo[0] < most:
+            if not self._begin_retry(worker) and self._todo and self._todo[0] < most:
                 self._begin(worker, self._take_near(worker, most))
-        if self._again or self._repairs:  # a worker becomes free for them sooner so
+        if self._retries or self._repairs:  # a second unit would keep workers from them
             return
         load = Counter(id(task.worker) for task in self._running.values())
         alone = {id(task.worker) for task in self._running.values() if task.is_alone}
@@ -171,8 +174,11 @@ class Dispatch:
             if len(self._todo) > self._engine.workers and self._todo[0] < most:
                 self._begin(worker, self._take_near(worker, most))
 
-    def _begin_again(self, worker: Worker) -> bool:
-        """Give a worker something that was lost or died before, but not on its node if others are there."""
+    def _begin_retry(self, worker: Worker) -> bool:
+        """Give a worker a lost result or a unit to try again, but no unit that died on its node if there are others.
+
+        Such a unit may wait until another node has finished what it has.
+        """
         elsewhere = any(one.node != worker.node for one in self._pool.ready)
         avoided = {key for key, node in self._died_on.items() if elsewhere and node == worker.node}
         for kept in self._repairs:
@@ -180,9 +186,9 @@ class Dispatch:
                 self._repairs.remove(kept)
                 self._begin_keeping(worker, -1, kept, is_alone=True)
                 return True
-        for index in self._again:
+        for index in self._retries:
             if index not in avoided:
-                self._again.remove(index)
+                self._retries.remove(index)
                 self._begin(worker, index, is_alone=True)
                 return True
         return False
@@ -227,6 +233,8 @@ class Dispatch:
     def _wait(self) -> None:
         """Until something is finished, or a second is over."""
         waited = [*self._running, *self._pool.pending]
+        if not waited:
+            return
         done, _ = self._ray.wait(waited, num_returns=1, timeout=TICK, fetch_local=False)
         for reference in done:
             if reference in self._running:
@@ -239,7 +247,7 @@ class Dispatch:
         try:
             answer = self._ray.get(reference)
         except errors.RayTaskError as problem:
-            self._answer(task, ([], _failure(errors, problem)))
+            self._answer(task, ([], self._failure_of(problem)))
         except errors.ObjectLostError as problem:  # the answer was lost with its node
             self._try_again(task, problem)
         except (errors.ObjectStoreFullError, errors.OutOfDiskError):  # of this machine
@@ -254,13 +262,21 @@ class Dispatch:
             else:
                 self._answer(task, answer)
 
+    def _failure_of(self, problem: Any) -> UnitFailedError:
+        """The error of a unit; that of a bug has the traceback of the worker."""
+        errors, cause = self._ray.exceptions, getattr(problem, "cause", None) or problem
+        if isinstance(cause, (errors.ObjectStoreFullError, errors.OutOfDiskError)):
+            return UnitFailedError(STORE_FULL)
+        found = failure(cause)
+        return UnitFailedError(str(found), problem) if found.bug else found
+
     def _answer(self, task: _Task, answer: Any) -> None:
         if task.repaired is not None:
             kept = task.repaired
             if isinstance(answer[1], UnitFailedError):
-                raise UnitFailedError(f"{kept.unit.name}: {answer[1]}")
+                raise answer[1].of(kept.unit.name)
             self._engine.store(self._engine.owner(kept), kept, answer[1])
-            self._again.extend(self._waiting.pop(kept.number))
+            self._retries.extend(self._waiting.pop(kept.number))
             return
         self._done += 1
         self._answers[task.index] = answer
@@ -272,13 +288,13 @@ class Dispatch:
         kept = self._units[task.index].needs
         assert kept is not None
         if self._engine.stored(kept) is not task.needs:  # made again since the unit was sent
-            self._again.append(task.index)
+            self._retries.append(task.index)
             return
         self._losses[task.index] += 1
         if self._losses[task.index] > RETRIES:
             times = self._losses[task.index]
             lost = f"{kept.unit.name}, which it needs, was lost {times} times, each time with its node or with the"
-            self._answer(task, ([], self._given_up(f"{lost} shared folder")))
+            self._answer(task, ([], self._run_failed(f"{lost} shared folder")))
             return
         if kept.number not in self._waiting:
             self._waiting[kept.number] = []
@@ -299,42 +315,36 @@ class Dispatch:
             self._try_again(task, problem)
 
     def _put_back(self, task: _Task) -> None:
-        """What a dead worker had besides, to be tried before all others."""
+        """Queue a task of a dead worker again, before new units."""
         if task.repaired is not None:
             self._repairs.append(task.repaired)
         else:
-            self._again.append(task.index)
+            self._retries.append(task.index)
 
     def _try_again(self, task: _Task, problem: Exception) -> None:
         key = task.index if task.repaired is None else -task.repaired.number  # numbers begin at 1
         self._deaths[key] += 1
         self._died_on[key] = task.worker.node
         if self._deaths[key] > RETRIES:
-            died = f"its worker died {self._deaths[key]} times, last on {task.worker.host}, {MEMORY}. {LOGS}"
-            self._answer(task, ([], self._given_up(died)))
+            died = f"its worker died {self._deaths[key]} times, last on {task.worker.host}, {LIKELY_CAUSE}. {LOGS}"
+            self._answer(task, ([], self._run_failed(died)))
         else:
             self._put_back(task)
 
     def _check_abandoned(self) -> None:
-        """End a run for which no worker is there or to come."""
-        if self._running or self._pool.ready or self._pool.is_starting:
-            self._idle_since = time.monotonic()
+        """End a run that has had no worker for too long and starts none; mention it if all wait for their places."""
+        if self._running or self._pool.ready:
+            self._idle_since, self._is_noticed = time.monotonic(), False
+        elif self._pool.is_starting:
+            if time.monotonic() - self._idle_since > NOTICE and not self._is_noticed:
+                self._is_noticed = True
+                self._engine.notice(self._waiting_for_workers)
         elif time.monotonic() - self._idle_since > ABANDONED:
-            raise self._given_up(f"no node is left to run {self._units[self._turn].name}: all workers died")
+            raise self._run_failed(f"no node is left to run {self._units[self._turn].name}: all workers died")
         elif not self._pool.pending:
             time.sleep(TICK)
 
 
-def _opened(answer: Any) -> Any:
-    """An answer of a worker comes pickled, and waits so."""
+def _unpickled(answer: Any) -> Any:
+    """An answer. It stays pickled until its turn, which takes less memory."""
     return pickle.loads(answer) if isinstance(answer, bytes) else answer
-
-
-def _failure(errors: Any, problem: Any) -> UnitFailedError:
-    """An exception of a unit; one that is not about its input is a bug, and is raised with its traceback."""
-    cause = getattr(problem, "cause", None) or problem
-    if isinstance(cause, (errors.ObjectStoreFullError, errors.OutOfDiskError)):
-        return UnitFailedError(STORE_FULL)
-    if not isinstance(cause, INPUT_ERRORS):
-        raise problem
-    return UnitFailedError(reason_of(cause))

@@ -10,7 +10,7 @@ import shutil
 import time
 from contextlib import suppress
 
-from probe.engines.work import Unit
+from probe.engines.interface import Unit
 from probe.files.atomic import make_folder, write
 from probe.files.paths import is_private, user_cache
 

@@ -18,9 +18,8 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from probe.engines.work import (
-    INPUT_ERRORS,
-    MEMORY,
+from probe.engines.interface import (
+    LIKELY_CAUSE,
     RETRIES,
     Engine,
     Job,
@@ -32,10 +31,10 @@ from probe.engines.work import (
     Take,
     Unit,
     UnitFailedError,
-    reason_of,
+    failure,
     silent,
 )
-from probe.engines.worker import OpenJob, ProjectFolder, own_cpus, set_up, use_threads
+from probe.engines.process import OpenJob, ProjectFolder, own_cpus, set_up, use_threads
 from probe.files.atomic import write
 from probe.words import require_positive
 
@@ -99,10 +98,10 @@ class LocalEngine(Engine):
             given = None if unit.needs is None else self._value(job, unit.needs)
             try:
                 yield job.run(state, unit.work, given, partial(take, index) if take else _forget)
-            except INPUT_ERRORS as problem:
+            except Exception as problem:
                 if not keep_going:
                     raise
-                yield UnitFailedError(reason_of(problem))
+                yield failure(problem)
         progress(len(units), len(units), "done")
 
     def keep(
@@ -187,7 +186,7 @@ class LocalEngine(Engine):
                         if tries[index] > RETRIES:
                             found[index] = (
                                 [],
-                                UnitFailedError(f"its process was killed {tries[index]} times, {MEMORY}"),
+                                UnitFailedError(f"its process was killed {tries[index]} times, {LIKELY_CAUSE}"),
                             )
                         else:
                             alone.append(index)
@@ -197,9 +196,9 @@ class LocalEngine(Engine):
                 while turn in found:
                     items, result = found.pop(turn)
                     if isinstance(result, UnitFailedError):
-                        result = UnitFailedError(f"{units[turn].name}: {result}")
+                        result = result.of(units[turn].name)
                         if not keep_going:
-                            raise result
+                            raise result.bug or result
                     for item in items:
                         if take is not None:
                             take(turn, item)
@@ -251,9 +250,7 @@ def _answer(future: "Future[Any]") -> tuple[list[Any], Any]:
     if problem is None:
         answer: tuple[list[Any], Any] = future.result()
         return answer
-    if not isinstance(problem, INPUT_ERRORS):
-        raise problem
-    return [], UnitFailedError(reason_of(problem))
+    return [], failure(problem)
 
 
 class _Keeping:

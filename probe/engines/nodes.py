@@ -1,4 +1,4 @@
-"""The nodes of a cluster before any work: does each run the same versions as this process, and find the files."""
+"""Checks that every node of a cluster has the same versions as this process, and the files of a job."""
 
 import os
 import re
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from probe.engines.remote import Paths, look
+from probe.engines.actor import Paths, describe_node
+from probe.engines.interface import INPUT_ERRORS
 from probe.engines.versions import FOLDER, OPTIONAL, installed
-from probe.engines.work import INPUT_ERRORS
 from probe.words import first_few
 
 #: A node as Ray describes it.
@@ -54,18 +54,24 @@ class Inspection:
         wanted = _absolute(paths)
         key = (node["NodeID"], wanted)
         if key not in self._fit:
-            if not self._ray.wait([self._ask(node, wanted)], timeout=0, fetch_local=False)[0]:
+            errors, reference = self._ray.exceptions, self._ask(node, wanted)
+            if not self._ray.wait([reference], timeout=0, fetch_local=False)[0]:
                 return False
             try:
-                self._fit[key] = self._is_there(node, wanted)
-            except ValueError:
+                _check_answer(host_of(node), self._ray.get(reference))
+            except (ValueError, errors.RayTaskError):  # it is not fit, or cannot run probe
                 self._fit[key] = False
+            except errors.RayError:  # to be asked again
+                del self._asked[key]
+                return False
+            else:
+                self._fit[key] = True
         return self._fit[key]
 
     def _ask(self, node: Node, paths: Paths) -> Any:
         key = (node["NodeID"], paths)
         if key not in self._asked:
-            self._asked[key] = on_node(self._ray.remote(look), node["NodeID"], num_cpus=0).remote(paths)
+            self._asked[key] = on_node(self._ray.remote(describe_node), node["NodeID"], num_cpus=0).remote(paths)
         return self._asked[key]
 
     def _is_there(self, node: Node, paths: Paths) -> bool:

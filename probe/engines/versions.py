@@ -1,4 +1,4 @@
-"""The versions of what computes, which must be the same wherever units run."""
+"""The versions of Python, of packages and of our own sources, which all nodes must have in common."""
 
 import hashlib
 import platform

@@ -62,6 +62,8 @@ class Bench(Matrix):
         self._engine = engine
         self._job: ObservationJob | None = None
         self._ahead: Iterator[tuple[str, dict[str, Observation] | UnitFailedError]] = iter(())
+        self._coming: set[str] = set()  # the names of those that `_ahead` will give
+        self._broken: UnitFailedError | None = None  # why the engine runs nothing any more
         self._observed: dict[str, dict[str, Observation] | UnitFailedError] = {}
         self.expected: list[tuple[Recipe, str]] = []  # recipes and devices that the run will ask for, in its order
         self.anchors: Anchors | None = None
@@ -203,23 +205,29 @@ class Bench(Matrix):
     def _observe_elsewhere(self, engine: Engine, work: ObservedRecipe) -> dict[str, Observation]:
         """The observation of a unit; all that the run will ask for are made in this order, ahead of the tests.
 
-        One that failed fails the tests of its own recipe only, all of them.
+        One that failed fails the tests of its own recipe only, all of them. Without a cluster all tests fail at once.
         """
         if self.expected:
             expected, self.expected = self.expected, []
             works = [self._unit(recipe, device, work.variation) for recipe, device in expected]
-            self._ahead = self._observations(engine, works)
-        while work.name not in self._observed:
-            found = next(self._ahead, None)
-            if found is None:
-                self._ahead = self._observations(engine, [work])
-            else:
-                self._observed[found[0]] = found[1]
-        seen = self._observed[work.name]
-        if isinstance(seen, UnitFailedError):
-            raise seen
+            self._ahead, self._coming = self._observations(engine, works), {work.name for work in works}
+        if self._broken is not None:
+            raise self._broken
+        try:
+            while work.name in self._coming:
+                name, seen = next(self._ahead)
+                self._coming.discard(name)
+                self._observed[name] = seen
+            if work.name not in self._observed:
+                self._observed |= dict(self._observations(engine, [work]))
+        except UnitFailedError as problem:
+            self._broken = problem
+            raise
+        found = self._observed[work.name]
+        if isinstance(found, UnitFailedError):
+            raise found
         del self._observed[work.name]
-        return seen
+        return found
 
     def _observations(
         self, engine: Engine, works: Sequence[ObservedRecipe]

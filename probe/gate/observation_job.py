@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from probe.engines.work import Emit
+from probe.engines.interface import Emit
 from probe.gate.measured_layers import Observation
 from probe.gate.observations import observe
 from probe.models.loading import Loaded

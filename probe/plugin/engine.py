@@ -58,6 +58,7 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine 
             f"-n {count} is more than the workers that the cluster has room for ({there}). Give -n {there} or less, "
             "none at all, or --probe-ray-cpus 1 for more workers on a node."
         )
+    engine.notice = lambda text: _write_line(config, text)
     if worker is None:
         try:
             engine.check_nodes({})
@@ -69,6 +70,13 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine 
 
         ObservationJob.prepare(engine)
     return engine
+
+
+def _write_line(config: pytest.Config, text: str) -> None:
+    """A line in the terminal, past the capture of output. A worker of xdist has none."""
+    if reporter := config.pluginmanager.get_plugin("terminalreporter"):
+        reporter.ensure_newline()
+        reporter.write_line(f"probe: {text}")
 
 
 def tell_worker(node: Any, engine: Engine | None, parts: dict[str, int]) -> None:

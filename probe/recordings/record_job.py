@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.data.calls import Batch
-from probe.engines.work import Emit
+from probe.engines.interface import Emit
 from probe.models.loading import Loaded
 from probe.recordings import taps
 from probe.running.calibration import Calibration, CalibrationRun

@@ -18,8 +18,8 @@ import torch
 
 from probe.data.calls import Batch, input_fingerprint
 from probe.engines import Engine, Unit
+from probe.engines.interface import Progress as UnitProgress, silent
 from probe.engines.local import LocalEngine
-from probe.engines.work import Progress as UnitProgress, silent
 from probe.files.atomic import write
 from probe.models.loading import configuration_of
 from probe.recordings import publishing, taps

@@ -9,6 +9,7 @@
 Nothing is unpickled. Names are listed at once; a tensor is loaded by `TensorSource.load`.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -41,6 +42,8 @@ class TensorSource:
     """The name in the file; recipe:tensor in a recording."""
     defect: str = ""
     """Why there is no tensor."""
+    values: int = 0
+    """How many values it has."""
 
     @property
     def identity(self) -> str:
@@ -115,7 +118,7 @@ def _file(path: Path, chosen: str) -> Iterator[TensorSource]:
     for name in [chosen] if chosen or not names else names:
         shown = f"{path}:{name}" if name else str(path)
         label = safe_name(f"{path.stem}.{name}" if name else path.stem)
-        yield TensorSource(shown, label, path, name)
+        yield TensorSource(shown, label, path, name, values=math.prod(found[name or None].shape))
 
 
 # -------------------------------------------------------------------------------------------------- recordings
@@ -132,7 +135,8 @@ def _recording(folder: Path, chosen: str) -> Iterator[TensorSource]:
         )
     for recipe, name in wanted:
         label = safe_name(f"{folder.name}.{recipe}.{name}")
-        yield TensorSource(f"{folder}:{recipe}:{name}", label, folder, f"{recipe}:{name}")
+        values = math.prod(recording.shape(recipe, name))
+        yield TensorSource(f"{folder}:{recipe}:{name}", label, folder, f"{recipe}:{name}", values=values)
 
 
 def _chosen(text: str, recipe: str, name: str) -> bool:

@@ -11,8 +11,8 @@ import torch
 from probe.data.calls import Batch
 from probe.data.samples import CALIBRATION, EVALUATION, TextSamples
 from probe.engines import Engine, Unit
+from probe.engines.interface import Emit, Progress, silent
 from probe.engines.local import LocalEngine
-from probe.engines.work import Emit, Progress, silent
 from probe.formats import PERCENTILE
 from probe.models.layers import select
 from probe.models.loading import Loaded, load_model

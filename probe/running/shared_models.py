@@ -13,7 +13,7 @@ import torch
 from probe.data.library_logs import quietly
 from probe.engines import Engine, Job
 from probe.engines.identity import identity_of
-from probe.engines.work import Result, State
+from probe.engines.interface import Result, State
 from probe.files.atomic import write
 from probe.files.paths import content_digest
 from probe.models.factories import function_named, loaded_code

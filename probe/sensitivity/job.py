@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from probe.data.calls import Batch, shortened
-from probe.engines.work import Emit
+from probe.engines.interface import Emit
 from probe.models.forward import output_of
 from probe.models.layers import blocks_of
 from probe.models.offload import device_of

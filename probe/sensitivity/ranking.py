@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from probe.data.calls import Batch
 from probe.data.samples import TextSamples
 from probe.engines import Engine, Unit as EngineUnit
+from probe.engines.interface import Progress, silent
 from probe.engines.local import LocalEngine
-from probe.engines.work import Progress, silent
 from probe.formats import PERCENTILE
 from probe.models.layers import select
 from probe.models.loading import load_model, weight_fingerprint
@@ -66,6 +66,7 @@ def rank_layers(
     progress: Progress = silent,
     engine: Engine | None = None,
     shared: SharedModel | None = None,
+    device: str | None = None,
 ) -> Sensitivity:
     """Quantize one layer at a time, and all but one; rank them by the KL and the mse of the output.
 
@@ -79,7 +80,8 @@ def rank_layers(
                False runs the whole model every time: the definition, and what a model that cannot be restarted gets
     together   runs in one forward; None chooses. The figures do not depend on it beyond the order of sums
     threads    forwards at a time, on the CPU; None: as many as torch has threads, which are divided among them
-    engine     where the runs are made; None: in this process. Other processes load the model as `shared` says
+    engine     where the runs are made; None: in this process. Other processes load the model as `shared` says, to
+               `device`; None: to the one where it is here
 
     Batches are worked on one at a time: of one the outputs of all layers are kept, of the others the output.
     """
@@ -99,7 +101,7 @@ def rank_layers(
         batches=tuple(batches),
         calibration=calibration,
         options=options,
-        device=str(device_of(model)),
+        device=device or str(device_of(model)),  # a GPU that was named cuda is cuda:0 here
     )
     runs = _Runs(job, bench, engine, progress)
     runs.measure()
@@ -278,5 +280,6 @@ def rank_model(
     allowed: dict[str, Any] = {"allow_download": allow_download, "trust_remote_code": trust_remote_code}
     shared = SharedModel.of(reference or model, loaded, engine, modes=[recipe.mode], **allowed)
     options: dict[str, Any] = {"layers": layers, "sites": sites, "advice": advice, "progress": progress}
-    found = rank_layers(loaded.model, recipe, inputs.batches, calibration, engine=engine, shared=shared, **options)
+    options |= {"engine": engine, "shared": shared, "device": device}
+    found = rank_layers(loaded.model, recipe, inputs.batches, calibration, **options)
     return replace(found, notes=(*loaded.notes, *inputs.notes, *found.notes))

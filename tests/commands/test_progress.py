@@ -36,6 +36,22 @@ def test_a_log_has_the_lines_the_first_update_one_every_5_s_and_the_last(
     assert progress.lines[0] == "note: a"
 
 
+def test_the_time_left_is_that_of_the_work_at_hand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither that of the references before it, nor that of an earlier run."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with Progress() as progress:
+        progress.update(0, 2, "reference")
+        now += 1000
+        progress.update(2, 2, "reference")
+        progress.update(6, 10, "known from the run before: 6")
+        now += 10
+        progress.update(7, 10, "one more")
+    assert capsys.readouterr().err.splitlines()[-1] == "[ 70%] one more, 30 s left"
+
+
 def test_a_terminal_has_one_line_that_goes_away_and_lines_that_stay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -274,7 +274,7 @@ def test_a_killed_worker_fails_its_own_tensor_only(run: Run, tmp_path: Path) -> 
         code = batch.run_batch([deadly, good], batch.Request(plots=False), None, engine=engine, show=told.append)
     assert code == 1
     assert "✅ Successfully processed: tensor1.pt" in told
-    assert "❌ Failed to process: deadly.pt: its process was killed 3 times, perhaps for want of memory" in told
+    assert "❌ Failed to process: deadly.pt: its process was killed 3 times, perhaps because memory ran out" in told
 
 
 class Deadly(TensorSource):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from probe.engines import Job
-from probe.engines.work import Emit
+from probe.engines.interface import Emit
 
 
 def import_tabnanny() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from probe.activations.run import analyze
 from probe.activations.settings import read_configuration
@@ -92,6 +93,7 @@ def test_the_references_have_a_progress_of_their_own(reused: RayEngine) -> None:
 
 def test_a_dry_run_starts_no_cluster(run: Run) -> None:
     assert "Nothing was run" in run("analyze", "--dry-run", "--engine", "ray", "--ray-address", "127.0.0.1:1")
+    assert "--ray-cpus is for --engine ray" in run("analyze", "--dry-run", "--ray-cpus", "2", code=2)
 
 
 def test_every_worker_analyzes_on_the_device_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,13 +217,19 @@ def test_a_tensor_of_which_a_node_has_another_copy_fails(
 
 
 def test_a_tensor_asks_for_memory_by_its_size(tmp_path: Path) -> None:
-    sources = []
-    for size in (2**10, 2**20):
-        torch.save(torch.ones(size), file := tmp_path / f"{size}.pt")
-        sources += tensor_sources([str(file)])
-    stamps = tuple(scaling_batch._stamp(source.path) for source in sources)
-    job = scaling_batch.ScalingJob(tuple(sources), scaling_batch.Request(), stamps, is_elsewhere=True)
-    assert 2**29 + 4 * 2**22 <= job.memory < 2**29 + 5 * 2**22
+    """Not by that of its file, nor by those of files that are not read."""
+    save_file({"small": torch.ones(2**10), "large": torch.ones(2**20)}, tmp_path / "x.safetensors")
+    torch.save({"a": torch.ones(2**22)}, tmp_path / "not_one.pt")
+    torch.save(torch.ones(2**15, 2), tmp_path / "one.pt")
+
+    def memory(*given: str) -> int:
+        sources = tuple(tensor_sources([str(tmp_path / one) for one in given]))
+        found: int = scaling_batch.ScalingJob(sources, scaling_batch.Request(), (), is_elsewhere=True).memory
+        return found - 2**29
+
+    assert memory("x.safetensors:small") == 16 * 2**10
+    assert memory("x.safetensors", "one.pt", "not_one.pt", "nowhere.pt") == 16 * 2**20
+    assert memory("one.pt") == 16 * 2**16
 
 
 def test_an_option_of_the_other_engine_is_refused(run: Run) -> None:

@@ -16,7 +16,7 @@ import pytest
 from probe.engines import Engine, Unit, UnitFailedError
 from probe.engines.cluster import RayEngine
 from probe.engines.local import LocalEngine
-from probe.engines.worker import own_cpus
+from probe.engines.process import own_cpus
 from tests.engines.conftest import Shared, wait_until
 from tests.engines.jobs import Sums, import_tabnanny
 
@@ -94,6 +94,18 @@ def test_with_keep_going_a_failure_is_a_result_and_the_others_go_on(engine: Engi
 def test_a_bug_is_not_told_as_a_mistake_of_the_user(engine: Engine) -> None:
     with pytest.raises(KeyError):
         list(engine.run(Sums(), units(("bug", "x"))))
+
+
+def test_a_bug_comes_in_its_turn_and_with_keep_going_among_the_results(engine: Engine) -> None:
+    found = engine.run(Sums(), units(("wait", 0.3), ("bug", "x")))
+    assert next(found) == 0.3
+    with pytest.raises(KeyError):
+        next(found)
+    failed, other = engine.run(Sums(), units(("bug", "x"), ("plain", 2)), keep_going=True)
+    assert isinstance(failed, UnitFailedError)
+    assert isinstance(failed.bug, KeyError)
+    assert "KeyError: 'x'" in str(failed)
+    assert other == 2
 
 
 def test_a_unit_whose_worker_died_is_tried_again(other: Engine, tmp_path: Path) -> None:

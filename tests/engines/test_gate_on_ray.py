@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from probe.engines import nodes
+from probe.engines import UnitFailedError, nodes
 from probe.engines.cluster import RayEngine
 from probe.engines.local import LocalEngine
 from probe.engines.versions import installed
@@ -101,11 +101,30 @@ def test_a_recipe_that_fails_fails_its_own_tests_only_and_runs_once(monkeypatch:
     bench = Bench(settings, engine=LocalEngine())
     bench.expected = [(recipe, "cpu") for recipe in (first, failing, last)]
     assert bench.observe(first, "cpu")
+    assert bench.observe(first, "cpu"), "again, without those that come"
     assert bench.observe(last, "cpu")
     for _ in range(2):
         with pytest.raises(ValueError, match="no such thing"):
             bench.observe(failing, "cpu")
-    assert seen == [first, failing, last]
+    assert seen == [first, first, failing, last]
+
+
+def test_without_a_cluster_all_tests_fail_at_once() -> None:
+    class Gone(LocalEngine):
+        runs = 0
+
+        def run(self, *arguments: Any, **options: Any) -> Any:
+            self.runs += 1
+            raise UnitFailedError("no node is left")
+            yield
+
+    engine = Gone()
+    settings = Settings(model="tiny-mamba", samples=1, seqlen=16)
+    bench = Bench(dataclasses.replace(settings, modes=("2-1",), formats=("int8",)), engine=engine)
+    for _ in range(3):
+        with pytest.raises(UnitFailedError, match="no node is left"):
+            bench.observe(Recipe("2-1", "int8"), "cpu")
+    assert engine.runs == 1
 
 
 def test_every_worker_of_xdist_has_a_part_of_the_cluster_also_one_that_replaces_another(on_ray: RayEngine) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from probe.engines.local import LocalEngine
 from probe.metrics import LogitComparison
 from probe.models.loading import Loaded
 from probe.running.calibration import Calibration
@@ -13,7 +14,7 @@ from probe.running.declarations import DeclaredMode
 from probe.running.measurement import NotAppliedError
 from probe.running.modes import register_mode, unregister_mode
 from probe.running.recipes import Recipe, apply
-from probe.sensitivity import rank_layers
+from probe.sensitivity import rank_layers, ranking
 from tests.running.declared import declared
 from tests.sensitivity.models import Hidden, Stack, batches_of, random_batch
 
@@ -155,3 +156,18 @@ def test_mistakes_are_one_message(mamba: tuple[Loaded, Calibration], change: dic
     }
     with pytest.raises(ValueError, match=message.replace("'", ".")):
         rank_layers(loaded.model, **(given | change))
+
+
+def test_workers_use_the_device_by_the_name_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that was named cuda is cuda:0 here, and on a node perhaps another one."""
+    jobs: list[Any] = []
+
+    class Listening(LocalEngine):
+        def run(self, job: Any, *arguments: Any, **options: Any) -> Any:
+            jobs.append(job)
+            return super().run(job, *arguments, **options)
+
+    monkeypatch.setattr(ranking, "device_of", lambda model: "cuda:0")
+    few: dict[str, Any] = {"data": ("evaluation", 1, 16, 1), "advice": False, "engine": Listening()}
+    ranking.rank_model("tiny-llama", format="fp8_e4m3", **few)
+    assert {job.device for job in jobs} == {"cpu"}

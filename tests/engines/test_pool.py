@@ -1,5 +1,6 @@
 """Workers of a Ray cluster: which nodes get some, which of them get units, and what happens when they die."""
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 import ray
 
-from probe.engines import Unit, UnitFailedError, connection, dispatch, workers
+from probe.engines import Unit, UnitFailedError, cluster, connection, dispatch, pool
 from probe.engines.cluster import RayEngine
 from probe.engines.journal import Journal
-from probe.engines.workers import Pool
-from tests.engines.conftest import NODE, Shared, wait_until
+from probe.engines.pool import Needs, Pool, Worker
+from tests.engines.conftest import NODE, Shared, add_node, wait_until
 from tests.engines.jobs import Sums
 from tests.engines.test_engines import units
 
@@ -44,8 +45,9 @@ def test_a_node_has_the_workers_that_its_cpus_memory_and_accelerators_are_enough
 ) -> None:
     """Another one would wait for ever for its place."""
     nodes = [node("large", CPU=16.0, memory=8.0 * GB, GPU=1.0), node("small", CPU=2.0, memory=2.0 * GB)]
-    assert Pool(ray, lambda: nodes, cpus, (0, 1)).share(memory, gpus) == expected
-    parts = [Pool(ray, lambda: nodes, cpus, (part, 3)).share(memory, gpus) for part in range(3)]
+    needs = Needs(memory, gpus)
+    assert Pool(ray, cpus, (0, 1)).share(nodes, needs) == expected
+    parts = [Pool(ray, cpus, (part, 3)).share(nodes, needs) for part in range(3)]
     assert parts[0] + parts[1] + parts[2] == expected
 
 
@@ -86,8 +88,20 @@ def test_a_worker_that_gets_no_place_gets_no_unit_until_it_has_one(occupied: Occ
         assert occupied.node in set(found)
 
 
-def test_a_run_that_waits_for_its_first_worker_says_so(occupied: Occupied, shared: Shared) -> None:
+def test_a_single_unit_runs_on_the_node_that_is_free(occupied: Occupied) -> None:
+    """Whichever of the two the engine asks for first."""
+    with RayEngine() as engine:
+        for turn in range(4):
+            (found,) = engine.run(Sums("single", room=(turn + 2) * GB), units(("where", 0)))
+            assert found != occupied.node
+
+
+def test_a_run_that_waits_for_its_first_worker_says_so(
+    occupied: Occupied, shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "NOTICE", 0.0)
     told: list[str] = []
+    noticed: list[str] = []
 
     def listen(done: int, total: int, text: str) -> None:
         told.append(text)
@@ -97,7 +111,9 @@ def test_a_run_that_waits_for_its_first_worker_says_so(occupied: Occupied, share
     (free,) = [one for one in shared.cluster.worker_nodes if one.node_id != occupied.node]
     shared.cluster.remove_node(free, allow_graceful=False)
     with RayEngine() as engine:
+        monkeypatch.setattr(engine, "notice", noticed.append)
         assert list(engine.run(Sums("full"), units(("plain", 1)), progress=listen)) == [1]
+    assert noticed == ["waiting for a worker, whose CPUs or memory may be taken"]
     assert told[1] == "0 in flight, waiting for a worker, whose CPUs or memory may be taken"
 
 
@@ -168,18 +184,18 @@ def test_no_room_for_all_parts_is_refused(on_ray: RayEngine) -> None:
         list(other.run(Sums("too large", room=int(2 * most)), units(("plain", 1))))
 
 
+@pytest.mark.parametrize(
+    ("actor", "said"),
+    [("Unstartable", r"ValueError: no actor today\. On that node"), ("Refused", ".*export RAY_AUTH_MODE=disabled")],
+)
 def test_workers_that_cannot_be_started_are_one_message(
-    shared: Shared, caches: Path, monkeypatch: pytest.MonkeyPatch
+    actor: str, said: str, shared: Shared, caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where this machine has a token and the cluster asks for none."""
-    monkeypatch.setattr(workers, "Actor", Unstartable)
+    monkeypatch.setattr(pool, "Actor", {"Unstartable": Unstartable, "Refused": Refused}[actor])
     shared.nodes(1)
     with (
         RayEngine() as engine,
-        pytest.raises(
-            UnitFailedError,
-            match=r"^no worker could be started on .*: .*no actor today.* export RAY_AUTH_MODE=disabled",
-        ),
+        pytest.raises(UnitFailedError, match=rf"^no worker could be started on .*: {said}"),
     ):
         list(engine.run(Sums("refused"), units(("plain", 1))))
 
@@ -187,11 +203,19 @@ def test_workers_that_cannot_be_started_are_one_message(
 class Unstartable:
     """An actor that ends as it starts."""
 
+    reason = "no actor today"
+
     def __init__(self, threads: int) -> None:
-        raise ValueError("no actor today")
+        raise ValueError(self.reason)
 
     def enter(self, folder: object) -> None:
         """Never."""
+
+
+class Refused(Unstartable):
+    """As Ray says where this machine has a token and the cluster asks for none."""
+
+    reason = pool.NEVER_RAN
 
 
 def test_a_node_that_answers_no_ping_is_asked_again_and_in_the_end_given_up(
@@ -203,8 +227,6 @@ def test_a_node_that_answers_no_ping_is_asked_again_and_in_the_end_given_up(
 
     @ray.remote(num_cpus=0, max_retries=0)
     def dead() -> None:
-        import os
-
         os._exit(1)
 
     def ping(pool: Pool, node: str) -> None:
@@ -216,7 +238,69 @@ def test_a_node_that_answers_no_ping_is_asked_again_and_in_the_end_given_up(
     with RayEngine() as engine, pytest.raises(UnitFailedError, match=r"^no node is left to run unit 0: all workers"):
         list(engine.run(Sums("silent"), units(("die", 0))))
     assert len(pings) > 1
-    assert min(then - one for one, then in pairwise(pings)) >= workers.PAUSE
+    assert min(then - one for one, then in pairwise(pings)) >= pool.PAUSE
+
+
+def test_a_node_that_joins_gets_a_worker(shared: Shared, caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "LOOK_WHEN_FULL", 0.1)
+    shared.nodes(1)
+    with RayEngine() as engine:
+        found = engine.run(Sums("joins"), units(*[("where", 0.02)] * 600))
+        first = next(found)
+        add_node(shared.cluster)
+        assert set(found) > {first}
+        assert engine.workers == 2
+
+
+def test_a_cluster_whose_last_node_is_lost_between_two_runs_is_waited_for(
+    shared: Shared, caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "ABANDONED", 2.0)
+    made = shared.nodes(1)
+    with RayEngine() as engine:
+        assert list(engine.run(Sums("before"), units(("plain", 1)))) == [1]
+        (last,) = made.worker_nodes
+        made.remove_node(last, allow_graceful=False)
+        wait_until(lambda: len(engine.nodes()) == 1)
+        with pytest.raises(UnitFailedError, match=r"^no node is left to run unit 0: all workers died"):
+            list(engine.run(Sums("after"), units(("plain", 1))))
+        add_node(made)
+        assert list(engine.run(Sums("again"), units(("plain", 1)))) == [1]
+
+
+def test_workers_of_a_node_that_fail_together_count_once(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    @ray.remote(num_cpus=0)
+    def failing() -> None:
+        raise ValueError("no")
+
+    made = Pool(on_ray.ray, 1, (0, 1))
+    starting = {failing.remote(): Worker("node", "host", None, Needs()) for _ in range(3)}
+    made._starting |= starting
+    pinged: list[str] = []
+
+    def ping(pool: Pool, node: str) -> None:
+        pinged.append(node)
+        pool._pings[node] = node
+
+    monkeypatch.setattr(Pool, "_ping", ping)
+    for reference in starting:
+        ray.wait([reference])
+        made.settle(reference)
+    assert pinged == ["node"]
+    assert made._failures["node"].count == 1
+
+
+def test_a_node_whose_inspection_is_lost_is_asked_again(on_ray: RayEngine) -> None:
+    @ray.remote(num_cpus=0, max_retries=0)
+    def dead() -> None:
+        os._exit(1)
+
+    inspection, (node, *_) = on_ray._inspection, [one for one in on_ray.nodes() if one["Resources"].get("CPU")]
+    path = {"/": ""}
+    inspection._asked[node["NodeID"], (("/", ""),)] = lost = dead.remote()
+    ray.wait([lost])
+    assert not inspection.is_fit(node, path)
+    wait_until(lambda: inspection.is_fit(node, path))
 
 
 def test_a_ping_whose_task_raises_is_an_answer(on_ray: RayEngine) -> None:
@@ -224,11 +308,10 @@ def test_a_ping_whose_task_raises_is_an_answer(on_ray: RayEngine) -> None:
     def broken() -> None:
         raise KeyError
 
-    pool = on_ray.pool
-    pool._pings[(reference := broken.remote())] = "node"
+    on_ray.pool._pings[(reference := broken.remote())] = "node"
     ray.wait([reference])
-    pool.settle(reference)
-    assert not pool._unanswered
+    on_ray.pool.settle(reference)
+    assert not on_ray.pool._unanswered
 
 
 def test_a_full_object_store_of_this_machine_is_one_message(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:

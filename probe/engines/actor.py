@@ -1,4 +1,4 @@
-"""What runs on the nodes of a cluster: the worker, and the look at a node before any work."""
+"""What runs on the nodes of a cluster: a worker, and the description of a node before any work."""
 
 import gc
 import os
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from probe.engines.interface import Job, Setup
+from probe.engines.process import OpenJob, ProjectFolder, set_up, use_threads
 from probe.engines.versions import FOLDER, installed
-from probe.engines.work import Job, Setup
-from probe.engines.worker import OpenJob, ProjectFolder, set_up, use_threads
 from probe.files.atomic import write
 from probe.files.paths import content_digest
 
@@ -89,7 +89,7 @@ def _lost_errors() -> tuple[type[Exception], ...]:
     return (ray.exceptions.ObjectLostError, FileNotFoundError)
 
 
-def look(paths: Paths) -> dict[str, Any]:
+def describe_node(paths: Paths) -> dict[str, Any]:
     """The versions on this node, which of the paths it does not have, and which of them hold something else."""
     found: dict[str, Any] = {"installed": installed(), "folder": FOLDER, "missing": [], "other": []}
     for path, digest in paths:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from probe.engines.work import Job, Setup
+from probe.engines.interface import Job, Setup
 
 
 def set_up(setup: Setup) -> None:

@@ -1,4 +1,4 @@
-"""What an engine runs: a job, which every worker opens once, and its units, whose results come back in order."""
+"""Jobs, their units, and the interface of the engines that run them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ Setup = Callable[[], None]
 
 #: How often a unit is tried again after its worker died, on another worker if there is one.
 RETRIES = 2
-#: The likely reason why a process was killed; nobody says so for certain.
-MEMORY = "perhaps because memory ran out"
+#: Of a process that was killed; the operating system does not tell.
+LIKELY_CAUSE = "perhaps because memory ran out"
 #: Errors about the input; any other one is a bug, whose traceback is worth having.
 INPUT_ERRORS = (ValueError, TypeError, OSError, MemoryError)
 
@@ -37,12 +37,31 @@ def reason_of(problem: BaseException) -> str:
 
 
 class UnitFailedError(ValueError):
-    """A unit that failed, by its name. Trying it again would not help, or did not."""
+    """A unit that failed, with its name. Trying it again would not help, or did not.
+
+    `bug` is the error of a unit that is not about its input: whoever does not keep going gets it as it is.
+    """
+
+    def __init__(self, message: str, bug: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.bug = bug
+        self.__cause__ = bug
+
+    def of(self, unit: str) -> "UnitFailedError":
+        """The same with the name of the unit."""
+        return UnitFailedError(f"{unit}: {self}", self.bug)
+
+
+def failure(problem: BaseException) -> UnitFailedError:
+    """What an error of a unit becomes: its message, and for one that is not about the input the error itself."""
+    if isinstance(problem, INPUT_ERRORS):
+        return UnitFailedError(reason_of(problem))
+    return UnitFailedError(f"{type(problem).__name__}: {reason_of(problem)}", problem)
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """The result of a unit that stays where other units can read it; only its engine understands `place`."""
+    """The result of a unit that stays where other units can read it; `place` is for its engine only."""
 
     number: int
     unit: "Unit"
@@ -67,7 +86,7 @@ class Job(ABC, Generic[State, Result]):
     """What the units of a run share. It is pickled to every worker, so it holds plain values and no model.
 
     open      what a worker makes once for all units of the job, such as the loaded model
-    run       one unit; `given` is the kept result that it `needs`, and `emit` hands on what should not wait for the end
+    run       one unit; `given` is the kept result that it `needs`, and `emit` sends what should not wait for the end
     pack      a kept result as bytes, and `unpack`, its inverse, of bytes in memory or of a file
 
     A job is a frozen dataclass. Its `key` is a digest of all its fields: a job with the same key continues one that
@@ -76,7 +95,7 @@ class Job(ABC, Generic[State, Result]):
 
     @property
     def is_journaled(self) -> bool:
-        """Whether finished units are kept on disk until the run has ended: only if the fields say all of the job."""
+        """Whether finished units are kept on disk until the run has ended: only if the fields determine the results."""
         return False
 
     def is_final(self, result: Result) -> bool:
@@ -133,6 +152,8 @@ class Engine(ABC):
     is_here: bool = False
     #: Whether every worker sees the files of this machine.
     shares_disk: bool = True
+    #: Called with what a person should know who sees no progress.
+    notice: Callable[[str], Any] = staticmethod(lambda text: None)
     #: Whether the same run, begun again, continues from what is done by now.
     resumes: bool = False
 

@@ -2,17 +2,19 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from probe.engines.actor import Actor, describe_node
+from probe.engines.interface import RETRIES, Setup, UnitFailedError
 from probe.engines.nodes import Node, cpus_of, error_in, gpus_of, host_of, memory_of, on_node
-from probe.engines.remote import Actor, look
-from probe.engines.work import RETRIES, Setup, UnitFailedError
-from probe.engines.worker import ProjectFolder
+from probe.engines.process import ProjectFolder
 
+#: What Ray says of a worker that was never there.
+NEVER_RAN = "The actor never ran"
 #: Seconds until a node that does not answer is asked again.
 PAUSE = 1.0
 TOKEN_REFUSED = (
@@ -23,15 +25,25 @@ TOKEN_REFUSED = (
 LOGS = "On that node, ray status and /tmp/ray/session_latest/logs say more"
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a worker asks Ray for, beside CPUs."""
+
+    memory: int = 0
+    gpus: int = 0
+
+    def __le__(self, other: "Needs") -> bool:
+        return self.memory <= other.memory and self.gpus <= other.gpus
+
+
 @dataclass(eq=False)
 class Worker:
-    """An actor on a node, with the memory and the accelerators that it asked for."""
+    """An actor on a node, with what it asked for."""
 
     node: str
     host: str
     actor: Any
-    memory: int = 0
-    gpus: int = 0
+    needs: Needs
     folder: ProjectFolder | None = None
 
     def enter(self, folder: ProjectFolder) -> Any:
@@ -59,7 +71,7 @@ class Pool:
 
     A worker is `ready` once it has answered: Ray may let it wait for CPUs or memory that others have, and no unit
     waits with it. A node whose worker died gets another one when it has answered a ping, because it may be gone too.
-    `pending` are the references that tell of both, for `settle`.
+    `pending` are the references of both; pass a finished one to `settle`.
 
     cpus      of a worker; None: all of its node, so that a node has one worker
     part      of several engines that divide the cluster among them: the number of this one, and how many there are
@@ -67,12 +79,12 @@ class Pool:
     """
 
     ray: ModuleType
-    alive: Callable[[], list[Node]]
     cpus: int | None
     part: tuple[int, int]
     threads: int = 1
     setup: Setup | None = None
     ready: list[Worker] = field(default_factory=list)
+    changed: bool = True  # since somebody last set it to False: a worker or a node came or went
     _starting: dict[Any, Worker] = field(default_factory=dict)
     _pings: dict[Any, str] = field(default_factory=dict)
     _unanswered: dict[str, float] = field(default_factory=dict)  # nodes to be asked again, and when
@@ -88,66 +100,72 @@ class Pool:
         """Whether a worker was asked for that has not answered yet."""
         return bool(self._starting)
 
-    def room(self, node: Node, memory: int = 0, gpus: int = 0) -> int:
+    def room(self, node: Node, needs: Needs) -> int:
         """How many workers fit on a node that has nothing else to do."""
         fitting = [cpus_of(node) // self.cpus if self.cpus else min(1, cpus_of(node))]
-        fitting += [memory_of(node) // memory] if memory else []
-        fitting += [gpus_of(node) // gpus] if gpus else []
+        fitting += [memory_of(node) // needs.memory] if needs.memory else []
+        fitting += [gpus_of(node) // needs.gpus] if needs.gpus else []
         return min(fitting)
 
-    def share(self, memory: int = 0, gpus: int = 0) -> Counter[str]:
-        """By node: how many of the workers that fit on the cluster belong to this engine."""
-        every = [node["NodeID"] for node in self.alive() for _ in range(self.room(node, memory, gpus))]
+    def share(self, nodes: Iterable[Node], needs: Needs) -> Counter[str]:
+        """By node: how many of the workers that fit on these nodes belong to this engine."""
+        every = [node["NodeID"] for node in nodes for _ in range(self.room(node, needs))]
         return Counter(sorted(every)[self.part[0] :: self.part[1]])
 
-    def is_full(self, most: int, memory: int, gpus: int) -> bool:
-        """Whether there are `most` workers, which asked for enough memory and accelerators."""
-        every = self._every()
-        return len(every) >= most and all(one.memory >= memory and one.gpus == gpus for one in every)
+    def suits(self, needs: Needs) -> bool:
+        """Whether every worker asked for what is needed."""
+        return all(needs <= one.needs for one in self._workers())
 
-    def fill(self, nodes: Iterable[Node], most: int, memory: int, gpus: int) -> None:
-        """Start workers on these nodes until there are `most`, or no room is left for another one of this engine.
+    def fill(self, nodes: Sequence[Node], share: Mapping[str, int], most: int, needs: Needs) -> None:
+        """Start a worker in every free place of these nodes that belongs to this engine, until `most` are ready.
 
-        Workers that asked for less memory, or for other accelerators, are killed.
+        So one that waits for its place does not keep another from being started. Workers that asked for less are
+        killed. If none could be started on any of the nodes, that is an error.
         """
-        for worker in [one for one in self._every() if one.memory < memory or one.gpus != gpus]:
+        for worker in [one for one in self._workers() if not needs <= one.needs]:
             self.kill(worker)
-        share, taken = self.share(memory, gpus), Counter(worker.node for worker in self._every())
-        self._ask_again()
-        avoided = {*self._pings.values(), *self._unanswered, *self._given_up()}
+        self._ask_again(nodes)
+        taken = Counter(worker.node for worker in self._workers())
+        unusable = [node for node, failures in self._failures.items() if failures.count > RETRIES]
         for node in nodes:
             name = node["NodeID"]
-            for _ in range(0 if name in avoided else share[name] - taken[name]):
-                if len(self._every()) >= most:
-                    return
-                self._start(node, memory, gpus)
+            if name not in (*self._pings.values(), *self._unanswered, *unusable) and len(self.ready) < most:
+                for _ in range(share.get(name, 0) - taken[name]):
+                    self._start(node, needs)
+        own = [node for node in nodes if share.get(node["NodeID"])]
+        if own and not (self._workers() or self._pings) and all(node["NodeID"] in unusable for node in own):
+            reason = self._failures[own[-1]["NodeID"]].reason
+            refused = f" {TOKEN_REFUSED}." if NEVER_RAN in reason else ""
+            raise UnitFailedError(f"no worker could be started on {host_of(own[-1])}: {reason}.{refused} {LOGS}.")
 
-    def _start(self, node: Node, memory: int, gpus: int) -> None:
-        wanted = {"num_cpus": self.cpus or cpus_of(node), "num_gpus": gpus, "memory": memory or None}
+    def _start(self, node: Node, needs: Needs) -> None:
+        wanted = {"num_cpus": self.cpus or cpus_of(node), "num_gpus": needs.gpus, "memory": needs.memory or None}
         actor = on_node(self.ray.remote(Actor), node["NodeID"], **wanted, max_restarts=0)
-        worker = Worker(node["NodeID"], host_of(node), actor.remote(self.threads), memory, gpus)
+        worker = Worker(node["NodeID"], host_of(node), actor.remote(self.threads), needs)
         self._starting[worker.enter(ProjectFolder.here())] = worker
         if self.setup is not None:
             worker.actor.set_up.remote(self.setup)
 
     def settle(self, reference: Any) -> None:
-        """What a reference of `pending` tells: a worker is ready, or a node is there."""
+        """Process a finished reference: a worker started, or could not be, or a node answered."""
+        self.changed = True
         if reference in self._pings:
-            self._hear(self._pings.pop(reference), reference)
+            self._handle_ping(self._pings.pop(reference), reference)
             return
         worker = self._starting.pop(reference)
         try:
             self.ray.get(reference)
         except self.ray.exceptions.RayError as problem:
-            failures = self._failures.setdefault(worker.node, _Failures())
-            failures.count, failures.reason = failures.count + 1, error_in(problem)
             self._end(worker)
-            self._ping(worker.node)
+            if worker.node not in self._pings.values():  # of several that start at the same time one counts
+                failures = self._failures.setdefault(worker.node, _Failures())
+                failures.count, failures.reason = failures.count + 1, error_in(problem)
+                self._ping(worker.node)
         else:
             self._failures.pop(worker.node, None)
             self.ready.append(worker)
 
-    def _hear(self, node: str, reference: Any) -> None:
+    def _handle_ping(self, node: str, reference: Any) -> None:
         """The answer of a node to a ping; one that does not answer may be gone without being known to be."""
         errors = self.ray.exceptions
         try:
@@ -157,10 +175,8 @@ class Pool:
         except errors.RayError:
             self._unanswered[node] = time.monotonic() + PAUSE
 
-    def _ask_again(self) -> None:
-        if not self._unanswered:
-            return
-        alive, now = {node["NodeID"] for node in self.alive()}, time.monotonic()
+    def _ask_again(self, nodes: Sequence[Node]) -> None:
+        alive, now = {node["NodeID"] for node in nodes}, time.monotonic()
         for node, then in list(self._unanswered.items()):
             if now >= then or node not in alive:
                 del self._unanswered[node]
@@ -168,11 +184,12 @@ class Pool:
                     self._ping(node)
 
     def _ping(self, node: str) -> None:
-        self._pings[on_node(self.ray.remote(look), node, num_cpus=0).remote(())] = node
+        self._pings[on_node(self.ray.remote(describe_node), node, num_cpus=0).remote(())] = node
 
     def lose(self, worker: Worker) -> None:
         """Take out a worker that died, or does not answer any more."""
         if worker in self.ready:
+            self.changed = True
             self.kill(worker)
             self._ping(worker.node)
 
@@ -189,25 +206,15 @@ class Pool:
 
     def stop(self) -> None:
         """Kill all workers."""
-        for worker in self._every():
+        for worker in self._workers():
             self.kill(worker)
         for waiting in (self._pings, self._unanswered, self._failures):
             waiting.clear()
 
-    def _every(self) -> list[Worker]:
+    def forget_failures(self) -> None:
+        """Try all nodes again: what kept workers from starting may be mended."""
+        self._failures.clear()
+        self.changed = True
+
+    def _workers(self) -> list[Worker]:
         return [*self.ready, *self._starting.values()]
-
-    def _given_up(self) -> list[str]:
-        return [node for node, failures in self._failures.items() if failures.count > RETRIES]
-
-    def check_startable(self, nodes: Sequence[Node]) -> None:
-        """Raise an error if no worker is there or to come, because none could be started on any of these nodes."""
-        given_up = self._given_up()
-        hosts = {node["NodeID"]: host_of(node) for node in nodes}
-        if self._every() or self._pings or not given_up or not set(hosts) <= set(given_up):
-            return
-        node = given_up[-1]
-        raise UnitFailedError(
-            f"no worker could be started on {hosts.get(node, node)}: {self._failures[node].reason}. {TOKEN_REFUSED}. "
-            f"{LOGS}"
-        )
