@@ -8,8 +8,11 @@ Nothing heavy is imported before a command needs it.
 import argparse
 import atexit
 import gc
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from probe.commands import analyze, check, compare, diff, formats, init, models, record, scaling, sensitivity
 from probe.interrupts import keep_interrupts
@@ -22,11 +25,14 @@ COMMANDS = (init, formats, models, record, compare, diff, check, scaling, sensit
 #: The exit code of a program that SIGINT ended, 128 + 2.
 INTERRUPTED = 130
 
+_is_interrupted = False
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 on a user's mistake, 130 on Ctrl-C, both with one message."""
     if arguments is None:
         keep_interrupts()
+        atexit.register(_end_interrupted)  # the first to be registered, so the last to be called
         atexit.register(gc.freeze)  # the process ends: to look for garbage in all of torch would take 0.8 s more
         if not sys.flags.safe_path and "" not in sys.path:
             sys.path.insert(0, "")  # the current folder, as under python -m: a model may be net:make with ./net.py
@@ -43,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if debug:
             raise
+        global _is_interrupted
+        _is_interrupted = arguments is None
+        if _is_interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         erase = "\r\x1b[K" if sys.stderr.isatty() else ""  # the ^C, and a line of progress
         resumes = options.made is not None and options.made.resumes
         kept = "finished units are kept. The same command goes on from there." if resumes else options.interrupted
@@ -56,6 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _refused("the memory is not enough. Give fewer samples, layers or a smaller file; --debug shows where.")
+
+
+def _end_interrupted() -> None:
+    """End an interrupted process with its code, whatever came after it.
+
+    `python -m` would end by SIGINT where Ctrl-C came inside of `exec` of a text, as dataclasses use it, though it was
+    handled; and Ray's C++ code may end with 1.
+    """
+    if _is_interrupted:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(INTERRUPTED)
 
 
 def _refused(problem: str) -> int:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from probe.commands.output import echo
+from probe.commands.output import echo_beside_progress
 from probe.formats import PERCENTILE
 from probe.models.factories import check_function
 from probe.words import INCLUDABLE
@@ -96,7 +96,8 @@ def make_engine(options: argparse.Namespace) -> "Engine":
     shared = None if options.ray_shared is None else Path(options.ray_shared)
     engine = RayEngine(options.ray_address, cpus=options.ray_cpus, shared=shared)
     options.made = engine
-    echo(f"[engine] {engine.about}", error=True)
+    engine.notice = lambda text: echo_beside_progress(f"[engine] {text}")
+    engine.notice(engine.about)
     return engine
 
 

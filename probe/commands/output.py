@@ -25,6 +25,16 @@ def echo(text: str, *, error: bool = False, end: str = "\n") -> None:
     print(text.encode(encoding, "replace").decode(encoding), file=stream, end=end)
 
 
+def echo_beside_progress(text: str) -> None:
+    """A line on stderr, above a bar if there is one."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stderr)
+    else:
+        echo(text, error=True)
+
+
 def write_document(where: str | Path, text: str) -> None:
     """Write text that ends in a newline to a file, whole or not at all; `-` is standard output."""
     if where == "-":
@@ -91,10 +101,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a line that stays."""
         self.lines.append(text)
-        if self.bar is None:
-            print(text, file=sys.stderr, flush=True)
-        else:
-            self.bar.write(text, file=sys.stderr)
+        echo_beside_progress(text)
 
     def status(self, text: str) -> None:
         """Show what is being done; in a log, nothing."""

@@ -35,6 +35,7 @@ from probe.engines.journal import Journal
 from probe.engines.nodes import Inspection, Node, cpus_of, error_in, gpus_of, host_of, is_head, memory_of
 from probe.engines.pool import Needs, Pool
 from probe.files.atomic import make_folder
+from probe.interrupts import interrupt_later
 from probe.words import first_few, format_bytes, require_positive
 
 #: The part of the cluster's object store that kept results may take; larger ones go to the shared folder, if any.
@@ -72,7 +73,7 @@ class RayEngine(Engine):
         shared: Path | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        require_positive("the CPUs of a worker", cpus)
+        require_positive("the number of CPUs of a worker", cpus)
         self.ray = load_ray()
         self.pool = Pool(self.ray, cpus, part)
         self._shared = None if shared is None else _shared_folder(shared)
@@ -159,6 +160,7 @@ class RayEngine(Engine):
     ) -> list[Kept]:
         """Kept results stay in the object store of the node that made them, or go to the shared folder."""
         self.inspect(job)
+        self._journal(job)  # of the units that need them; a cache that cannot be written to is refused now
         found = []
         for index, (_, answer) in Dispatch(self, job, units, progress=progress, keeps=len(units)):
             if isinstance(answer, UnitFailedError):
@@ -174,11 +176,12 @@ class RayEngine(Engine):
 
     def close(self) -> None:
         """Kill the workers, which ends what they do, and leave the cluster; one that was started here ends."""
-        self.pool.stop()
-        self._kept.clear()
-        self._jobs.clear()
-        self._delete_shared()
-        self._connection.close()
+        with interrupt_later():  # Ray, left half way, would end the process with a code of its own
+            self.pool.stop()
+            self._kept.clear()
+            self._jobs.clear()
+            self._delete_shared()
+            self._connection.close()
 
     def _delete_shared(self) -> None:
         if self._shared is not None:

@@ -21,11 +21,15 @@ from probe.interrupts import interrupt_later
 
 #: Seconds to wait for an answer of the cluster's address.
 CONNECT_TIMEOUT = 5.0
+#: How a client of gRPC, which is HTTP/2, greets; and the type of the frame with which a server does.
+PREFACE, SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), 4
 #: The address of a cluster of this machine alone. Ray takes 127.0.0.1 for that of the machine in its network.
 LOOPBACK = "127.0.0.2"
 #: What Ray prints, or raises, where the token of a cluster is missing or wrong. Of itself it sends the user's token to
 #: a cluster that it finds on this machine, but to no address.
 UNAUTHENTICATED = ("InvalidAuthToken", "Unauthenticated", "AuthenticationError", "authentication token")
+#: What it raises where the user asks for a token and has none.
+NO_TOKEN = "no authentication token was found"
 #: Variables that name a token; without them Ray takes the one of the user's file.
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 TOKEN = (
@@ -128,6 +132,11 @@ def _no_connection(address: str | None, reason: str, printed: str) -> str:
     reason = reason[:300].rstrip(".")
     if address is None:
         return f"Ray could not be started on this machine: {reason}. /tmp/ray/session_latest/logs says more."
+    if NO_TOKEN in reason + printed:
+        return (
+            f"RAY_AUTH_MODE asks for a token, and this machine has none, so the Ray cluster at {address!r} is not "
+            "used. Put its token into ~/.ray/auth_token or RAY_AUTH_TOKEN; if it asks for none, unset RAY_AUTH_MODE."
+        )
     if any(word in reason + printed for word in UNAUTHENTICATED):
         return f"the Ray cluster at {address!r} asks for its token, and got none or another. {TOKEN}."
     start = "Start one with: ray start --head; or leave the address out, and one is started on this machine."
@@ -159,14 +168,32 @@ def _printed() -> Iterator[IO[str]]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an address that nobody answers at: Ray itself would try for a minute, and then end the process."""
+    """Refuse an address where nobody answers, or something else than Ray: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or "/" in host or not port.isdigit() or int(port) > 65_535:
         raise ValueError(f"the address of the cluster is {address!r}. Expected auto, HOST:PORT, or ray://HOST:PORT.")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT) as connected:
+            is_grpc = _speaks_grpc(connected)
     except OSError as problem:
         raise ValueError(
             f"nobody answers at {address}: {reason_of(problem)}. Look for the address with: ray status; or leave it "
             "out, and a cluster is started on this machine."
         ) from None
+    if not is_grpc:
+        raise ValueError(
+            f"what answers at {address} is not a Ray cluster. HOST:PORT has the port of the cluster, usually 6379, "
+            "ray://HOST:PORT that of its clients, 10001."
+        )
+
+
+def _speaks_grpc(connected: socket.socket) -> bool:
+    """Whether the other side greets as gRPC does. With TLS that cannot be seen."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return True
+    connected.sendall(PREFACE)
+    try:
+        greeting = connected.recv(9)
+    except TimeoutError:
+        return False
+    return len(greeting) > 3 and greeting[3] == SETTINGS

@@ -23,6 +23,7 @@ from probe.engines.interface import (
     silent,
 )
 from probe.engines.journal import Journal
+from probe.engines.nodes import plain_text
 from probe.engines.pool import LOGS, Worker
 from probe.engines.process import ProjectFolder
 
@@ -37,7 +38,7 @@ STORE_FULL = (
 TICK = 1.0
 #: Seconds without any worker, after all were lost, until a run gives up.
 ABANDONED = 60.0
-#: Seconds of waiting for a first worker until that is mentioned where there is no progress.
+#: Seconds after which workers that have not started seem to wait for their places.
 NOTICE = 20.0
 #: Answers that may wait for their turn, for each worker.
 WAITING = 4
@@ -148,8 +149,10 @@ class Dispatch:
 
     @property
     def _waiting_for_workers(self) -> str:
-        taken = ", whose CPUs or memory may be taken" if self._pool.is_starting else ""
-        return f"waiting for a worker{taken}"
+        if not self._pool.is_starting:
+            return "waiting for a node"
+        waited = time.monotonic() - self._idle_since > NOTICE
+        return "waiting for CPUs or memory of the cluster, which may be taken" if waited else "starting workers"
 
     def _run_failed(self, why: str) -> UnitFailedError:
         kept = "" if self._journal is None else " What is done is kept: the same command goes on from there."
@@ -263,12 +266,14 @@ class Dispatch:
                 self._answer(task, answer)
 
     def _failure_of(self, problem: Any) -> UnitFailedError:
-        """The error of a unit; that of a bug has the traceback of the worker."""
+        """The error of a unit; a bug has the traceback of the worker as a note."""
         errors, cause = self._ray.exceptions, getattr(problem, "cause", None) or problem
         if isinstance(cause, (errors.ObjectStoreFullError, errors.OutOfDiskError)):
             return UnitFailedError(STORE_FULL)
         found = failure(cause)
-        return UnitFailedError(str(found), problem) if found.bug else found
+        if found.bug is not None:
+            found.bug.add_note(f"on a node:\n{plain_text(problem)}")
+        return found
 
     def _answer(self, task: _Task, answer: Any) -> None:
         if task.repaired is not None:
@@ -303,7 +308,8 @@ class Dispatch:
 
     def _lost(self, task: _Task, problem: Exception) -> None:
         """A worker died, or cannot be reached, with all that it had."""
-        self._pool.lose(task.worker)
+        if self._pool.lose(task.worker):
+            self._engine.notice(f"a worker on {task.worker.host} died: its units are tried again")
         self._idle_since = time.monotonic()
         beside = {other.order: reference for reference, other in self._running.items() if other.worker is task.worker}
         for order, reference in beside.items():

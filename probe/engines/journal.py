@@ -23,9 +23,15 @@ class Journal:
 
     def __init__(self, key: str) -> None:
         runs = user_cache() / "runs"
-        make_folder(runs)
         self.folder = runs / key
-        self.folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            make_folder(runs)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as problem:
+            raise ValueError(
+                f"finished units cannot be kept in {runs}: {problem.strerror or problem}. Name a cache that can be "
+                "written to: XDG_CACHE_HOME."
+            ) from None
         if not is_private(self.folder):
             raise ValueError(
                 f"{self.folder} belongs to somebody else, or others can write to it, so nothing is read from it. "

@@ -124,9 +124,14 @@ def _check_answer(host: str, answer: dict[str, Any]) -> None:
         )
 
 
+def plain_text(problem: BaseException) -> str:
+    """The message of an error of Ray's, which may have a traceback, without its colours."""
+    return COLOUR.sub("", str(problem))
+
+
 def error_in(problem: BaseException) -> str:
-    """The message of an error of Ray's; where it quotes a traceback, the last line of that, without colours."""
-    lines = [line for line in COLOUR.sub("", str(problem)).splitlines() if line.strip()]
+    """The message of an error of Ray's; where it quotes a traceback, the last line of that."""
+    lines = [line for line in plain_text(problem).splitlines() if line.strip()]
     text = lines[-1] if any(line.startswith('  File "') for line in lines) else " ".join(lines)
     return " ".join(text.split())[:300].rstrip(".") or type(problem).__name__
 

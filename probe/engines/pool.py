@@ -18,7 +18,7 @@ NEVER_RAN = "The actor never ran"
 #: Seconds until a node that does not answer is asked again.
 PAUSE = 1.0
 TOKEN_REFUSED = (
-    "If this machine has a token (~/.ray/auth_token) and the cluster asks for none, Ray refuses it: export "
+    "Ray refuses it. If this machine has a token (~/.ray/auth_token) and the cluster asks for none, export "
     "RAY_AUTH_MODE=disabled"
 )
 #: Where to look for what Ray knows of a dead worker.
@@ -135,8 +135,7 @@ class Pool:
         own = [node for node in nodes if share.get(node["NodeID"])]
         if own and not (self._workers() or self._pings) and all(node["NodeID"] in unusable for node in own):
             reason = self._failures[own[-1]["NodeID"]].reason
-            refused = f" {TOKEN_REFUSED}." if NEVER_RAN in reason else ""
-            raise UnitFailedError(f"no worker could be started on {host_of(own[-1])}: {reason}.{refused} {LOGS}.")
+            raise UnitFailedError(f"no worker could be started on {host_of(own[-1])}: {reason}. {LOGS}.")
 
     def _start(self, node: Node, needs: Needs) -> None:
         wanted = {"num_cpus": self.cpus or cpus_of(node), "num_gpus": needs.gpus, "memory": needs.memory or None}
@@ -159,7 +158,8 @@ class Pool:
             self._end(worker)
             if worker.node not in self._pings.values():  # of several that start at the same time one counts
                 failures = self._failures.setdefault(worker.node, _Failures())
-                failures.count, failures.reason = failures.count + 1, error_in(problem)
+                refused = NEVER_RAN in str(problem)
+                failures.count, failures.reason = failures.count + 1, TOKEN_REFUSED if refused else error_in(problem)
                 self._ping(worker.node)
         else:
             self._failures.pop(worker.node, None)
@@ -186,12 +186,14 @@ class Pool:
     def _ping(self, node: str) -> None:
         self._pings[on_node(self.ray.remote(describe_node), node, num_cpus=0).remote(())] = node
 
-    def lose(self, worker: Worker) -> None:
-        """Take out a worker that died, or does not answer any more."""
-        if worker in self.ready:
-            self.changed = True
-            self.kill(worker)
-            self._ping(worker.node)
+    def lose(self, worker: Worker) -> bool:
+        """Take out a worker that died, or does not answer any more; False if it is out already."""
+        if worker not in self.ready:
+            return False
+        self.changed = True
+        self.kill(worker)
+        self._ping(worker.node)
+        return True
 
     def kill(self, worker: Worker) -> None:
         """End a worker, whatever it does."""

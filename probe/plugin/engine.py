@@ -56,7 +56,7 @@ def open_engine(config: pytest.Config, worker: dict[str, Any] | None) -> Engine 
         engine.close()
         raise ValueError(
             f"-n {count} is more than the workers that the cluster has room for ({there}). Give -n {there} or less, "
-            "none at all, or --probe-ray-cpus 1 for more workers on a node."
+            f"{'or none' if cpus == '1' else 'none at all, or --probe-ray-cpus 1 for more workers on a node'}."
         )
     engine.notice = lambda text: _write_line(config, text)
     if worker is None:

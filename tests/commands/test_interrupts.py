@@ -110,6 +110,30 @@ sys.exit(commands.main())
     assert (found.returncode, found.stderr) == (130, "probe: interrupted; done.\n")
 
 
+@pytest.mark.parametrize(
+    "raised", ["raise KeyboardInterrupt", 'exec("raise KeyboardInterrupt")'], ids=["anywhere", "inside of exec"]
+)
+def test_whatever_comes_after_an_interrupt_the_exit_code_stays(raised: str, tmp_path: Path) -> None:
+    """`python -m` ends by SIGINT where Ctrl-C came inside of `exec`, as dataclasses use it, though it was handled."""
+    (tmp_path / "interrupted.py").write_text(
+        f"""
+import argparse, signal, sys
+from probe import commands
+
+def run(options):
+    {raised}
+
+commands.parse = lambda words: argparse.Namespace(run=run, made=None, interrupted="done.")
+code = commands.main()
+signal.raise_signal(signal.SIGINT)
+sys.exit(code)
+"""
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50)
+    assert (found.returncode, found.stderr) == (130, "probe: interrupted; done.\n")
+
+
 def test_an_interrupted_recording_goes_on_with_the_same_command(folder: Path) -> None:
     arguments = ["record", "--samples", "64", "--seqlen", "1024", "--modes", "fp32", "2-1", "--out", "r"]
     arguments += ["--calib-data-num", "1", "--calib-seqlen", "16"]

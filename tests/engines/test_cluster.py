@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,48 @@ def test_a_cluster_that_asks_for_a_token_is_told_as_such(
         raise RuntimeError("Failed to connect to Ray cluster")
 
     monkeypatch.setattr(ray, "init", init)
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with answering(GREETING) as port:
         with pytest.raises(ValueError, match=r"asks for its token.*To send it: export RAY_AUTH_MODE=token"):
-            RayEngine(address.format(server.getsockname()[1]))
+            RayEngine(address.format(port))
         assert capfd.readouterr().err == ""
+
+
+#: An empty frame of settings, as a server of gRPC sends at first.
+GREETING = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+@contextmanager
+def answering(greeting: bytes) -> Iterator[int]:
+    """The port of a server that greets whoever comes so, and says no more."""
+
+    def answer() -> None:
+        with suppress(OSError):
+            while True:
+                one = server.accept()[0]
+                one.sendall(greeting)
+                open_ones.append(one)
+
+    open_ones: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+    for one in open_ones:
+        one.close()
+
+
+@pytest.mark.usefixtures("unconnected")
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad request\r\n\r\n", b"", b"x"], ids=["web", "mute", "short"])
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_what_is_not_ray_is_refused_soon(address: str, greeting: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try for minutes, without a word."""
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.5)
+    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray was asked"))
+    with (
+        answering(greeting) as port,
+        pytest.raises(ValueError, match=r"^what answers at .* is not a Ray cluster\. "),
+    ):
+        RayEngine(address.format(port))
 
 
 @pytest.mark.usefixtures("unconnected")
@@ -89,7 +127,7 @@ def test_a_token_that_this_machine_lacks_is_told_as_such(monkeypatch: pytest.Mon
         )
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ValueError, match=r"the Ray cluster at 'auto' asks for its token, and got none or another"):
+    with pytest.raises(ValueError, match=r"^RAY_AUTH_MODE asks for a token, and this machine has none.*unset RAY"):
         RayEngine("auto")
 
 
@@ -473,7 +511,7 @@ def test_a_node_that_dies_in_the_middle_costs_only_time(shared: Shared, caches: 
         found = list(engine.run(job, [*waits, *works]))
         killer.join()
         assert found == [0.4] * 6 + [2**20] * 12
-        assert len(engine.nodes()) == 3  # with the head
+        wait_until(lambda: len(engine.nodes()) == 3)  # with the head
 
 
 @pytest.mark.parametrize("torch_threads", [1], indirect=True)  # as many as a worker of one CPU has

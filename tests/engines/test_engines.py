@@ -99,8 +99,12 @@ def test_a_bug_is_not_told_as_a_mistake_of_the_user(engine: Engine) -> None:
 def test_a_bug_comes_in_its_turn_and_with_keep_going_among_the_results(engine: Engine) -> None:
     found = engine.run(Sums(), units(("wait", 0.3), ("bug", "x")))
     assert next(found) == 0.3
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError) as problem:
         next(found)
+    if isinstance(engine, RayEngine):
+        (note,) = problem.value.__notes__
+        assert "jobs.py" in note, "where it was on the node"
+        assert "\x1b" not in note
     failed, other = engine.run(Sums(), units(("bug", "x"), ("plain", 2)), keep_going=True)
     assert isinstance(failed, UnitFailedError)
     assert isinstance(failed.bug, KeyError)

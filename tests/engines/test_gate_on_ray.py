@@ -179,10 +179,14 @@ def test_a_cluster_that_is_not_there_is_told_before_any_test(project: Run, share
     found.stderr.fnmatch_lines(["*nobody answers at 127.0.0.1:1*"])
 
 
-def test_more_workers_of_xdist_than_the_cluster_has_are_refused(on_cluster: Run) -> None:
+def test_more_workers_of_xdist_than_the_cluster_has_are_refused(
+    on_cluster: Run, project: Run, on_ray: RayEngine
+) -> None:
     found = on_cluster(workers=3)
     assert found.ret == pytest.ExitCode.USAGE_ERROR
-    found.stderr.fnmatch_lines(["*-n 3 is more than the workers that the cluster has room for (2)*"])
+    found.stderr.fnmatch_lines(["*-n 3 is more than the workers that the cluster has room for (2)*-ray-cpus 1 for*"])
+    found = project("--probe-engine", "ray", "--probe-ray-address", on_ray.address, "--probe-ray-cpus", "1", workers=3)
+    found.stderr.fnmatch_lines(["*has room for (2). Give -n 2 or less, or none."])
 
 
 def test_other_versions_on_a_node_are_told_before_any_test(on_cluster: Run, monkeypatch: pytest.MonkeyPatch) -> None:

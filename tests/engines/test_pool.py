@@ -1,6 +1,8 @@
 """Workers of a Ray cluster: which nodes get some, which of them get units, and what happens when they die."""
 
 import os
+import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,15 +115,21 @@ def test_a_run_that_waits_for_its_first_worker_says_so(
     with RayEngine() as engine:
         monkeypatch.setattr(engine, "notice", noticed.append)
         assert list(engine.run(Sums("full"), units(("plain", 1)), progress=listen)) == [1]
-    assert noticed == ["waiting for a worker, whose CPUs or memory may be taken"]
-    assert told[1] == "0 in flight, waiting for a worker, whose CPUs or memory may be taken"
+    assert noticed == ["waiting for CPUs or memory of the cluster, which may be taken"]
+    assert told[1] == "0 in flight, waiting for CPUs or memory of the cluster, which may be taken"
 
 
-def test_a_unit_whose_worker_died_is_tried_on_another_node(on_ray: RayEngine, tmp_path: Path) -> None:
+def test_a_unit_whose_worker_died_is_tried_on_another_node(
+    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while there is other work enough to keep that node busy."""
+    noticed: list[str] = []
+    monkeypatch.setattr(on_ray, "notice", noticed.append)
     file = tmp_path / "node"
     works = [("wait", 0.05)] * 6 + [("die here", str(file))] + [("wait", 0.05)] * 40
     assert list(on_ray.run(Sums("elsewhere"), units(*works))) == [value for _, value in works]
+    (line,) = noticed
+    assert re.fullmatch(r"a worker on .* died: its units are tried again", line)
 
 
 def test_what_was_lost_and_then_died_has_the_tries_of_each(
@@ -353,6 +361,31 @@ def test_a_ray_that_cannot_be_started_is_one_message(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ValueError, match=r"^Ray could not be started on this machine: The current node timed out"):
         RayEngine()
+
+
+def test_a_second_interrupt_waits_until_the_engine_is_closed(
+    on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray, left half way, ends the process with a code of its own."""
+    engine, closed = RayEngine(), list[bool]()
+
+    def close() -> None:
+        signal.raise_signal(signal.SIGINT)
+        closed.append(True)
+
+    monkeypatch.setattr(engine._connection, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert closed
+
+
+def test_a_cache_that_cannot_be_written_to_is_refused_before_any_unit(
+    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    with pytest.raises(ValueError, match=r"^finished units cannot be kept in /proc/probe/runs: .* XDG_CACHE_HOME"):
+        on_ray.keep(Sums("kept", journaled=True), [Unit("mark", ("mark zeros", str(tmp_path / "ran")))])
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_head_without_probe_is_one_message(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
