@@ -8,7 +8,6 @@ that only this user can have written, and only the same version of this package 
 import os
 import shutil
 import time
-from contextlib import suppress
 
 from probe.engines.interface import Unit
 from probe.files.atomic import make_folder, write
@@ -53,8 +52,8 @@ class Journal:
             return None
 
     def add(self, unit: Unit, answer: bytes) -> None:
-        """Keep the answer of a unit, whole or not at all."""
-        with suppress(FileNotFoundError):  # the folder is gone
+        """Keep the answer of a unit, whole or not at all; nothing if the folder is gone."""
+        if self.folder.is_dir():
             write(self.folder / unit.key, answer)
 
     def remove(self, unit: Unit) -> None:

@@ -70,6 +70,11 @@ class Sums(Job[list[int], Any]):
                 with Path(value).open("ab") as file:
                     file.write(b".")
                 os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "die late":  # value is a file that the first one makes
+            time.sleep(0.5)
+            if not Path(value).exists():
+                Path(value).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         elif what == "threads":
             import torch
 

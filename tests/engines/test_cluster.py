@@ -1,5 +1,6 @@
 """A Ray cluster that is not there, not fit, or dies: each is one message, or costs only time."""
 
+import gc
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,8 +21,10 @@ import pytest
 import ray
 
 from probe.commands import main
-from probe.engines import Kept, Unit, UnitFailedError, connection, dispatch, nodes, versions
+from probe.engines import Kept, Unit, UnitFailedError, actor, connection, dispatch, nodes, versions
+from probe.engines.actor import Actor
 from probe.engines.cluster import LEAST_BYTES, RayEngine
+from probe.engines.connection import Connection
 from probe.engines.journal import MAX_AGE, Journal
 from probe.files.paths import content_digest, user_cache
 from tests.engines.conftest import LOOPBACK, Shared, add_node, wait_until
@@ -605,3 +609,76 @@ def test_a_command_that_is_terminated_ends_as_by_ctrl_c_and_leaves_no_process(tm
     assert "SIGTERM" not in told
     assert "Traceback" not in told
     wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started))
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None], ids=["none", "ignored", "own"])
+def test_a_signal_to_end_is_ctrl_c_while_connected_unless_it_is_handled(
+    handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_connect", lambda *_: signal.signal(signal.SIGTERM, print))  # as Ray does
+    fake: Any = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: None)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        made = Connection(fake, None)
+        usual = signal.default_int_handler if handler is signal.SIG_DFL else handler
+        assert signal.getsignal(signal.SIGTERM) is usual
+        made.close()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_units_work_in_the_folder_that_this_process_is_in_now(
+    on_ray: RayEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Sums("folder")
+    for name in ("kept", "ran"):
+        list(on_ray.run(job, units(("wait", 0.3), ("wait", 0.3))))  # workers are there
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name == "kept":
+            on_ray.keep(job, [Unit("unit", ("mark zeros", "mark"))])
+        else:
+            list(on_ray.run(job, units(("mark", "mark"))))
+        assert (tmp_path / name / "mark").exists()
+
+
+def test_garbage_is_collected_once_a_job_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "use_threads", lambda threads: None)
+    monkeypatch.setattr(ray, "get", lambda reference: Sums())
+    try:
+        made = Actor(1)
+        assert not gc.isenabled()
+        made._open("key", [None])
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def test_a_journal_that_is_opened_is_as_new(caches: Path) -> None:
+    journal = Journal("a")
+    old = time.time() - MAX_AGE - 10
+    os.utime(journal.folder, (old, old))
+    Journal("a")  # a run goes on from it
+    Journal("b")  # that of another one
+    assert journal.folder.exists()
+
+
+def test_a_journal_that_was_deleted_is_not_made_again(caches: Path) -> None:
+    journal, (unit,) = Journal("a"), units(("plain", 1))
+    journal.delete()  # by the same command beside this one
+    journal.add(unit, b"answer")
+    Journal("a")  # not refused
+
+
+def test_the_progress_of_a_run_whose_journal_is_deleted_ends_with_all_units(on_ray: RayEngine, tmp_path: Path) -> None:
+    job, works = Sums("counted", journaled=True), [("plain", n) for n in range(20)]
+    with pytest.raises(UnitFailedError):
+        list(on_ray.run(job, units(*works[:3], ("fail", "end"))))
+    told: list[int] = []
+    found = on_ray.run(job, units(*works), progress=lambda done, *_: told.append(done))
+    next(found)
+    on_ray.finish()
+    list(found)
+    assert told[-1] == max(told) == 20

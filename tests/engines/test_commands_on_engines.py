@@ -7,10 +7,12 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 
 from probe.activations.run import analyze
@@ -21,14 +23,17 @@ from probe.engines.cluster import RayEngine
 from probe.engines.identity import identity_of
 from probe.engines.journal import Journal
 from probe.engines.local import LocalEngine
-from probe.files.paths import content_digest
+from probe.files.paths import content_digest, user_cache
 from probe.models.factories import loaded_code
 from probe.models.loading import EMBEDDED, load_model, weight_fingerprint
 from probe.models.offload import device_named
 from probe.recordings.tensor_sources import TensorSource, tensor_sources
 from probe.running import shared_models
+from probe.running.declarations import DeclaredMode
 from probe.running.measurement_job import measure_all
+from probe.running.modes import MODES, declare_modes, find_mode, register_mode
 from probe.running.shared_models import SharedModel, accelerators
+from tests.models.quantized_models import write_gguf
 
 SMALL = ["--samples", "4", "--seqlen", "32", "--batch-size", "2", "--calib-data-num", "2", "--calib-seqlen", "32"]
 Run = Callable[..., str]
@@ -298,3 +303,41 @@ def test_a_folder_that_only_this_machine_has_is_sent_to_the_nodes(
     assert loaded.fingerprint == shared.fingerprint
     assert not list((tmp_path / "temporary").iterdir())
     assert weight_fingerprint(loaded.model) == shared.fingerprint  # which needs no file any more
+
+
+FEW = ["--data.num_samples", "2", "--data.seq_len", "16", "--output.formats", "[json]"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["analyze", *FEW, "--visualization.save_dir", "out"],
+        ["scaling", "x.pt", "--elem-format", "int8", "--num-levels", "5", "--no-plots", "--output-dir", "out"],
+        ["sensitivity", "--mode", "2-1", "--format", "int8", *SMALL, "--no-advice"],
+    ],
+    ids=lambda asked: asked[0],
+)
+def test_a_command_that_ended_well_leaves_nothing_to_go_on_from(asked: list[str], run: Run, reused: RayEngine) -> None:
+    torch.save(torch.ones(4, 32), "x.pt")
+    run(*asked, "--engine", "ray")
+    assert reused.resumes
+    assert not list((user_cache() / "runs").iterdir())
+
+
+def test_workers_are_told_of_modes_and_of_what_they_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("probe.running.modes.MODES", dict(MODES))
+    elsewhere: Any = SimpleNamespace(shares_disk=False)
+    loaded = load_model("tiny-llama")
+    declare_modes({"careful": DeclaredMode("linear_w", ("lm_head",))}, where="here")
+    found = SharedModel.of("tiny-llama", loaded, elsewhere, modes=["careful"])
+    assert found.modes == (("careful", DeclaredMode("linear_w", ("lm_head",))),)
+    register_mode("mine", lambda model, *_: model)
+    found = SharedModel.of("tiny-llama", loaded, elsewhere, modes=["mine"])
+    assert found.modes == (find_mode("mine"),)
+    assert found.contents == loaded_code() != {}
+    write_gguf(tmp_path / "q8.gguf", Kind.Q8_0)
+    name = find_mode(f"checkpoint:{tmp_path / 'q8.gguf'}").name
+    found = SharedModel.of("tiny-llama", loaded, elsewhere, modes=[name])
+    assert found.contents == {str(tmp_path / "q8.gguf"): content_digest(tmp_path / "q8.gguf")}

@@ -228,3 +228,10 @@ def test_worker_processes_end_with_the_one_that_started_them(tmp_path: Path) -> 
 def test_no_workers_are_refused(jobs: int) -> None:
     with pytest.raises(ValueError, match=f"jobs is {jobs}; expected 1 or more"):
         LocalEngine(jobs)
+
+
+def test_results_that_are_kept_one_after_the_other_are_told_apart(engine: Engine) -> None:
+    job = Sums()
+    for length in (1, 2):
+        kept, _ = engine.keep(job, [Unit(f"kept {n}", ("plain", [7] * length)) for n in range(2)])
+        assert list(engine.run(job, [Unit(f"length {n}", ("length", 0), kept) for n in range(4)])) == [length] * 4

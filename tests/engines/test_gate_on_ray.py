@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from probe.engines import UnitFailedError, nodes
+from probe.engines import UnitFailedError, cluster, nodes
 from probe.engines.cluster import RayEngine
 from probe.engines.local import LocalEngine
 from probe.engines.versions import installed
@@ -17,7 +17,7 @@ from probe.gate.configuration import Settings
 from probe.gate.measured_layers import Observation
 from probe.gate.observation_job import ObservationJob
 from probe.plugin import PARTS, pytest_testnodedown
-from probe.plugin.engine import tell_worker
+from probe.plugin.engine import open_engine, tell_worker
 from probe.running.calibration import Calibration
 from probe.running.recipes import Recipe
 from probe.running.shared_models import SharedModel
@@ -208,3 +208,26 @@ def test_what_a_node_does_not_have_is_told_before_any_test(
     assert found.ret == code
     found.stdout.fnmatch_lines([f"*probe: node * has no {pytester.path}/q8.gguf.gz. Put it on a disk that all nodes *"])
     assert set(found.parseoutcomes()) == {"errors"}
+
+
+def test_a_worker_of_xdist_opens_its_part_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def make(address: str, **options: Any) -> Any:
+        asked.append((address, options))
+        return SimpleNamespace(workers=1, prepare=lambda setup: None)
+
+    monkeypatch.setattr(cluster, "RayEngine", make)
+    config: Any = SimpleNamespace(getoption={"--probe-engine": "ray"}.get)
+    open_engine(config, {"probe_ray_address": "head:1", "probe_ray_part": 1, "workercount": 3})
+    assert asked == [("head:1", {"cpus": None, "part": (1, 3)})]
+
+
+def test_after_the_anchors_are_discarded_recipes_are_observed_against_the_new_reference() -> None:
+    settings = Settings(model="tiny-mamba", samples=1, seqlen=16, modes=("2-1",), formats=("int8",))
+    bench = Bench(settings, engine=LocalEngine())
+    bench.observe(Recipe("2-1", "int8"), "cpu")
+    before = bench._job
+    bench.discard_anchors()
+    bench.observe(Recipe("2-1", "int8"), "cpu")
+    assert bench._job is not before

@@ -1,6 +1,7 @@
 """What tells jobs and units apart: a run must never go on from what another request left behind."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,14 +14,16 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from probe.commands import scaling_batch
 from probe.data.calls import Call
 from probe.data.samples import TextSamples
 from probe.data.tokenizers import ByteTokenizer
-from probe.engines import Engine, Job, Unit
+from probe.engines import Engine, Job, Unit, interface
 from probe.engines.identity import identity_of
 from probe.engines.journal import Journal
 from probe.engines.local import LocalEngine
 from probe.models.loading import Loaded, load_model, weight_fingerprint
+from probe.recordings.tensor_sources import tensor_sources
 from probe.running import shared_models
 from probe.running.measurement_job import measure_all
 from probe.running.modes import MODES, find_mode
@@ -207,3 +210,31 @@ def test_runs_with_a_function_of_the_users_are_not_continued(monkeypatch: pytest
     mode = find_mode("checkpoint:package:quantized").name
     assert not shared(given, LocalEngine(), modes=[mode]).is_plain
     assert shared(given, LocalEngine(), modes=[mode]).paths == {}
+
+
+def test_a_job_of_other_versions_is_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Sums("a").key
+    monkeypatch.setattr(interface, "installed", lambda: {"probe": "another source"})
+    assert Sums("a").key != usual
+
+
+def scaling_job(file: Path) -> scaling_batch.ScalingJob:
+    sources = tensor_sources([str(file)])
+    stamps = tuple(scaling_batch._stamp(source.path) for source in sources)
+    return scaling_batch.ScalingJob(tuple(sources), scaling_batch.Request(), stamps, is_elsewhere=True)
+
+
+def test_a_tensor_that_was_written_again_is_another_job_and_a_failure_is_not_final(tmp_path: Path) -> None:
+    torch.save(torch.ones(4, 32), file := tmp_path / "x.pt")
+    job = scaling_job(file)
+    assert scaling_job(file).key == job.key
+    os.utime(file, ns=(1, 1))
+    assert scaling_job(file).key != job.key
+    assert not job.is_final(scaling_batch.Analysed(reason="no such file"))
+
+
+def test_code_of_the_hub_is_not_journaled_and_memory_is_that_of_three_copies() -> None:
+    loaded = load_model("tiny-llama")
+    assert not SharedModel.of("tiny-llama", loaded, LocalEngine(), trust_remote_code=True).is_plain
+    size = sum(one.nbytes for one in loaded.model.parameters())
+    assert SharedModel.of("tiny-llama", loaded, LocalEngine()).memory == 2**29 + 3 * size

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from probe.engines import Unit, UnitFailedError, cluster, connection, dispatch, pool
+from probe.engines.actor import describe_node
 from probe.engines.cluster import RayEngine
+from probe.engines.interface import RETRIES
 from probe.engines.journal import Journal
 from probe.engines.pool import Needs, Pool, Worker
 from tests.engines.conftest import NODE, Shared, add_node, wait_until
@@ -412,3 +415,123 @@ def test_a_failure_that_may_be_mended_is_not_kept_for_a_second_run(on_ray: RayEn
     on_ray.discard(job, works[1])
     assert works[1] not in journal
     on_ray.finish()
+
+
+class Fake:
+    """Ray, as far as a pool of workers asks for it; no process starts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.killed: list[Any] = []
+        self.problem: Exception | None = None  # of the start of a worker
+        self.exceptions = ray.exceptions
+        monkeypatch.setattr(pool, "on_node", self.on_node)
+
+    def remote(self, made: Any) -> Any:
+        return made
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+    def get(self, reference: Any) -> None:
+        if self.problem:
+            raise self.problem
+
+    def on_node(self, made: Any, name: str, **options: Any) -> Any:
+        def start(given: Any) -> Any:
+            if made is describe_node:
+                return object()
+            self.asked.append({"node": name, "threads": given, **options})
+            return SimpleNamespace(enter=SimpleNamespace(remote=lambda folder: object()))
+
+        return SimpleNamespace(remote=start)
+
+
+def fill(made: Pool, nodes: list[dict[str, Any]], needs: Needs | None = None) -> None:
+    """As the engine does."""
+    needs = needs or Needs()
+    made.fill(nodes, made.share(nodes, needs), 9, needs)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return Fake(monkeypatch)
+
+
+TWO = [node("b", CPU=4.0, memory=8.0 * GB, GPU=1.0), node("a", CPU=4.0, memory=8.0 * GB, GPU=1.0)]
+
+
+def test_a_worker_asks_for_its_cpus_memory_and_accelerators_and_has_its_threads(fake: Any) -> None:
+    fill(Pool(fake, 2, (0, 1), threads=2), TWO[:1], Needs(GB, 1))
+    assert fake.asked[0] == {"node": "b", "threads": 2, "num_cpus": 2, "num_gpus": 1, "memory": GB, "max_restarts": 0}
+
+
+def test_a_job_with_an_accelerator_does_not_get_workers_of_one_without(fake: Any) -> None:
+    made = Pool(fake, 4, (0, 1))
+    fill(made, TWO, Needs(GB))
+    assert made.suits(Needs(GB))
+    assert not made.suits(Needs(GB, 1))
+    fill(made, TWO, Needs(GB, 1))
+    assert [one["num_gpus"] for one in fake.asked] == [0, 0, 1, 1]
+    assert len(fake.killed) == 2
+
+
+def test_workers_that_start_are_killed_with_the_others(fake: Any) -> None:
+    made = Pool(fake, 4, (0, 1))
+    fill(made, TWO)
+    made.settle(made.pending[0])
+    made.stop()
+    assert len(fake.killed) == 2
+    assert not made.pending
+
+
+def test_parts_are_the_same_in_whatever_order_a_process_hears_of_nodes() -> None:
+    one, other = (Pool(ray, None, (part, 2)).share(nodes, Needs()) for part, nodes in enumerate((TWO, TWO[::-1])))
+    assert one + other == {"a": 1, "b": 1}
+
+
+def test_failures_of_a_node_are_counted_one_after_the_other_and_forgotten_when_a_worker_starts(fake: Any) -> None:
+    made = Pool(fake, 4, (0, 1))
+
+    def start(problem: Exception | None) -> None:
+        fill(made, TWO[:1])
+        (reference,) = made.pending
+        fake.problem = problem
+        made.settle(reference)
+        fake.problem = None  # the node answers
+        for asked in made.pending:
+            made.settle(asked)
+
+    for _ in range(2):
+        for _ in range(RETRIES):
+            start(ray.exceptions.ActorDiedError())
+        start(None)
+        made.kill(made.ready[0])
+    for _ in range(RETRIES + 1):
+        start(ray.exceptions.ActorDiedError())
+    with pytest.raises(UnitFailedError, match="no worker could be started on b"):
+        fill(made, TWO[:1])
+    fill(made, TWO)  # on the other one
+    assert fake.asked[-1]["node"] == "a"
+    made.stop()
+    made.forget_failures()
+    start(None)
+    assert len(made.ready) == 1
+
+
+def test_a_node_where_a_worker_could_not_be_started_is_asked_whether_it_is_there(fake: Any) -> None:
+    made = Pool(fake, 4, (0, 1))
+    fill(made, TWO[:1])
+    fake.problem = ray.exceptions.ActorDiedError()
+    made.settle(made.pending[0])
+    fill(made, TWO[:1])
+    assert len(fake.asked) == 1, "not before it has answered"
+    assert len(made.pending) == 1
+
+
+def test_all_workers_have_the_threads_of_the_smallest_node(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayEngine, "nodes", lambda engine: [node("a", CPU=4.0), node("b", CPU=2.0), node("head")])
+    with RayEngine() as engine:
+        assert engine.pool.threads == 2
+    with RayEngine(cpus=4) as engine:
+        assert engine.pool.threads == 4
