@@ -94,7 +94,8 @@ def units(count: int) -> dict[str, Any]:
 
     cluster(2, 1)
     with RayEngine() as engine:
-        list(engine.run(Sums("warm"), [Unit(f"{n}", ("plain", n)) for n in range(4)]))
+        while len(engine.pool.ready) < 2:
+            list(engine.run(Sums("warm"), [Unit(f"{n}", ("wait", 0.2)) for n in range(2)]))
         start = time.perf_counter()
         list(engine.run(Sums("empty"), [Unit(f"{n}", ("plain", n)) for n in range(200)]))
         empty = (time.perf_counter() - start) / 200
