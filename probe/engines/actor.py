@@ -30,9 +30,10 @@ class Actor:
         self._open_job = OpenJob()
         self._jobs: tuple[str, Job[Any, Any] | None] = ("", None)
 
-    def enter(self, folder: ProjectFolder) -> None:
-        """Work where the project lies."""
+    def enter(self, folder: ProjectFolder) -> dict[str, Any]:
+        """Work where the project lies; the description of the node, so that no other process need give it."""
         folder.enter()
+        return describe_node(())
 
     def set_up(self, setup: Setup) -> None:
         """Import what units will need. A call of its own: `setup` may be of a module that is found after `enter`."""

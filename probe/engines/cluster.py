@@ -115,7 +115,8 @@ class RayEngine(Engine):
         nodes, needs = self._nodes_with_cpus(), Needs(LEAST_BYTES)
         with self._explaining_missing_probe():
             self.pool.fill(nodes, self.pool.share(nodes, needs), self.workers, needs)
-        self._inspection.begin(nodes)  # after the workers, which take longer: a small node starts one process at a time
+        self._inspection.expect(self.pool.descriptions)
+        self._inspection.begin(nodes)
 
     def remember(self, job: Job[Any, Any], name: str, value: Any) -> Any:
         """What the journal has of the interrupted run, see `Engine.remember`."""

@@ -21,6 +21,8 @@ NONE: Mapping[str, str] = MappingProxyType({})
 
 #: Seconds to wait for the answer of a node.
 INSPECTION_TIMEOUT = 120.0
+#: Seconds to wait for that of a worker which starts there.
+WORKER_TIMEOUT = 10.0
 #: Seconds that Ray may take to notice that a node is gone.
 NOTICED_AFTER = 40
 
@@ -33,6 +35,14 @@ class Inspection:
         self._asked: dict[tuple[str, Paths], Any] = {}
         self._fit: dict[tuple[str, Paths], bool] = {}
         self._checked: set[Paths] = set()
+        self._from_workers: set[Any] = set()
+
+    def expect(self, descriptions: Mapping[str, Any]) -> None:
+        """Take these references, of workers that start, for the answers of their nodes: that spares a process."""
+        for node, reference in descriptions.items():
+            if (node, ()) not in self._asked:
+                self._asked[node, ()] = reference
+                self._from_workers.add(reference)
 
     def begin(self, nodes: Sequence[Node], paths: Mapping[str, str] = NONE) -> None:
         """Ask without waiting for the answers."""
@@ -44,6 +54,8 @@ class Inspection:
         wanted = _absolute(paths)
         if wanted in self._checked:
             return
+        for node in nodes:
+            self._wait_for_worker((node["NodeID"], wanted))
         self.begin(nodes, paths)
         for node in nodes:
             self._fit[node["NodeID"], wanted] = self._is_there(node, wanted)
@@ -73,6 +85,17 @@ class Inspection:
         if key not in self._asked:
             self._asked[key] = on_node(self._ray.remote(describe_node), node["NodeID"], num_cpus=0).remote(paths)
         return self._asked[key]
+
+    def _wait_for_worker(self, key: tuple[str, Paths]) -> None:
+        """Let another process answer for a node where no worker has started in time: others may have its CPUs."""
+        reference = self._asked.get(key)
+        if reference not in self._from_workers:
+            return
+        self._from_workers.discard(reference)
+        try:
+            self._ray.get(reference, timeout=WORKER_TIMEOUT)
+        except self._ray.exceptions.RayError:  # also that of the time-out
+            del self._asked[key]
 
     def _is_there(self, node: Node, paths: Paths) -> bool:
         """Whether a node answers; one that does, but is not fit, is a ValueError."""

@@ -96,6 +96,11 @@ class Pool:
         return [*self._starting, *self._pings]
 
     @property
+    def descriptions(self) -> dict[str, Any]:
+        """By node: the reference of a description of it, which a worker that starts there gives."""
+        return {worker.node: reference for reference, worker in self._starting.items()}
+
+    @property
     def is_starting(self) -> bool:
         """Whether a worker was asked for that has not answered yet."""
         return bool(self._starting)

@@ -15,6 +15,8 @@ from probe.engines.nodes import Inspection, on_node
 from probe.engines.pool import Needs
 from probe.engines.process import ProjectFolder
 from probe.engines.versions import installed
+from tests.engines.jobs import Sums, import_tabnanny
+from tests.engines.test_engines import units
 from tests.engines.test_pool import GB, node
 
 
@@ -73,3 +75,45 @@ def test_a_node_that_is_lost_while_it_is_inspected_is_left_alone(monkeypatch: py
 def test_the_paths_of_modules_are_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["", "lib"])
     assert ProjectFolder.here().search == (os.getcwd(), os.path.join(os.getcwd(), "lib"))
+
+
+@pytest.fixture
+def prepared(on_ray: RayEngine, monkeypatch: pytest.MonkeyPatch) -> RayEngine:
+    """As after the start of a command: nothing is known of the nodes, and workers start."""
+    on_ray.pool.stop()
+    monkeypatch.setattr(on_ray, "_inspection", Inspection(on_ray.ray, on_ray.nodes))
+    on_ray.prepare(import_tabnanny)
+    return on_ray
+
+
+def test_workers_that_start_answer_for_their_nodes(prepared: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process on each node would take a second of its CPU."""
+    monkeypatch.setattr(nodes, "on_node", lambda *arguments, **options: pytest.fail("another process was asked"))
+    prepared.check_nodes({})
+    assert list(prepared.run(Sums("after"), units(("plain", 1)))) == [1]
+
+
+def test_a_worker_of_another_version_is_refused(prepared: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "installed", lambda: {**installed(), "torch": "9.9"})
+    with pytest.raises(ValueError, match=r"runs other versions: torch [\d.]+, here 9\.9"):
+        prepared.check_nodes({})
+
+
+@pytest.mark.parametrize("problem", ["late", "dead"])
+def test_another_process_answers_for_a_node_where_no_worker_starts_in_time(
+    problem: str, prepared: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if problem == "late":
+        monkeypatch.setattr(nodes, "WORKER_TIMEOUT", 0.0)
+    else:
+        prepared.pool.stop()
+    asked: list[Any] = []
+
+    def on_node(remote: Any, name: str, **options: Any) -> Any:
+        asked.append(name)
+        return usual(remote, name, **options)
+
+    usual = nodes.on_node
+    monkeypatch.setattr(nodes, "on_node", on_node)
+    prepared.check_nodes({})
+    assert len(set(asked)) == len(asked) == 2
