@@ -53,12 +53,16 @@ class Actor:
         return object()
 
 
+def dispatch(engine: Any, every: list[Unit]) -> Dispatch:
+    return Dispatch(engine, Sums(), every)
+
+
 DIED = ray.exceptions.ActorDiedError()
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_the_units_of_a_dead_worker_only_the_one_that_ran_has_died_whichever_is_heard_of_first(first: int) -> None:
-    made = Dispatch(Engine(), Sums(), units(("plain", 0), ("plain", 1)))  # type: ignore[arg-type]
+    made = dispatch(Engine(), units(("plain", 0), ("plain", 1)))
     worker = Worker("node", "host", None, Needs())
     made._running.update({n: _Task(worker, n, n) for n in range(2)})
     made._lost(made._running.pop(first), DIED)
@@ -69,7 +73,7 @@ def test_of_the_units_of_a_dead_worker_only_the_one_that_ran_has_died_whichever_
 
 
 def test_every_kept_result_has_its_own_tries() -> None:
-    made = Dispatch(Engine(), Sums(), units(("plain", 0)))  # type: ignore[arg-type]
+    made = dispatch(Engine(), units(("plain", 0)))
     for number in (7, 8):
         for _ in range(2):
             made._try_again(
@@ -81,7 +85,7 @@ def test_every_kept_result_has_its_own_tries() -> None:
 def test_a_unit_waits_for_what_it_needs_while_that_is_made_again() -> None:
     kept = Kept(1, Unit("kept", 0), None)
     engine = Engine()
-    made = Dispatch(engine, Sums(), [Unit("needing", ("plain", 0), kept)])  # type: ignore[arg-type]
+    made = dispatch(engine, [Unit("needing", ("plain", 0), kept)])
     engine.where[1] = Stored(None, None, "node")
     made._waiting[1] = []
     made._begin(Worker("node", "host", actor := Actor(), Needs()), 0)
@@ -92,13 +96,13 @@ def test_a_unit_waits_for_what_it_needs_while_that_is_made_again() -> None:
 def test_what_died_is_the_only_unit_of_its_worker_and_the_last_units_wait_for_no_other() -> None:
     engine = Engine()
     engine.ready = [Worker(name, name, Actor(), Needs()) for name in "ab"]
-    made = Dispatch(engine, Sums(), units(*[("plain", n) for n in range(9)]))  # type: ignore[arg-type]
+    made = dispatch(engine, units(*[("plain", n) for n in range(9)]))
     made._retries.append(made._todo.popleft())
     made._hand_out()
     assert [one.actor.ran for one in engine.ready] == [[("plain", 0)], [("plain", 1), ("plain", 2)]]
     engine = Engine()
     engine.ready = [Worker(name, name, Actor(), Needs()) for name in "ab"]
-    made = Dispatch(engine, Sums(), units(*[("plain", n) for n in range(4)]))  # type: ignore[arg-type]
+    made = dispatch(engine, units(*[("plain", n) for n in range(4)]))
     made._hand_out()
     assert [one.actor.ran for one in engine.ready] == [[("plain", 0)], [("plain", 1)]]
     told: list[str] = []
@@ -111,7 +115,7 @@ def test_what_died_is_the_only_unit_of_its_worker_and_the_last_units_wait_for_no
 def test_what_died_on_the_only_node_is_tried_there() -> None:
     engine = Engine()
     engine.ready = [Worker("node", "host", Actor(), Needs())]
-    made = Dispatch(engine, Sums(), units(("plain", 0)))  # type: ignore[arg-type]
+    made = dispatch(engine, units(("plain", 0)))
     made._try_again(_Task(engine.ready[0], made._todo.popleft(), 0), DIED)
     made._hand_out()
     assert engine.ready[0].actor.ran == [("plain", 0)]
@@ -121,7 +125,7 @@ def test_a_unit_near_its_worker_is_none_beyond_the_window() -> None:
     engine = Engine()
     kept = [Kept(n, Unit(f"kept {n}", 0), None) for n in range(2)]
     engine.where = {n: Stored(None, None, f"node {n}") for n in range(2)}
-    made = Dispatch(engine, Sums(), [Unit(f"{n}", ("plain", n), kept[n == 9]) for n in range(10)])  # type: ignore[arg-type]
+    made = dispatch(engine, [Unit(f"{n}", ("plain", n), kept[n == 9]) for n in range(10)])
     there = Worker("node 1", "host", Actor(), Needs())
     assert made._take_near(there, 9) == 0
     assert made._take_near(there, 10) == 9
@@ -134,7 +138,7 @@ def test_an_answer_that_was_lost_with_its_node_costs_no_worker() -> None:
         raise ray.exceptions.ObjectLostError("00" * 28, None, "")
 
     engine.ray.get = get
-    made = Dispatch(engine, Sums(), units(("plain", 0)))  # type: ignore[arg-type]
+    made = dispatch(engine, units(("plain", 0)))
     made._todo.clear()
     made._finish("reference", _Task(Worker("node", "host", None, Needs()), 0, 0))
     assert not engine.lost
@@ -144,7 +148,7 @@ def test_an_answer_that_was_lost_with_its_node_costs_no_worker() -> None:
 def test_what_died_is_begun_on_another_node_if_there_is_one() -> None:
     engine = Engine()
     engine.ready = [Worker(name, name, Actor(), Needs()) for name in "ab"]
-    made = Dispatch(engine, Sums(), units(("plain", 0), ("plain", 1)))  # type: ignore[arg-type]
+    made = dispatch(engine, units(("plain", 0), ("plain", 1)))
     made._try_again(_Task(engine.ready[0], made._todo.popleft(), 0), DIED)
     made._hand_out()
     assert [one.actor.ran for one in engine.ready] == [[("plain", 1)], [("plain", 0)]]
